@@ -1,0 +1,14 @@
+"""Pipeline parallelism for any LightningModule: ``Trainer(strategy="avgpipe")``.
+
+Importing this package registers the strategy.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_avgpipe.strategy import AvgPipeStrategy
+
+__all__ = ["AvgPipeStrategy"]
+__version__ = "0.1.0"
+
+if AvgPipeStrategy.strategy_name not in StrategyRegistry:
+    AvgPipeStrategy.register_strategies(StrategyRegistry)

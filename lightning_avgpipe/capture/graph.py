@@ -1,0 +1,214 @@
+"""The call graph of a step function: nodes in program order, the values between them, and where it may be cut.
+
+Only what depends on the model is recorded. Glue that needs nothing but the batch (masks, positions, shifted labels)
+is *free*: every stage executes it for itself, so it is no node.
+
+::
+
+    position   0        1      2        3        4       5
+               | embed  | add  | block0 | block1 | head  |  loss (glue)
+               call     glue   call     call     call
+
+A cut at position p lies before node p: nodes 0..p-1 run before it, the others after it. What crosses the cut are the
+values that exist before p and are needed at p or later (liveness).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+__all__ = ["CallGraph", "Node", "Value"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that a node produced or wrote into. One per tensor object, whatever is later written into it.
+
+    Attributes:
+        index: position in :attr:`CallGraph.values`.
+        name: the producing unit or operation, for messages.
+        shape: of the captured micro-batch; later micro-batches may differ.
+        nbytes: bytes of the captured micro-batch.
+        requires_grad: whether a gradient comes back for it.
+        storage: values with the same number share memory.
+    """
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    requires_grad: bool
+    storage: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """A call of a unit, or a glue operation on values or parameters.
+
+    Attributes:
+        index: position in program order.
+        kind: ``"call"`` of a unit or ``"glue"`` between calls.
+        name: path of the unit, or name of the torch function.
+        source: line of the user's code, as ``file.py:12 in forward``.
+        inputs: values that it reads.
+        outputs: one entry per tensor in its result: a value, or ``-1 - i`` if it is the i-th tensor argument itself.
+        writes: ``(i, value, base)`` for each tensor argument that it changes in place: the i-th one, or with
+            ``base`` the tensor that the i-th one is a view of.
+        parameters: full names of the parameters that it uses.
+        states: full names of the buffers that it changes.
+        draws: whether it draws random numbers.
+        flops: forward floating-point operations, an estimate.
+    """
+
+    index: int
+    kind: Literal["call", "glue"]
+    name: str
+    source: str
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    writes: tuple[tuple[int, int, bool], ...] = ()
+    parameters: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    draws: bool = False
+    flops: float = 0.0
+
+    def __str__(self) -> str:
+        what = f"unit '{self.name}'" if self.kind == "call" else f"{self.name}()"
+        return f"{what} at {self.source}"
+
+
+@dataclass(frozen=True)
+class CallGraph:
+    """What one step function does with one micro-batch.
+
+    Attributes:
+        step: name of the step function, such as ``training_step``.
+        nodes: in program order.
+        values: everything that flows between nodes.
+        kept: values that the result, ``self.log`` or a metric needs: they go on to the last stage.
+        units: paths of the submodules that are never split.
+        resident: units that run on one stage even when they depend on the batch alone (they own parameters or
+            state, or draw random numbers); every other unit without dependence on a value is free.
+        draws: whether anything in the step draws random numbers.
+        host_draws: the same for the generators of Python and NumPy.
+        batch_writes: whether the step changes tensors of its batch in place.
+        pinned: ``(position, reason)``: no cut at or before that position is legal.
+    """
+
+    step: str
+    nodes: tuple[Node, ...]
+    values: tuple[Value, ...]
+    kept: frozenset[int]
+    units: tuple[str, ...]
+    resident: frozenset[str]
+    draws: bool = False
+    host_draws: bool = False
+    batch_writes: bool = False
+    pinned: tuple[tuple[int, str], ...] = ()
+
+    @cached_property
+    def born(self) -> tuple[int, ...]:
+        """For each value the node that makes it a value, shape ``(len(values),)``."""
+        first = [len(self.nodes)] * len(self.values)
+        for node in reversed(self.nodes):
+            for value in self._made_by(node):
+                first[value] = node.index
+        return tuple(first)
+
+    @cached_property
+    def last_use(self) -> tuple[int, ...]:
+        """For each value the last node that needs it; ``len(nodes)`` if the result does."""
+        last = [-1] * len(self.values)
+        for node in self.nodes:
+            for value in (*node.inputs, *self._made_by(node)):
+                last[value] = node.index
+        for value in self.kept:
+            last[value] = len(self.nodes)
+        return tuple(last)
+
+    @staticmethod
+    def _made_by(node: Node) -> Iterator[int]:
+        yield from (value for value in node.outputs if value >= 0)
+        yield from (value for _, value, _ in node.writes)
+
+    def live(self, position: int) -> tuple[int, ...]:
+        """Values that cross a cut at this position, in order of their birth."""
+        return tuple(
+            value.index
+            for value in self.values
+            if self.born[value.index] < position <= self.last_use[value.index]
+        )
+
+    @cached_property
+    def boundary_bytes(self) -> tuple[int, ...]:
+        """Bytes that cross a cut at each position 0..len(nodes), shape ``(len(nodes) + 1,)``."""
+        change = [0] * (len(self.nodes) + 2)
+        for value in self.values:
+            born, last = self.born[value.index], self.last_use[value.index]
+            if last > born:
+                change[born + 1] += value.nbytes
+                change[last + 1] -= value.nbytes
+        totals, total = [], 0
+        for position in range(len(self.nodes) + 1):
+            total += change[position]
+            totals.append(total)
+        return tuple(totals)
+
+    @cached_property
+    def obstacles(self) -> tuple[str | None, ...]:
+        """For each position 0..len(nodes) why no cut may lie there, or None where one may."""
+        reasons: list[str | None] = [None] * (len(self.nodes) + 1)
+
+        def forbid(positions: Iterable[int], reason: str) -> None:
+            for position in positions:
+                if reasons[position] is None:
+                    reasons[position] = reason
+
+        for last, reason in self.pinned:
+            forbid(range(last + 1), reason)
+        for name, users in self._owners.items():
+            if len(users) > 1:
+                first, last = self.nodes[users[0]], self.nodes[users[-1]]
+                forbid(
+                    range(users[0] + 1, users[-1] + 1),
+                    f"'{name}' is used by {first} and by {last}, which a cut here would put on two stages",
+                )
+        for group in self._aliases:
+            written = [n.index for n in self.nodes for _, v, _ in n.writes if v in group]
+            if not written:
+                continue
+            for position in range(min(self.born[v] for v in group) + 1, max(written) + 1):
+                alive = [v for v in group if self.born[v] < position <= self.last_use[v]]
+                if len(alive) > 1:
+                    names = " and ".join(f"'{self.values[v].name}'" for v in alive[:2])
+                    forbid([position], f"{names} share memory and are changed in place after it")
+        return tuple(reasons)
+
+    @cached_property
+    def _owners(self) -> dict[str, list[int]]:
+        """Parameter or changed buffer -> nodes that use it."""
+        users: dict[str, list[int]] = defaultdict(list)
+        for node in self.nodes:
+            for name in dict.fromkeys((*node.parameters, *node.states)):
+                users[name].append(node.index)
+        return users
+
+    @cached_property
+    def _aliases(self) -> list[tuple[int, ...]]:
+        groups: dict[int, list[int]] = defaultdict(list)
+        for value in self.values:
+            groups[value.storage].append(value.index)
+        return [tuple(group) for group in groups.values() if len(group) > 1]
+
+    def __str__(self) -> str:
+        lines = [f"{self.step}: {len(self.nodes)} nodes, {len(self.values)} values"]
+        for node in self.nodes:
+            reads = ",".join(str(v) for v in node.inputs)
+            gives = ",".join(str(v) for v in node.outputs)
+            lines.append(f"  {node.index:4d} {node.kind:5s} {node.name:40s} ({reads}) -> ({gives})  {node.source}")
+        return "\n".join(lines)

@@ -1,0 +1,304 @@
+"""Capture: run a step function once on one micro-batch and write down its call graph."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_avgpipe import tree
+from lightning_avgpipe.capture.graph import CallGraph, Node, Value
+from lightning_avgpipe.capture.snapshot import untouched
+from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
+from lightning_avgpipe.errors import CaptureError
+
+__all__ = ["capture"]
+
+
+def capture(
+    step: str,
+    run: Callable[..., Any],
+    args: Sequence[Any],
+    module: nn.Module,
+    units: Sequence[str],
+    device: torch.device | None = None,
+) -> CallGraph:
+    """Record what ``run(*args)`` does with the units of ``module``. Nothing remains of the execution.
+
+    Args:
+        step: name of the step function, for messages.
+        run: executes the step, with the module's own grad mode and precision.
+        args: arguments of the step, the micro-batch first.
+        module: whose submodules are called.
+        units: paths of the submodules that are never split.
+        device: where to compute; parameters that are elsewhere visit it one unit at a time.
+
+    Raises:
+        CaptureError: the step returned no result in training.
+    """
+    recorder = _Recorder(module, units, device)
+    batch = [(leaf, leaf._version) for leaf in tree.tensors(args) if not leaf.is_inference()]
+    with untouched(module), recorder.visiting():
+        host = _host_random_state()
+        draws = recorder.random_state()
+        buffers = {name: buffer for name, buffer in module.named_buffers() if recorder.owner(name) is None}
+        with recorder.following():
+            result = run(*args)
+        if step == "training_step":
+            _check_loss(result)
+        recorder.keep(tree.tensors(result))
+        recorder.pin_reassigned(buffers, dict(module.named_buffers()))
+        host_draws = host != _host_random_state()
+        anything_drawn = not torch.equal(draws, recorder.random_state())
+    return CallGraph(
+        step=step,
+        nodes=tuple(recorder.nodes),
+        values=tuple(recorder.values),
+        kept=frozenset(recorder.kept),
+        units=tuple(units),
+        resident=frozenset(recorder.resident),
+        draws=anything_drawn or any(node.draws for node in recorder.nodes),
+        host_draws=host_draws,
+        batch_writes=any(leaf._version != version for leaf, version in batch),
+        pinned=tuple(recorder.pinned),
+    )
+
+
+def _check_loss(result: Any) -> None:
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            f"training_step returned {'None' if result is None else type(result).__name__} instead of a loss; "
+            "a pipeline cannot skip a step on one stage only. Return a tensor, or a dict with the key 'loss'; to skip "
+            "a batch, filter it in the dataloader, or return a loss multiplied by zero"
+        )
+
+
+class _Recorder(StepTracer):
+    """Executes everything and notes each node."""
+
+    def __init__(self, module: nn.Module, units: Sequence[str], device: torch.device | None) -> None:
+        self._module = module
+        self._paths = {id(module.get_submodule(path)): path for path in units}
+        super().__init__(self._paths, {id(p): name for name, p in module.named_parameters()})
+        self._device = device
+        self._buffer_names = {id(b): name for name, b in module.named_buffers()}
+        self._owned = {name: path for path in units for name in _state_names(module, path)}
+        self.nodes: list[Node] = []
+        self.values: list[Value] = []
+        self.kept: set[int] = set()
+        self.resident: set[str] = set()
+        self.pinned: list[tuple[int, str]] = []
+        self._storages: dict[int, int] = {}
+        self._held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
+
+    # -- nodes ------------------------------------------------------------------------------------------------------
+
+    def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        tensors = tree.tensors((args, kwargs))
+        inputs = self._inputs(tensors)
+        parameters = tuple(self._parameters[id(p)] for p in module.parameters())
+        versions = [_version(t) for t in tensors]
+        buffers = [(f"{path}.{name}", b, _version(b)) for name, b in module.named_buffers()]
+        random_before = self.random_state()
+        with self._visit(module), FlopCounterMode(display=False) as counter:
+            result = run(*args, **kwargs)
+        draws = not torch.equal(random_before, self.random_state())
+        states = tuple(
+            name for name, b, version in buffers if self._buffer(name) is not b or _version(b) != version
+        )
+        if parameters or states or draws:
+            self.resident.add(path)
+        elif not inputs:
+            return result
+        flops = float(counter.get_total_flops()) or _recurrent_flops(module, result)
+        self._add(
+            Node(len(self.nodes), "call", path, _source(), inputs, parameters=parameters, states=states, draws=draws,
+                 flops=flops + sum(t.numel() for t in tree.tensors(result))),
+            result, tensors, versions,
+        )  # fmt: skip
+        return result
+
+    def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = tensor_arguments(args, kwargs)
+        inputs = self._inputs(tensors)
+        parameters = tuple(dict.fromkeys(self._parameters[id(t)] for t in tensors if id(t) in self._parameters))
+        name = function_name(func)
+        self._refuse_hidden(tensors, name)
+        versions = [_version(t) for t in tensors]
+        random_before = self.random_state()
+        result = func(*args, **kwargs)
+        if not inputs and not parameters:
+            return result
+        states = tuple(
+            self._buffer_names[id(t)]
+            for t, version in zip(tensors, versions, strict=True)
+            if id(t) in self._buffer_names and _version(t) != version
+        )
+        if name in ("backward", "grad") and name != "grad.__get__":
+            self.pinned.append((len(self.nodes), f"the step calls {name}() itself at {_source()}"))
+        self._add(
+            Node(len(self.nodes), "glue", name, _source(), inputs, parameters=parameters, states=states,
+                 draws=not torch.equal(random_before, self.random_state()),
+                 flops=float(sum(t.numel() for t in tree.tensors(result)))),
+            result, tensors, versions,
+        )  # fmt: skip
+        return result
+
+    def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.keep(tree.tensors((args, kwargs)))
+        return run(*args, **kwargs)
+
+    def _add(self, node: Node, result: Any, tensors: list[Tensor], versions: list[int]) -> None:
+        writes = []
+        for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+            if _version(tensor) == version:
+                continue
+            for target, base in ((tensor, False), (tensor._base, True)):
+                if target is not None:
+                    known = self.value_of(target) if self.is_known(target) else self._new_value(target, node.name)
+                    writes.append((i, known, base))
+        outputs = []
+        for leaf in tree.tensors(result):
+            if self.is_known(leaf):
+                outputs.append(self._known[id(leaf)][1])
+                continue
+            same = next((i for i, t in enumerate(tensors) if t is leaf), None)
+            outputs.append(-1 - same if same is not None else self._new_value(leaf, node.name))
+        self.nodes.append(
+            Node(**{**vars(node), "outputs": tuple(outputs), "writes": tuple(dict.fromkeys(writes))})  # type: ignore[arg-type]
+        )
+
+    def _inputs(self, tensors: list[Tensor]) -> tuple[int, ...]:
+        found = (self.value_of(t) for t in tensors)
+        return tuple(dict.fromkeys(value for value in found if value is not None))
+
+    def _new_value(self, tensor: Tensor, name: str) -> int:
+        index = len(self.values)
+        storage = self._storages.setdefault(_storage(tensor), len(self._storages))
+        self.values.append(
+            Value(
+                index, name, tuple(tensor.shape), str(tensor.dtype), tensor.numel() * tensor.element_size(),
+                tensor.requires_grad, storage,
+            )
+        )  # fmt: skip
+        self._held.append(tensor)
+        self.know(tensor, index)
+        return index
+
+    # -- what stages cannot share ------------------------------------------------------------------------------------
+
+    def keep(self, tensors: list[Tensor]) -> None:
+        """These tensors are needed at the end of the step."""
+        self.kept.update(self._inputs(tensors))
+
+    def _refuse_hidden(self, tensors: list[Tensor], name: str) -> None:
+        """A tensor with a history that came out of no node was left behind by a unit, for instance in an attribute."""
+        for tensor in tensors:
+            if tensor.grad_fn is not None and self.value_of(tensor) is None:
+                self.pinned.append(
+                    (len(self.nodes), f"{name}() at {_source()} reads a tensor that a unit left in an attribute")
+                )
+
+    def pin_reassigned(self, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+        """A buffer outside of units that the step replaces by a value must be replaced on the last stage only."""
+        for name, buffer in before.items():
+            new = after.get(name, buffer)
+            if new is not buffer and self.value_of(new) is not None:
+                self.pinned.append((len(self.nodes), f"the step assigns a new tensor to the buffer '{name}'"))
+
+    def owner(self, name: str) -> str | None:
+        """The unit that holds a parameter or buffer, None if it lies outside of units."""
+        return self._owned.get(name)
+
+    def _buffer(self, name: str) -> Tensor | None:
+        path, _, leaf = name.rpartition(".")
+        return self._module.get_submodule(path)._buffers.get(leaf)
+
+    # -- device and random state -------------------------------------------------------------------------------------
+
+    def random_state(self) -> Tensor:
+        """State of the generators that units and glue draw from."""
+        state = torch.get_rng_state()
+        if self._device is not None and self._device.type == "cuda":
+            state = torch.cat([state, torch.cuda.get_rng_state(self._device)])
+        return state
+
+    def visiting(self) -> Any:
+        """What lies outside of units is on the device while the step is captured."""
+        outside = [p for name, p in self._module.named_parameters() if name not in self._owned]
+        outside += [b for name, b in self._module.named_buffers() if name not in self._owned]
+        return _Visit(outside, self._device)
+
+    def _visit(self, module: nn.Module) -> Any:
+        return _Visit([*module.parameters(), *module.buffers()], self._device)
+
+
+class _Visit:
+    """Tensors are on a device within this context, and at home after it."""
+
+    def __init__(self, tensors: Collection[Tensor], device: torch.device | None) -> None:
+        moves = device is not None and device.type != "cpu"
+        self._tensors = [t for t in tensors if moves and t.device != device]
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._homes = [t.data for t in self._tensors]
+        for tensor in self._tensors:
+            tensor.data = tensor.data.to(self._device)
+
+    def __exit__(self, *exc_info: object) -> None:
+        for tensor, home in zip(self._tensors, self._homes, strict=True):
+            home.copy_(tensor.data)
+            tensor.data = home
+
+
+def _state_names(module: nn.Module, path: str) -> list[str]:
+    unit = module.get_submodule(path)
+    return [f"{path}.{name}" for name, _ in (*unit.named_parameters(), *unit.named_buffers())]
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none
+        return id(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _host_random_state() -> tuple[Any, ...]:
+    numpy_state = np.random.get_state(legacy=False)
+    return random.getstate(), str(numpy_state)
+
+
+def _recurrent_flops(unit: nn.Module, result: Any) -> float:
+    """Fused recurrent kernels are not counted by torch: two operations per weight and time step."""
+    weights = sum(p.numel() for m in unit.modules() if isinstance(m, nn.RNNBase) for p in m.parameters())
+    outputs = tree.tensors(result)
+    rows = outputs[0].numel() // max(outputs[0].shape[-1], 1) if weights and outputs and outputs[0].ndim else 0
+    return 2.0 * weights * rows
+
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = (str(Path(torch.__file__).resolve().parent), _PACKAGE)
+
+
+def _source() -> str:
+    """The innermost line of code that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_LIBRARIES) and not path.startswith("<"):
+            return f"{Path(path).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "unknown line"

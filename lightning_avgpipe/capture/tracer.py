@@ -1,0 +1,212 @@
+"""What capture and replay share: to follow a step function through its units and its glue.
+
+A step is plain Python. Two hooks see everything that matters: the calls of modules (``nn.Module.__call__``) and,
+outside of units, the torch functions (a ``TorchFunctionMode``). Inside a unit both step aside, so a unit runs at the
+speed at which it always ran.
+
+A tensor is *known* as a value if it came out of a node. An operation is a node if it touches a known tensor or a
+parameter; everything else is free. Capture and replay decide this by the same rule, in the same order, which is why
+nodes can be matched by counting them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["StepTracer", "function_name", "tensor_arguments"]
+
+_METADATA_ATTRIBUTES = (
+    "shape dtype device layout ndim requires_grad is_leaf is_cuda is_cpu is_mps is_xpu is_meta is_sparse is_quantized "
+    "is_nested is_mkldnn grad_fn names itemsize nbytes _version output_nr name _backward_hooks retains_grad"
+).split()
+_METADATA_METHODS = (
+    "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex is_contiguous is_signed "
+    "element_size get_device type_as is_conj is_neg is_inference has_names is_shared is_pinned __len__ __hash__ "
+    "dim_order sym_size sym_numel sym_stride __repr__ __dir__"
+).split()
+
+
+def _metadata_functions() -> frozenset[Any]:
+    """Functions that read a tensor's description, never its numbers: absent values can answer them."""
+    found: set[Any] = set()
+    for name in _METADATA_ATTRIBUTES:
+        attribute = getattr(Tensor, name, None)
+        if attribute is not None and hasattr(attribute, "__get__"):
+            found.add(attribute.__get__)
+    for name in _METADATA_METHODS:
+        method = getattr(Tensor, name, None)
+        if method is not None and name != "type_as":
+            found.add(method)
+    found.update((torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor))
+    return frozenset(found)
+
+
+_METADATA = _metadata_functions()
+
+
+def function_name(func: Any) -> str:
+    """A name for a torch function that is the same in every process."""
+    name: str = getattr(func, "__name__", type(func).__name__)
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{getattr(func.__self__, '__name__', '?')}.{name}"
+    return name
+
+
+def tensor_arguments(*arguments: Any) -> list[Tensor]:
+    """Tensors in nested lists, tuples and dicts of arguments, in order."""
+    found: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            if argument:
+                found.extend(tensor_arguments(*argument))
+        elif isinstance(argument, dict) and argument:
+            found.extend(tensor_arguments(*argument.values()))
+    return found
+
+
+_following = threading.local()
+
+
+class StepTracer(TorchFunctionMode):
+    """Follows one execution of a step function; subclasses say what happens at a node.
+
+    Args:
+        units: ``id(module) -> path`` of the submodules that are never split.
+        parameters: ``id(parameter) -> full name`` for the parameters of the whole module.
+    """
+
+    def __init__(self, units: Mapping[int, str], parameters: Mapping[int, str]) -> None:
+        super().__init__()
+        self._units = units
+        self._parameters = parameters
+        self._inside = False  # a unit, or a node's own work, is running: nothing is a node now
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    # -- what subclasses decide; while they do, nothing is followed ---------------------------------------------------
+
+    @abstractmethod
+    def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A unit is called; ``run(*args, **kwargs)`` executes it."""
+
+    @abstractmethod
+    def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A torch function is called outside of any unit."""
+
+    @abstractmethod
+    def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Something that only looks at values (``self.log``, a metric) is called; ``run`` executes it."""
+
+    def observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Let ``run(*args, **kwargs)`` look at values of the step."""
+        with self.aside():
+            return self.on_observe(run, args, kwargs)
+
+    @classmethod
+    def current(cls) -> StepTracer | None:
+        """The tracer that follows this thread's step, if one does and is not inside a unit."""
+        tracer = getattr(_following, "tracer", None)
+        return None if tracer is None or tracer._inside else tracer
+
+    # -- known tensors ----------------------------------------------------------------------------------------------
+
+    def know(self, tensor: Tensor, value: int) -> None:
+        """Remember that this tensor object holds a value."""
+        self._known[id(tensor)] = (weakref.ref(tensor), value)
+
+    def value_of(self, tensor: Tensor) -> int | None:
+        """The value that a tensor holds, looked up through a view's base as well; None if it is free."""
+        entry = self._known.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
+        base = tensor._base
+        if base is not None:
+            entry = self._known.get(id(base))
+            if entry is not None and entry[0]() is base:
+                return entry[1]
+        return None
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether this very object (not its base) holds a value."""
+        entry = self._known.get(id(tensor))
+        return entry is not None and entry[0]() is tensor
+
+    # -- the two hooks ----------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inside or func in _METADATA:
+            return func(*args, **(kwargs or {}))
+        self._inside = True  # the mode itself is off the stack while it handles a function
+        try:
+            return self.on_glue(func, args, kwargs or {})
+        finally:
+            self._inside = False
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Within this context the thread's step is followed."""
+        thread = threading.get_ident()
+        call_module = nn.Module.__call__
+        apply_function = torch.autograd.Function.__dict__["apply"]
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or threading.get_ident() != thread:
+                return call_module(module, *args, **kwargs)
+            path = self._units.get(id(module))
+            if path is None:
+                return call_module(module, *args, **kwargs)
+            with self.aside():
+                return self.on_call(module, path, lambda *a, **k: call_module(module, *a, **k), args, kwargs)
+
+        def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            # not a torch function, so the mode would see the inside of its forward and its backward would be lost
+            run = apply_function.__get__(None, function)
+            if self._inside or threading.get_ident() != thread:
+                return run(*args, **kwargs)
+            with self.aside():
+                return self.on_glue(_named(run, f"{function.__name__}.apply"), args, kwargs)
+
+        nn.Module.__call__ = __call__  # type: ignore[method-assign, assignment]
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, arg-type]
+        _following.tracer = self
+        try:
+            with self:
+                yield
+        finally:
+            _following.tracer = None
+            nn.Module.__call__ = call_module  # type: ignore[method-assign]
+            torch.autograd.Function.apply = apply_function
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within this context nothing is followed: a unit, or one glue operation, runs as it always does."""
+        self._inside = True
+        # Off the stack the mode costs a unit nothing. If the user has put a mode of his own on top of ours
+        # (``with torch.device(...)``), it stays and only passes operations through.
+        on_top = torch.overrides._get_current_function_mode() is self
+        if on_top:
+            super().__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            if on_top:
+                super().__enter__()
+            self._inside = False
+
+
+def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    function.__name__ = name
+    return function

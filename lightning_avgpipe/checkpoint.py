@@ -1,0 +1,78 @@
+"""Checkpoints: the state of all stages, as one process would have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_avgpipe.runtime.mesh import Mesh
+
+__all__ = ["full_optimizer_state", "full_state_dict", "owners", "spread_parameters"]
+
+
+def owners(module: nn.Module, mesh: Mesh, stage_of: Mapping[str, int]) -> dict[str, int]:
+    """The rank that owns each parameter and buffer, by every name it has; rank 0 owns what no stage uses.
+
+    Args:
+        stage_of: parameter or changed buffer -> stage.
+    """
+    canonical = {id(p): name for name, p in module.named_parameters()}
+    canonical |= {id(b): name for name, b in module.named_buffers()}
+    everything = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    found = {}
+    for name, tensor in everything:
+        stage = stage_of.get(canonical[id(tensor)])
+        found[name] = 0 if stage is None else mesh.rank_of(stage)
+    return found
+
+
+def full_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
+    """On rank 0 the state dict of the whole module; elsewhere the module's own, with what it lacks on meta."""
+    state = module.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name in owner}
+    return {**state, **mesh.collect(tensors, lambda name: owner[name])}
+
+
+def spread_parameters(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Tensor]:
+    """On every rank the owners' parameters and buffers."""
+    tensors: dict[str, Tensor] = {name: p.detach() for name, p in module.named_parameters()}
+    tensors |= dict(module.named_buffers())
+    return mesh.spread(tensors, lambda name: owner[name])
+
+
+def full_optimizer_state(optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
+    """On rank 0 an ordinary optimizer state: the union of the stages' states; elsewhere one's own.
+
+    Every process builds its optimizer over all parameters, so a parameter has the same number everywhere, the number
+    that it has in one process.
+    """
+    state = optimizer.state_dict()
+    own = pytree.tree_map_only(Tensor, lambda t: t.cpu(), state["state"]) if mesh.rank != 0 else {}
+    for theirs in mesh.gather_objects(own):
+        for number, entry in theirs.items():
+            state["state"].setdefault(number, entry)
+    state["state"] = {number: state["state"][number] for number in sorted(state["state"])}
+    return state
+
+
+def drop_foreign_state(optimizer: Optimizer, foreign: set[int]) -> None:
+    """Forget the state of parameters that other processes own.
+
+    Args:
+        foreign: ids of these parameters.
+    """
+    for parameter in [p for p in optimizer.state if id(p) in foreign]:
+        del optimizer.state[parameter]
+
+
+def move_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Optimizer state lives beside its parameter, except the step counter, which the optimizer placed itself."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.device != device and value.shape == parameter.shape:
+                state[name] = value.to(device)

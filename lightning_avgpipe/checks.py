@@ -1,0 +1,163 @@
+"""What cannot work is said before training starts: what was found, what is needed, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import LBFGS, Optimizer
+
+from lightning_avgpipe.errors import ConfigurationError
+
+__all__ = ["module", "optimizers", "options", "processes", "trainer"]
+
+_SCHEDULES = ("advance_forward", "1f1b", "afab")
+_START_METHODS = ("popen", "spawn", "fork")
+
+
+def options(
+    num_stages: Any,
+    num_pipelines: Any,
+    num_microbatches: Any,
+    schedule: str,
+    advance: Any,
+    split_points: Sequence[str] | None,
+    loss_reduction: str,
+    start_method: str,
+) -> None:
+    """Check the strategy's own arguments, as far as they can be judged alone."""
+    if num_stages != "auto" and not _is_count(num_stages):
+        raise ConfigurationError(f"num_stages={num_stages!r}: must be 'auto' or an integer of at least 1")
+    if num_pipelines != 1:
+        raise ConfigurationError(
+            f"num_pipelines={num_pipelines!r}: parallel pipelines (elastic averaging) are not available yet; use 1"
+        )
+    if num_microbatches != "auto" and not _is_count(num_microbatches):
+        raise ConfigurationError(f"num_microbatches={num_microbatches!r}: must be 'auto' or an integer of at least 1")
+    if schedule not in _SCHEDULES:
+        raise ConfigurationError(f"schedule={schedule!r}: must be one of {', '.join(map(repr, _SCHEDULES))}")
+    if not isinstance(advance, int) or isinstance(advance, bool) or advance < 0:
+        raise ConfigurationError(f"advance={advance!r}: must be an integer of at least 0; 0 is 1F1B")
+    if advance and schedule != "advance_forward":
+        raise ConfigurationError(
+            f"advance={advance} has no meaning for schedule={schedule!r}; use schedule='advance_forward', or advance=0"
+        )
+    if split_points is not None:
+        if isinstance(split_points, str):
+            raise ConfigurationError(f"split_points={split_points!r}: must be a list of names; use [{split_points!r}]")
+        if num_stages != "auto" and len(split_points) != num_stages - 1:
+            raise ConfigurationError(
+                f"split_points names {len(split_points)} units, but num_stages={num_stages} needs {num_stages - 1}: "
+                "one for each stage after the first"
+            )
+    if loss_reduction not in ("mean", "sum"):
+        raise ConfigurationError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'")
+    if start_method not in _START_METHODS:
+        raise ConfigurationError(f"start_method={start_method!r}: must be one of {', '.join(map(repr, _START_METHODS))}")
+
+
+def processes(num_stages: int, world_size: int) -> None:
+    """Check that the stages fit the processes."""
+    if num_stages >= world_size:
+        if num_stages % world_size:
+            below = num_stages // world_size * world_size
+            raise ConfigurationError(
+                f"num_stages={num_stages} on {world_size} devices: every device must host the same number of stages; "
+                f"use num_stages={below} or {below + world_size}"
+            )
+        return
+    if world_size % num_stages:
+        raise ConfigurationError(
+            f"{world_size} devices for num_stages={num_stages}: the number of devices (world size) must be a multiple "
+            f"of the number of stages; use devices={world_size // num_stages * num_stages} or num_stages={world_size}"
+        )
+    raise ConfigurationError(
+        f"{world_size} devices for num_stages={num_stages} make {world_size // num_stages} groups of parallel models, "
+        f"which are not available yet; use devices={num_stages} or num_stages={world_size}"
+    )
+
+
+def module(model: pl.LightningModule) -> None:
+    """Check what a LightningModule asks of training."""
+    name = type(model).__name__
+    if not model.automatic_optimization:
+        raise ConfigurationError(
+            f"{name} uses manual optimization, in which training_step itself runs backward and the optimizer; a "
+            "pipeline must mix them with other micro-batches. Set automatic_optimization = True and return the loss"
+        )
+    if is_overridden("backward", model):
+        raise ConfigurationError(
+            f"{name} overrides backward(), but a pipeline runs the backward stage by stage; remove the override"
+        )
+    if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
+        raise ConfigurationError(
+            f"{name}.training_step takes dataloader_iter; a pipeline must see a batch to split it. Take (batch, batch_idx)"
+        )
+
+
+def optimizers(model: pl.LightningModule, found: Sequence[Optimizer]) -> None:
+    """Check the optimizers that ``configure_optimizers`` returned."""
+    name = type(model).__name__
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"{name}.configure_optimizers returns {len(found)} optimizers; a pipeline steps one. Use one optimizer "
+            "with several parameter groups"
+        )
+    for optimizer in found:
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if isinstance(inner, LBFGS):
+            raise ConfigurationError(
+                f"{name}.configure_optimizers returns LBFGS, which evaluates its closure several times per step; a "
+                "pipeline evaluates it once. Use an optimizer without closure, such as SGD or AdamW"
+            )
+
+
+def trainer(running: pl.Trainer, world_size: int) -> None:
+    """Check the trainer's options against stages on several processes."""
+    if world_size == 1:
+        return
+    refused: list[tuple[type, str]] = [
+        (StochasticWeightAveraging, "averages parameters of which each process holds a part"),
+        (BatchSizeFinder, "restarts training in ways that the stages cannot follow together"),
+    ]
+    weight_averaging = getattr(pl.callbacks, "WeightAveraging", None)
+    if weight_averaging is not None:
+        refused.append((weight_averaging, "averages parameters of which each process holds a part"))
+    for callback in running.callbacks:
+        for kind, why in refused:
+            if isinstance(callback, kind):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} {why}, and is not supported on {world_size} processes yet; remove it, "
+                    "or use devices=1"
+                )
+    if getattr(running.precision_plugin, "scaler", None) is not None:
+        raise ConfigurationError(
+            "precision='16-mixed' scales the loss, which is not supported on several processes yet; use 'bf16-mixed'"
+        )
+    if getattr(running, "_val_check_time_interval", None) is not None:
+        raise ConfigurationError(
+            "val_check_interval as a time differs between processes; give it as a number of batches or a fraction"
+        )
+    if running.strategy._layer_sync is not None:  # type: ignore[attr-defined]
+        raise ConfigurationError("sync_batchnorm=True is for data parallelism; a stage sees the whole batch: remove it")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def loss(result: Any) -> torch.Tensor:
+    """The loss in what training_step returned."""
+    found = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(found, torch.Tensor):
+        raise ConfigurationError(
+            f"training_step returned {type(result).__name__} without a loss for one micro-batch; it must return a "
+            "tensor, or a dict with the key 'loss', every time"
+        )
+    return found

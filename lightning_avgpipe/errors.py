@@ -1,0 +1,45 @@
+"""Every error that this package raises on purpose: what was found, what is needed, what to do."""
+
+
+class AvgPipeError(RuntimeError):
+    """Base of all errors of lightning_avgpipe."""
+
+
+class ConfigurationError(AvgPipeError, ValueError):
+    """An option, or a combination of options, that cannot work; raised before training starts."""
+
+
+class BatchError(AvgPipeError, ValueError):
+    """A batch that cannot be split into micro-batches."""
+
+
+class CaptureError(AvgPipeError):
+    """A step function that cannot be followed, or that cannot be pipelined at all."""
+
+
+class PartitionError(AvgPipeError, ValueError):
+    """A model that cannot be divided into the wanted stages."""
+
+
+class ScheduleError(AvgPipeError, ValueError):
+    """A schedule that is not one: wrong sizes, missing or repeated actions."""
+
+
+class DeadlockError(ScheduleError):
+    """A schedule in which a stage waits for something that never comes."""
+
+
+class StepChangedError(AvgPipeError):
+    """A step function did something else than when it was captured."""
+
+
+class AbsentValueError(AvgPipeError):
+    """Code of one stage computes with a value that lives on another stage."""
+
+
+class StageError(AvgPipeError):
+    """User code failed in an action; names stage, rank and action, and carries the original error."""
+
+
+class PeerError(AvgPipeError):
+    """Another process of the pipeline failed or is gone; carries what it reported, if it could."""

@@ -1,0 +1,76 @@
+"""Lightning's optimization of one batch, as a pipeline does it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from torch.optim import Optimizer
+
+from lightning_avgpipe.metrics import SyncedLoggerConnector
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy import AvgPipeStrategy
+
+__all__ = ["PipelineOptimization"]
+
+
+class _PipelineClosure(Closure):
+    """Clears the gradients, then runs forwards and backwards as the schedule mixes them."""
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        if self._zero_grad_fn is not None:
+            self._zero_grad_fn()
+        return self._step_fn()
+
+
+class PipelineOptimization(_AutomaticOptimization):
+    """Replaces Lightning's automatic optimization: one optimizer step per iteration of the pipeline.
+
+    Accumulation, clipping, precision and the optimizer's hooks stay Lightning's.
+    """
+
+    def __init__(self, original: _AutomaticOptimization, strategy: AvgPipeStrategy) -> None:
+        super().__init__(original.trainer)
+        self.optim_progress = original.optim_progress
+        self._replaced = (original,)  # in a tuple: a loop saves the progress of loops among its attributes
+        self._strategy = strategy
+
+    def detach(self) -> _AutomaticOptimization:
+        """The loop that this one replaced, with the progress of this one."""
+        self._replaced[0].optim_progress = self.optim_progress
+        return self._replaced[0]
+
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        """Run one iteration; on every rank the same loss and metrics are known afterwards."""
+        result = super().run(optimizer, batch_idx, kwargs)
+        connector = self.trainer._logger_connector
+        if not isinstance(connector, SyncedLoggerConnector):  # one process
+            return result
+        news = None
+        if self._strategy.is_global_zero:
+            news = {
+                "loss": result.get("loss"),
+                "metrics": connector.snapshot(),
+                "sigterm": self._strategy.sigterm_received(self.trainer),
+            }
+        news = self._strategy.mesh.publish(news)
+        connector.accept(news["metrics"])
+        self._strategy.sigterm_agreed = news["sigterm"]
+        return {**result, "loss": news["loss"]}
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        step: Callable[[], ClosureResult] = self._make_step_fn(kwargs)
+        return _PipelineClosure(step_fn=step, backward_fn=None, zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer))
+
+
+def install(trainer: pl.Trainer, strategy: AvgPipeStrategy) -> PipelineOptimization:
+    """Put the pipeline's optimization into a trainer's fit loop."""
+    loop = trainer.fit_loop.epoch_loop
+    loop.automatic_optimization = PipelineOptimization(loop.automatic_optimization, strategy)
+    return loop.automatic_optimization

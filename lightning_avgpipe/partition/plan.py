@@ -1,0 +1,128 @@
+"""The plan: stages with their units, parameters and boundaries. Made once, printed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from lightning_avgpipe.capture.graph import CallGraph, Value
+from lightning_avgpipe.partition.balance import Costs
+
+__all__ = ["Plan", "StagePlan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage.
+
+    Attributes:
+        index: k, 0-based.
+        units: paths of the units that it calls, in order of their first call.
+        parameters: full names of the parameters that it owns.
+        states: full names of the buffers that it changes.
+        num_parameters: elements of these parameters.
+        share: its part of the time of all stages, 0..1.
+        sends: values that cross to the next stage; empty for the last.
+    """
+
+    index: int
+    units: tuple[str, ...]
+    parameters: tuple[str, ...]
+    states: tuple[str, ...]
+    num_parameters: int
+    share: float
+    sends: tuple[Value, ...]
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes that one captured micro-batch sends to the next stage."""
+        return sum(value.nbytes for value in self.sends)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which stage calls and owns what; ``str(plan)`` is a table."""
+
+    stages: tuple[StagePlan, ...]
+    cuts: tuple[int, ...]
+    graph: CallGraph = field(repr=False)
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self.stages)
+
+    @cached_property
+    def stage_of(self) -> dict[str, int]:
+        """Unit, parameter or changed buffer -> stage. What is missing is used by no stage, and kept by all."""
+        found: dict[str, int] = {}
+        for stage in self.stages:
+            for name in (*stage.units, *stage.parameters, *stage.states):
+                found[name] = stage.index
+        return found
+
+    def __str__(self) -> str:
+        rows = [("stage", "units", "parameters", "time", "sends to the next")]
+        for stage in self.stages:
+            last = stage.index == self.num_stages - 1
+            values = "value" if len(stage.sends) == 1 else "values"
+            sends = "-" if last else f"{len(stage.sends)} {values}, {_bytes(stage.boundary_bytes)} a micro-batch"
+            rows.append(
+                (str(stage.index), _units(stage.units), _count(stage.num_parameters), f"{stage.share:.0%}", sends)
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "-" * max(len(line) for line in lines))
+        return "\n".join(lines)
+
+
+def make_plan(graph: CallGraph, cuts: Sequence[int], costs: Costs, sizes: Mapping[str, int]) -> Plan:
+    """Describe the stages between the cuts.
+
+    Args:
+        graph: of the step function that decides, in training ``training_step``.
+        cuts: K-1 increasing positions.
+        costs: for the time shares.
+        sizes: full name of each parameter -> number of elements.
+    """
+    bounds = [0, *cuts, len(graph.nodes)]
+    total = sum(costs.node) or 1.0
+    stages = []
+    for k, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        nodes = graph.nodes[start:end]
+        parameters = tuple(dict.fromkeys(name for node in nodes for name in node.parameters))
+        stages.append(
+            StagePlan(
+                index=k,
+                units=tuple(dict.fromkeys(node.name for node in nodes if node.kind == "call")),
+                parameters=parameters,
+                states=tuple(dict.fromkeys(name for node in nodes for name in node.states)),
+                num_parameters=sum(sizes[name] for name in parameters),
+                share=sum(costs.node[start:end]) / total,
+                sends=tuple(graph.values[v] for v in graph.live(end)) if k < len(cuts) else (),
+            )
+        )
+    return Plan(tuple(stages), tuple(cuts), graph)
+
+
+def _units(units: Sequence[str]) -> str:
+    if len(units) <= 3:
+        return ", ".join(units)
+    return f"{units[0]}, {units[1]} .. {units[-1]} ({len(units)})"
+
+
+def _count(number: float) -> str:
+    for suffix in ("", " K", " M", " G"):
+        if number < 1000:
+            return f"{number:.0f}{suffix}" if not suffix else f"{number:.1f}{suffix}"
+        number /= 1000
+    return f"{number:.1f} T"
+
+
+def _bytes(number: float) -> str:
+    for suffix in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {suffix}" if suffix == "B" else f"{number:.1f} {suffix}"
+        number /= 1024
+    return f"{number:.1f} GiB"

@@ -1,0 +1,1 @@
+"""What runs: replay of stages, channels between them, the executor. Knows nothing of Lightning."""

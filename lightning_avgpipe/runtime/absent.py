@@ -1,0 +1,62 @@
+"""Absent values: what lives on another stage, as far as its description goes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.errors import AbsentValueError
+
+__all__ = ["Absent", "TensorMeta"]
+
+
+class TensorMeta(NamedTuple):
+    """Description of a tensor: enough to answer ``x.shape``, ``x.dtype`` and the like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorMeta:
+        """Describe a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu", tensor.requires_grad)
+
+
+class Absent(Tensor):
+    """Stands for a value that an earlier stage produced and this stage does not need.
+
+    It has a shape, a type and a device, so glue that asks for these goes on. Whoever computes with it gets an
+    :class:`AbsentValueError` that names the value.
+    """
+
+    _name: str
+
+    @staticmethod
+    def __new__(cls, meta: TensorMeta, device: torch.device, name: str) -> Absent:
+        absent: Absent = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.shape,
+            dtype=meta.dtype,
+            device=torch.device("cpu") if meta.on_host else device,
+            requires_grad=meta.requires_grad and (meta.dtype.is_floating_point or meta.dtype.is_complex),
+        )
+        absent._name = name
+        return absent
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Absent({self._name!r}, shape={tuple(self.shape)})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = [a._name for a in (*args, *(kwargs or {}).values()) if isinstance(a, Absent)]
+        raise AbsentValueError(
+            f"{func} needs the value of '{', '.join(names) or '?'}', which lives on an earlier stage and was not sent: "
+            "the step did not need it when it was captured. It reached this code through an attribute or an object "
+            "that hides tensors; pass it as an argument, return it, or keep both units on one stage with split_points"
+        )

@@ -1,0 +1,359 @@
+"""Channels: one-way FIFO links between stages. A send never blocks compute; a receive is posted ahead of time.
+
+In one process a channel is a queue. Between processes each end has a thread that waits for the network, because
+gloo's works cannot be polled, and each direction has a process group of its own, because two directions on one group
+get in each other's way.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_avgpipe.errors import PeerError
+from lightning_avgpipe.runtime.message import Message
+
+__all__ = ["Arrivals", "Inbox", "LocalChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "as_bytes"]
+
+_FRAME_BYTES = 1024  # the first message of each transfer has a fixed size, so that its receive can be posted early
+_LENGTH_BYTES = 8
+_MAX_REMEMBERED = 256
+_JOIN_S = 10.0
+_POLL_S = 0.5  # between two looks at whether another process has failed
+
+
+class Arrivals:
+    """Wakes the executor when something arrived on any of its inboxes, or when an inbox failed."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.failure: BaseException | None = None
+
+    def notify(self) -> None:
+        """Something arrived."""
+        with self.condition:
+            self.condition.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """A channel cannot go on."""
+        with self.condition:
+            self.failure = self.failure or error
+            self.condition.notify_all()
+
+    def wait_for(
+        self,
+        ready: Callable[[], bool],
+        timeout_s: float,
+        describe: Callable[[], str],
+        check_peers: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Block until ``ready()``.
+
+        Args:
+            timeout_s: longest wait, in seconds.
+            describe: who waits for what, for the error.
+            check_peers: raises if another process has reported a failure.
+        Raises:
+            PeerError: nothing arrived in time, or a channel broke.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self.condition:
+                if ready():
+                    return
+                if self.failure is None:
+                    self.condition.wait(_POLL_S)
+                if ready():
+                    return
+                failure = self.failure
+            check_peers()
+            if failure is not None:
+                raise PeerError(f"{describe()}, but the connection broke: {failure}") from failure
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"{describe()}, and nothing arrived for {timeout_s:.0f} s. Either a process is stuck, or the work "
+                    "takes longer than the strategy's timeout; raise timeout=... if so"
+                )
+
+
+class Inbox(Protocol):
+    """The receiving end of a channel."""
+
+    def expect(self, count: int) -> None:
+        """So many messages will come: receive them as they do."""
+
+    def ready(self) -> bool:
+        """Whether a message has arrived."""
+
+    def get(self) -> Message:
+        """Take the oldest message that has arrived."""
+
+
+class Outbox(Protocol):
+    """The sending end of a channel."""
+
+    def put(self, message: Message) -> None:
+        """Send; returns at once."""
+
+
+class LocalChannel:
+    """Both ends of a channel between two stages of one process."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Message] = deque()
+
+    def expect(self, count: int) -> None:
+        """Nothing to prepare."""
+
+    def ready(self) -> bool:
+        """Whether a message waits."""
+        return bool(self._queue)
+
+    def get(self) -> Message:
+        """Take the oldest message."""
+        return self._queue.popleft()
+
+    def put(self, message: Message) -> None:
+        """Pass a message on; its tensors are shared, not copied."""
+        self._queue.append(message)
+
+    def clear(self) -> None:
+        """Drop what was not taken."""
+        self._queue.clear()
+
+
+class _Wire:
+    """Moves tensors of known sizes between two ranks.
+
+    Args:
+        peer: global rank at the other end.
+        host_group: gloo group of the two ranks, for this direction only.
+        device: where tensors live on this side.
+        device_group: NCCL group of the two ranks, for this direction only; None moves device tensors over the host.
+    """
+
+    def __init__(
+        self, peer: int, host_group: dist.ProcessGroup, device: torch.device, device_group: dist.ProcessGroup | None
+    ) -> None:
+        self.peer = peer
+        self._host_group = host_group
+        self._device = device
+        self._device_group = device_group
+        # transfers are queued on a stream of their own, so that they overlap with compute
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def send_host(self, tensor: Tensor) -> None:
+        dist.send(tensor, self.peer, group=self._host_group)
+
+    def receive_host(self, tensor: Tensor) -> None:
+        dist.recv(tensor, self.peer, group=self._host_group)
+
+    def send(self, tensor: Tensor, ready: torch.cuda.Event | None) -> None:
+        if tensor.device.type == "cpu" or self._device_group is None:
+            if ready is not None:
+                ready.synchronize()
+            self.send_host(as_bytes(tensor.cpu()))
+            return
+        assert self.stream is not None and ready is not None
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(ready)
+            flat = as_bytes(tensor)
+            dist.send(flat, self.peer, group=self._device_group)
+            flat.record_stream(self.stream)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, on_host: bool) -> tuple[Tensor, Any]:
+        """Returns the tensor and, on CUDA, the event after which it may be read."""
+        if on_host or self._device_group is None:
+            tensor = torch.empty(shape, dtype=dtype)
+            self.receive_host(as_bytes(tensor))
+            return (tensor if on_host else tensor.to(self._device)), None
+        assert self.stream is not None
+        with torch.cuda.stream(self.stream):
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            dist.recv(as_bytes(tensor), self.peer, group=self._device_group)
+            return tensor, self.stream.record_event()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A flat view in bytes: any type can be sent, also those that a backend does not know."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class NetworkOutbox:
+    """The sending end of a channel to another process.
+
+    Args:
+        name: for messages, as ``forward 0 -> 1``.
+        arrivals: told when sending fails.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        peer: int,
+        arrivals: Arrivals,
+        host_group: dist.ProcessGroup,
+        device: torch.device,
+        device_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.name = name
+        self._wire = _Wire(peer, host_group, device, device_group)
+        self._arrivals = arrivals
+        self._known: dict[Any, int] = {}
+        self._queue: queue.SimpleQueue[tuple[Message, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"avgpipe send {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        """Send; returns at once."""
+        stream = self._wire.stream
+        ready = torch.cuda.current_stream(stream.device).record_event() if stream is not None else None
+        self._queue.put((message, ready))
+
+    def close(self) -> bool:
+        """Stop the thread after what is queued; False if it still waits for its peer."""
+        self._queue.put(None)
+        self._thread.join(_JOIN_S)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        try:
+            while (item := self._queue.get()) is not None:
+                self._send(*item)
+        except Exception as error:  # handed to the executor, which names stage and action
+            error.add_note(f"while sending on channel '{self.name}' to rank {self._wire.peer}")
+            self._arrivals.fail(error)
+
+    def _send(self, message: Message, ready: Any) -> None:
+        entries, reference = message.entries, None
+        try:
+            reference = self._known.get(entries)
+            if reference is None and len(self._known) < _MAX_REMEMBERED:
+                # sent in full this time, by number from now on; the other end counts alike
+                self._known[entries] = len(self._known)
+                reference = -1
+        except TypeError:  # an unhashable leaf: sent in full every time
+            reference = None
+        header = pickle.dumps(
+            (
+                message.micro_batch,
+                tuple(
+                    None if t is None else (tuple(t.shape), t.dtype, t.device.type == "cpu") for t in message.tensors
+                ),
+                message.requires_grad,
+                reference,
+                entries if reference is None or reference < 0 else None,
+            )
+        )
+        first, rest = header[: _FRAME_BYTES - _LENGTH_BYTES], header[_FRAME_BYTES - _LENGTH_BYTES :]
+        frame = len(header).to_bytes(_LENGTH_BYTES, "little") + first
+        self._wire.send_host(torch.frombuffer(bytearray(frame.ljust(_FRAME_BYTES, b"\0")), dtype=torch.uint8))
+        if rest:
+            self._wire.send_host(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+        for tensor in message.tensors:
+            if tensor is not None and tensor.numel():
+                self._wire.send(tensor, ready)
+
+
+class NetworkInbox:
+    """The receiving end of a channel from another process. Same arguments as :class:`NetworkOutbox`."""
+
+    def __init__(
+        self,
+        name: str,
+        peer: int,
+        arrivals: Arrivals,
+        host_group: dist.ProcessGroup,
+        device: torch.device,
+        device_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.name = name
+        self._wire = _Wire(peer, host_group, device, device_group)
+        self._arrivals = arrivals
+        self._known: list[Any] = []
+        self._arrived: deque[tuple[Message, list[Any]]] = deque()
+        self._expected = threading.Semaphore(0)
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name=f"avgpipe receive {name}", daemon=True)
+        self._thread.start()
+
+    def expect(self, count: int) -> None:
+        """Post the receives of so many messages."""
+        if count:
+            self._expected.release(count)
+
+    def ready(self) -> bool:
+        """Whether a message has arrived."""
+        return bool(self._arrived)
+
+    def get(self) -> Message:
+        """Take the oldest message; on CUDA the current stream waits for its transfer, the host does not."""
+        message, events = self._arrived.popleft()
+        for tensor, event in zip(message.tensors, events, strict=True):
+            if event is not None:
+                current = torch.cuda.current_stream()
+                current.wait_event(event)
+                assert tensor is not None
+                tensor.record_stream(current)
+        return message
+
+    def close(self) -> bool:
+        """Stop the thread; False if it still waits for its peer."""
+        self._closing = True
+        self._expected.release()
+        self._thread.join(_JOIN_S)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        try:
+            while True:
+                self._expected.acquire()
+                if self._closing:
+                    return
+                item = self._receive()
+                with self._arrivals.condition:
+                    self._arrived.append(item)
+                    self._arrivals.condition.notify_all()
+        except Exception as error:  # handed to the executor, which names stage and action
+            if not self._closing:
+                error.add_note(f"while receiving on channel '{self.name}' from rank {self._wire.peer}")
+                self._arrivals.fail(error)
+
+    def _receive(self) -> tuple[Message, list[Any]]:
+        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        self._wire.receive_host(frame)
+        raw = frame.numpy().tobytes()
+        length = int.from_bytes(raw[:_LENGTH_BYTES], "little")
+        header = raw[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        if length > len(header):
+            rest = torch.empty(length - len(header), dtype=torch.uint8)
+            self._wire.receive_host(rest)
+            header += rest.numpy().tobytes()
+        micro_batch, metas, requires_grad, reference, entries = pickle.loads(header)
+        if reference is not None:
+            if reference < 0:
+                self._known.append(entries)
+            else:
+                entries = self._known[reference]
+        tensors: list[Tensor | None] = []
+        events: list[Any] = []
+        for meta in metas:
+            tensor, event = None, None
+            if meta is not None:
+                shape, dtype, on_host = meta
+                if 0 in shape:
+                    tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host else self._wire._device)
+                else:
+                    tensor, event = self._wire.receive(shape, dtype, on_host)
+            tensors.append(tensor)
+            events.append(event)
+        return Message(micro_batch, tuple(tensors), requires_grad, entries), events

@@ -1,0 +1,122 @@
+"""The executor: one loop over the lanes of a process.
+
+Take the next action of a lane whose input has arrived, backwards first, then the lowest micro-batch; wait only when no
+lane can run. It knows nothing of schedules' names, of Lightning or of models.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_avgpipe.errors import AvgPipeError, StageError
+from lightning_avgpipe.runtime.channel import Arrivals, Inbox, Outbox
+from lightning_avgpipe.runtime.stage import Stage, Task
+from lightning_avgpipe.schedule import Action
+
+__all__ = ["Lane", "execute"]
+
+
+@dataclass
+class Lane:
+    """One stage of one pipeline in this process, with its ends of the channels.
+
+    Attributes:
+        stage: does the work.
+        values: where values come from; None for the first stage.
+        to_next: where values go; None for the last stage.
+        gradients: where gradients come from; None for the last stage.
+        to_previous: where gradients go; None for the first stage.
+        actions: what is left to do in this iteration.
+    """
+
+    stage: Stage
+    values: Inbox | None
+    to_next: Outbox | None
+    gradients: Inbox | None
+    to_previous: Outbox | None
+    actions: deque[Action] = field(default_factory=deque)
+
+    def begin(self, row: Sequence[Action]) -> None:
+        """Take on one iteration's actions and post their receives."""
+        self.actions = deque(row)
+        if self.values is not None:
+            self.values.expect(sum(action.kind == "F" for action in row))
+        if self.gradients is not None:
+            self.gradients.expect(sum(action.kind == "B" for action in row))
+
+    def ready(self) -> bool:
+        """Whether the next action's input has arrived."""
+        inbox = self._inbox()
+        return inbox is None or inbox.ready()
+
+    def urgency(self) -> tuple[bool, int]:
+        """Backwards first, then the lowest micro-batch: the smallest is the most urgent."""
+        return self.actions[0].kind != "B", self.actions[0].micro_batch
+
+    def advance(self, task: Task) -> None:
+        """Do the next action and send what it gives."""
+        inbox = self._inbox()
+        action = self.actions.popleft()
+        message = inbox.get() if inbox is not None else None
+        if action.kind == "F":
+            output, outbox = self.stage.forward(task, action.micro_batch, message), self.to_next
+        else:
+            output, outbox = self.stage.backward(action.micro_batch, message), self.to_previous
+        if output is not None and outbox is not None:
+            outbox.put(output)
+
+    def _inbox(self) -> Inbox | None:
+        return self.values if self.actions[0].kind == "F" else self.gradients
+
+
+def execute(
+    lanes: Sequence[Lane],
+    task: Task,
+    arrivals: Arrivals,
+    timeout_s: float,
+    rank: int = 0,
+    check_peers: Callable[[], None] = lambda: None,
+) -> None:
+    """Run the actions of all lanes.
+
+    Args:
+        lanes: with their actions.
+        task: what the actions work on.
+        arrivals: wakes this loop.
+        timeout_s: longest wait for a message, in seconds.
+        rank: for messages.
+        check_peers: raises if another process has reported a failure.
+    Raises:
+        StageError: user code failed in an action.
+        PeerError: nothing arrived in time, or a channel broke.
+    """
+    while pending := [lane for lane in lanes if lane.actions]:
+        runnable = [lane for lane in pending if lane.ready()]
+        if not runnable:
+            arrivals.wait_for(
+                lambda: any(lane.ready() for lane in pending),  # noqa: B023
+                timeout_s,
+                lambda: _waits(pending, rank),  # noqa: B023
+                check_peers,
+            )
+            continue
+        lane = min(runnable, key=Lane.urgency)
+        action = lane.actions[0]
+        try:
+            lane.advance(task)
+        except AvgPipeError as error:
+            error.add_note(f"in {action} of {_place(lane, rank)}")
+            raise
+        except Exception as error:
+            raise StageError(f"{_place(lane, rank)} failed in {action}: {type(error).__name__}: {error}") from error
+
+
+def _place(lane: Lane, rank: int) -> str:
+    program = lane.stage.program
+    return f"stage {program.stage} of {program.num_stages} (rank {rank})"
+
+
+def _waits(lanes: Sequence[Lane], rank: int) -> str:
+    return "; ".join(f"{_place(lane, rank)} waits for the input of {lane.actions[0]}" for lane in lanes)

@@ -1,0 +1,36 @@
+"""Parameters that a process does not own: given up, so that their memory is free, and taken back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["give_up", "take_back"]
+
+
+def give_up(module: nn.Module, names: Iterable[str]) -> None:
+    """Move parameters to the meta device. They stay the same objects, so optimizers keep knowing them."""
+    parameters = dict(module.named_parameters())
+    chosen = [parameters[name] for name in names if not parameters[name].is_meta]
+    if chosen:
+        gc.collect()  # a graph that waits for the collector would hold on to the parameters
+    for parameter in chosen:
+        parameter.grad = None
+        _replace(parameter, torch.empty_like(parameter, device="meta"))
+
+
+def take_back(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Fill parameters that were given up."""
+    parameters = dict(module.named_parameters())
+    for name, tensor in tensors.items():
+        if parameters[name].is_meta:
+            _replace(parameters[name], tensor)
+
+
+def _replace(parameter: nn.Parameter, tensor: Tensor) -> None:
+    new = nn.Parameter(tensor.detach(), requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)  # the swap exchanges everything, also what users attached
+    torch.utils.swap_tensors(parameter, new)

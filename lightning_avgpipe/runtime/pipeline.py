@@ -1,0 +1,88 @@
+"""A pipeline in this process: the stages it hosts, wired to their neighbours, for every step function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.runtime.channel import LocalChannel
+from lightning_avgpipe.runtime.executor import Lane, execute
+from lightning_avgpipe.runtime.mesh import Mesh
+from lightning_avgpipe.runtime.program import stage_programs
+from lightning_avgpipe.runtime.stage import Stage, Task
+from lightning_avgpipe.schedule import Schedule
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """The lanes of one pipeline that this process runs.
+
+    Args:
+        mesh: who hosts what; its channels are open.
+        module: the whole module.
+    """
+
+    def __init__(self, mesh: Mesh, module: nn.Module) -> None:
+        self._mesh = mesh
+        self._module = module
+        self._stages: dict[str, list[Stage]] = {}
+        self._graphs: dict[str, CallGraph] = {}
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """Step functions that can be run."""
+        return tuple(self._stages)
+
+    def graph(self, step: str) -> CallGraph:
+        """The call graph of a step function."""
+        return self._graphs[step]
+
+    def load(self, graph: CallGraph, cuts: Sequence[int]) -> None:
+        """Make a step function runnable.
+
+        Args:
+            graph: of the step.
+            cuts: K-1 positions.
+        """
+        programs = stage_programs(graph, cuts)
+        self._graphs[graph.step] = graph
+        self._stages[graph.step] = [Stage(programs[k], self._module, self._mesh.device) for k in self._mesh.stages]
+
+    def unload(self) -> None:
+        """Forget all step functions."""
+        self._stages.clear()
+        self._graphs.clear()
+
+    def run(self, step: str, schedule: Schedule, task: Task) -> list[Any] | None:
+        """Run one iteration.
+
+        Args:
+            step: name of a loaded step function.
+            schedule: rows for all K stages.
+            task: the micro-batches, and what to do with them.
+        Returns:
+            On the process of the last stage what the step returned for each micro-batch; None elsewhere.
+        """
+        mesh = self._mesh
+        lanes = []
+        for stage in self._stages[step]:
+            wiring = mesh.wiring[stage.program.stage]
+            lane = Lane(stage, wiring.values, wiring.to_next, wiring.gradients, wiring.to_previous)
+            lane.begin(schedule.rows[stage.program.stage])
+            lanes.append(lane)
+        try:
+            execute(lanes, task, mesh.arrivals, mesh.timeout.total_seconds(), mesh.rank, mesh.check_peers)
+            last = self._stages[step][-1]
+            if not last.program.is_last:
+                return None
+            return [last.results[i] for i in range(schedule.num_microbatches)]
+        finally:
+            for lane in lanes:
+                lane.stage.clear()
+                for end in (lane.values, lane.gradients):
+                    if isinstance(end, LocalChannel):
+                        end.clear()

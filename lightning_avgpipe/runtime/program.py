@@ -1,0 +1,62 @@
+"""What one stage has to do of a step function: a slice of its call graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_avgpipe.capture.graph import CallGraph
+
+__all__ = ["StageProgram", "stage_programs"]
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """The nodes ``start .. end-1`` of a call graph.
+
+    Attributes:
+        stage: k, 0-based.
+        num_stages: K.
+        receives: values that cross the cut before this stage.
+        sends: values that cross the cut after it; none for the last stage.
+    """
+
+    graph: CallGraph
+    stage: int
+    num_stages: int
+    start: int
+    end: int
+    receives: tuple[int, ...]
+    sends: tuple[int, ...]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no stage comes before."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the result of the step is computed here."""
+        return self.stage == self.num_stages - 1
+
+    @cached_property
+    def drawing(self) -> frozenset[tuple[str, str]]:
+        """Kind and name of the nodes that draw random numbers."""
+        return frozenset((node.kind, node.name) for node in self.graph.nodes if node.draws)
+
+
+def stage_programs(graph: CallGraph, cuts: Sequence[int]) -> tuple[StageProgram, ...]:
+    """One program per stage.
+
+    Args:
+        graph: of one step function.
+        cuts: K-1 positions that do not decrease.
+    """
+    bounds = [0, *cuts, len(graph.nodes)]
+    num_stages = len(cuts) + 1
+    crossing = [(), *(graph.live(cut) for cut in cuts), ()]
+    return tuple(
+        StageProgram(graph, k, num_stages, bounds[k], bounds[k + 1], crossing[k], crossing[k + 1])
+        for k in range(num_stages)
+    )

@@ -1,0 +1,285 @@
+"""Replay: execute the whole step function, of which only one stage's part happens.
+
+::
+
+    stage 1 of 3:     embed   block0 | block1   block2 | block3   head   loss
+                      skipped        | executed        | not reached
+    values:           absent or      | real            | the step ends with an exception
+                      received       |                 |
+
+Nodes of earlier stages give back the values that were received, or absent ones. The nodes of this stage run. Before
+the first node of a later stage the step is left. Free glue runs wherever it stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe import tree
+from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
+from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.runtime.absent import Absent, TensorMeta
+from lightning_avgpipe.runtime.program import StageProgram
+from lightning_avgpipe.runtime.randomness import RandomKey, host_stream, stream
+
+__all__ = ["Entry", "Replayed", "Spec", "replay"]
+
+
+@dataclass(frozen=True, eq=True)
+class Spec:
+    """A tree specification that can be a key: equal specs meet, whatever their hash lacks."""
+
+    spec: Any
+    num_leaves: int
+
+    def __hash__(self) -> int:
+        return self.num_leaves
+
+
+# What a node returned: one tensor's description, or a tree of descriptions and other leaves.
+Entry = TensorMeta | tuple[Spec, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a stage made of one micro-batch.
+
+    Attributes:
+        result: of the step function; None unless this is the last stage.
+        sent: the values that the program sends, in its order.
+        entries: what the nodes up to the end of this stage returned.
+    """
+
+    result: Any
+    sent: tuple[Tensor, ...]
+    entries: tuple[Entry, ...]
+
+
+class _StageEnd(BaseException):
+    """Leaves the step function; no error, so not an Exception that user code might catch."""
+
+
+def replay(
+    program: StageProgram,
+    run: Callable[..., Any],
+    args: Sequence[Any],
+    units: Mapping[int, str],
+    parameters: Mapping[int, str],
+    received: Sequence[Tensor] = (),
+    entries: tuple[Entry, ...] = (),
+    key: RandomKey | None = None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> Replayed:
+    """Execute one stage's part of a step on one micro-batch.
+
+    Args:
+        program: what to do.
+        run: executes the step function.
+        args: its arguments, the micro-batch first.
+        units: ``id(module) -> path``.
+        parameters: ``id(parameter) -> full name``.
+        received: tensors for ``program.receives``, in its order.
+        entries: what the nodes of earlier stages returned.
+        key: names this execution, for random numbers.
+        device: of this stage.
+    Raises:
+        StepChangedError: the step did something else than when it was captured.
+        AbsentValueError: the step needs a value that was not sent.
+    """
+    key = key or RandomKey(0)
+    replayer = _Replayer(program, units, parameters, received, entries, key, device)
+    if program.graph.batch_writes:  # stages of one process share the batch, and each of them would change it
+        args = tree.map_tensors(torch.clone, args)
+    with contextlib.ExitStack() as stack:
+        if program.graph.draws:
+            stack.enter_context(stream(key.derive("step"), device))
+        if program.graph.host_draws:
+            stack.enter_context(host_stream(key.derive("host")))
+        stack.enter_context(replayer.following())
+        try:
+            result = run(*args)
+        except _StageEnd:
+            result = None
+        else:
+            replayer.check_finished()
+    return Replayed(result, replayer.sent(), replayer.entries())
+
+
+class _Replayer(StepTracer):
+    def __init__(
+        self,
+        program: StageProgram,
+        units: Mapping[int, str],
+        parameters: Mapping[int, str],
+        received: Sequence[Tensor],
+        entries: tuple[Entry, ...],
+        key: RandomKey,
+        device: torch.device,
+    ) -> None:
+        super().__init__(units, parameters)
+        self._program = program
+        self._nodes = program.graph.nodes
+        self._resident = program.graph.resident
+        self._received = dict(zip(program.receives, received, strict=True))
+        self._upstream = entries
+        self._own: list[Entry] = []
+        self._objects: dict[int, Tensor] = {}  # values of earlier stages, as the tensors that stand for them here
+        self._sends = frozenset(program.sends)
+        self._made: dict[int, Tensor] = {}  # values of this stage that will be sent
+        self._position = 0
+        self._key = key
+        self._device = device
+        self._occurrences: Counter[str] = Counter()
+
+    # -- nodes ------------------------------------------------------------------------------------------------------
+
+    def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        tensors = tree.tensors((args, kwargs))
+        if path not in self._resident and not any(self.value_of(t) is not None for t in tensors):
+            return run(*args, **kwargs)
+        return self._at_node("call", path, run, args, kwargs, tensors)
+
+    def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = tensor_arguments(args, kwargs)
+        for tensor in tensors:
+            if id(tensor) in self._parameters or self.value_of(tensor) is not None:
+                return self._at_node("glue", function_name(func), func, args, kwargs, tensors)
+        return func(*args, **kwargs)
+
+    def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self._program.is_last:
+            return Absent(TensorMeta((), torch.get_default_dtype(), False, False), self._device, "a metric")
+        return run(*args, **kwargs)
+
+    def _at_node(
+        self, kind: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]
+    ) -> Any:
+        position, program = self._position, self._program
+        if position == program.end and not program.is_last:
+            raise _StageEnd
+        node = self._nodes[position] if position < program.end else None
+        if node is None or node.kind != kind or node.name != name:
+            # On the last stage everything from its start on is at hand, so it may do what it wants.
+            if not (program.is_last and position >= program.start):
+                raise self._changed(kind, name, node)
+            node = None
+        self._position += 1
+        if position < program.start:
+            assert node is not None
+            return self._skip(node, tensors)
+        return self._execute(node, kind, name, run, args, kwargs, tensors)
+
+    def _skip(self, node: Node, tensors: list[Tensor]) -> Any:
+        for i, value, of_base in node.writes:
+            target = tensors[i]._base if of_base else tensors[i]
+            if target is not None and value not in self._objects and not self.is_known(target):
+                # A free tensor (say, torch.zeros) that an earlier stage wrote into.
+                self._objects[value] = target
+                self.know(target, value)
+                if value in self._received:
+                    target.copy_(self._received[value])
+        entry = self._upstream[node.index]
+        if isinstance(entry, TensorMeta):
+            return self._stand_in(node, 0, entry, tensors)
+        spec, leaves = entry
+        filled, i = [], 0
+        for leaf in leaves:
+            if isinstance(leaf, TensorMeta):
+                leaf = self._stand_in(node, i, leaf, tensors)
+                i += 1
+            filled.append(leaf)
+        return tree.unflatten(filled, spec.spec)
+
+    def _stand_in(self, node: Node, i: int, meta: TensorMeta, tensors: list[Tensor]) -> Tensor:
+        value = node.outputs[i]
+        if value < 0:
+            return tensors[-1 - value]
+        if value not in self._objects:
+            tensor = self._received.get(value)
+            self._objects[value] = Absent(meta, self._device, node.name) if tensor is None else tensor
+            self.know(self._objects[value], value)
+        return self._objects[value]
+
+    def _execute(
+        self, node: Node | None, kind: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]
+    ) -> Any:
+        with contextlib.ExitStack() as stack:
+            if (kind, name) in self._program.drawing:
+                occurrence = self._occurrences[name]
+                self._occurrences[name] += 1
+                stack.enter_context(stream(self._key.derive(f"{kind}:{name}", occurrence), self._device))
+            if kind == "call":
+                stack.enter_context(torch.profiler.record_function(name) if _profiling() else contextlib.nullcontext())
+            result = run(*args, **kwargs)
+        if node is None:
+            return result
+        leaves = [result] if type(result) is Tensor else tree.tensors(result)
+        if len(leaves) != len(node.outputs):
+            raise StepChangedError(
+                f"{node} returned {len(node.outputs)} tensors when {self._program.graph.step} was captured, and "
+                f"returned {len(leaves)} now; units must return the same structure for every batch"
+            )
+        for value, leaf in zip(node.outputs, leaves, strict=True):
+            if value >= 0:
+                self._register(leaf, value)
+        for i, value, of_base in node.writes:
+            target = tensors[i]._base if of_base else tensors[i]
+            if target is not None:
+                self._register(target, value)
+        if not self._program.is_last:
+            self._own.append(_entry(result))
+        return result
+
+    def _register(self, tensor: Tensor, value: int) -> None:
+        self.know(tensor, value)
+        if value in self._sends:
+            self._made[value] = tensor
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def sent(self) -> tuple[Tensor, ...]:
+        """Tensors for ``program.sends``."""
+        found = []
+        for value in self._program.sends:
+            tensor = self._made.get(value)
+            if tensor is None:
+                tensor = self._objects.get(value)
+            found.append(self._received[value] if tensor is None else tensor)
+        return tuple(found)
+
+    def entries(self) -> tuple[Entry, ...]:
+        """What all nodes up to the end of this stage returned."""
+        return (*self._upstream, *self._own) if self._own else self._upstream
+
+    def check_finished(self) -> None:
+        """The step must have come as far as it did when it was captured."""
+        if self._position < (self._program.start if self._program.is_last else self._program.end):
+            raise self._changed(None, None, self._nodes[self._position])
+
+    def _changed(self, kind: str | None, name: str | None, node: Node | None) -> StepChangedError:
+        now = "it ended" if name is None else f"it came to {'unit ' if kind == 'call' else ''}'{name}'"
+        then = "it ended" if node is None else f"it came to {node}"
+        return StepChangedError(
+            f"{self._program.graph.step} does not do what it did when it was captured: after {self._position} nodes "
+            f"{then} then, {now} now (stage {self._program.stage}). What a step calls must not depend on the batch, "
+            "the time or chance; move the difference into one unit, or keep it on the last stage with split_points"
+        )
+
+
+def _entry(result: Any) -> Entry:
+    if type(result) is Tensor:
+        return TensorMeta.of(result)
+    leaves, spec = tree.flatten(result)
+    return Spec(spec, len(leaves)), tuple(TensorMeta.of(x) if isinstance(x, Tensor) else x for x in leaves)
+
+
+def _profiling() -> bool:
+    return torch.autograd._profiler_enabled()

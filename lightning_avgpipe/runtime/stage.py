@@ -1,0 +1,158 @@
+"""A stage at work: its forwards, what they keep, and its backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.runtime.message import Message
+from lightning_avgpipe.runtime.program import StageProgram
+from lightning_avgpipe.runtime.randomness import RandomKey
+from lightning_avgpipe.runtime.replay import replay
+
+__all__ = ["Stage", "Task"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One iteration's work, the same for all stages of a process.
+
+    Attributes:
+        run: executes the step function on the arguments of one micro-batch.
+        args: arguments per micro-batch.
+        finish: turns the result of micro-batch i on the last stage into the tensor to start its backward from;
+            None if there is no backward.
+        key: random numbers of this iteration.
+    """
+
+    run: Callable[..., Any]
+    args: Sequence[Sequence[Any]]
+    finish: Callable[[int, Any], Tensor] | None = None
+    key: RandomKey = RandomKey(0)  # noqa: RUF009
+
+    @property
+    def trains(self) -> bool:
+        """Whether forwards keep what backwards need."""
+        return self.finish is not None
+
+
+@dataclass(frozen=True)
+class _Stash:
+    """What a forward keeps: the leaves that its gradients end in, and the tensors that they start from."""
+
+    leaves: tuple[Tensor, ...]
+    roots: tuple[Tensor, ...]
+
+
+class _Enter(torch.autograd.Function):
+    """A received leaf enters the step: without a copy, and yet such that in-place glue may change it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+class Stage:
+    """Stage k of one pipeline.
+
+    Args:
+        program: its part of the step function.
+        module: the whole module; parameters of other stages may be absent.
+        device: where it computes.
+
+    Attributes:
+        stash: micro-batch -> what its forward keeps for its backward.
+        results: on the last stage, what the step returned for each micro-batch.
+    """
+
+    def __init__(self, program: StageProgram, module: nn.Module, device: torch.device) -> None:
+        self.program = program
+        self._device = device
+        self._units = {id(module.get_submodule(path)): path for path in program.graph.units}
+        self._parameters = {id(p): name for name, p in module.named_parameters()}
+        self.stash: dict[int, _Stash] = {}
+        self.results: dict[int, Any] = {}
+
+    def forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
+        """Run one forward.
+
+        Args:
+            message: from the stage before; None for the first stage.
+        Returns:
+            The message for the next stage; None from the last.
+        """
+        program = self.program
+        if message is not None and message.micro_batch != micro_batch:
+            raise StepChangedError(
+                f"stage {program.stage} wants micro-batch {micro_batch} and received {message.micro_batch}; "
+                "the stages do not run the same schedule"
+            )
+        leaves: list[Tensor] = []
+        received: list[Tensor] = []
+        if message is not None:
+            for tensor, requires_grad in zip(message.tensors, message.requires_grad, strict=True):
+                assert tensor is not None
+                if requires_grad and task.trains:
+                    leaf = tensor.detach().requires_grad_()
+                    leaves.append(leaf)
+                    tensor = _Enter.apply(leaf)
+                received.append(tensor)
+        with torch.profiler.record_function(f"avgpipe::F{micro_batch}"):
+            replayed = replay(
+                program,
+                task.run,
+                task.args[micro_batch],
+                self._units,
+                self._parameters,
+                received,
+                message.entries if message is not None else (),
+                RandomKey(task.key.seed, task.key.iteration, task.key.pipeline, micro_batch),
+                self._device,
+            )
+            if program.is_last:
+                self.results[micro_batch] = replayed.result
+                if task.finish is not None:
+                    loss = task.finish(micro_batch, replayed.result)
+                    self.stash[micro_batch] = _Stash(tuple(leaves), (loss,))
+                return None
+        requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
+        if task.trains:
+            roots = tuple(t for t, wanted in zip(replayed.sent, requires_grad, strict=True) if wanted)
+            self.stash[micro_batch] = _Stash(tuple(leaves), roots)
+        return Message(micro_batch, tuple(t.detach() for t in replayed.sent), requires_grad, replayed.entries)
+
+    def backward(self, micro_batch: int, message: Message | None) -> Message | None:
+        """Run one backward: gradients of this stage's parameters accumulate.
+
+        Args:
+            message: gradients from the next stage; None on the last stage.
+        Returns:
+            Gradients for the stage before; None from the first.
+        """
+        stash = self.stash.pop(micro_batch)
+        gradients = (None,) if message is None else message.tensors
+        with torch.profiler.record_function(f"avgpipe::B{micro_batch}"):
+            pairs = [
+                (root, gradient)
+                for root, gradient in zip(stash.roots, gradients, strict=True)
+                if root.requires_grad and (gradient is not None or message is None)
+            ]
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        if self.program.is_first:
+            return None
+        return Message(micro_batch, tuple(leaf.grad for leaf in stash.leaves))
+
+    def clear(self) -> None:
+        """Forget everything about unfinished micro-batches."""
+        self.stash.clear()
+        self.results.clear()
