@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -31,6 +32,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_avgpipe import checks, loop, tree
+from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.checkpoint import (
     drop_foreign_state,
     full_optimizer_state,
@@ -194,9 +196,10 @@ class AvgPipeStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         checks.processes(self.num_stages, self.num_processes * self.num_nodes)
-        if self.cluster_environment.creates_processes_externally or self.num_processes * self.num_nodes == 1:
+        if self.num_processes * self.num_nodes == 1:
             return
         if self._start_method == "popen":
+            # also where processes exist already (torchrun, SLURM): it starts none then, but limits their threads
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
@@ -257,6 +260,7 @@ class AvgPipeStrategy(ParallelStrategy):
     def _adapt(self, trainer: pl.Trainer, module: pl.LightningModule, fitting: bool) -> None:
         """Change what Lightning does with this trainer and module, until teardown."""
         undo = self._undo
+        undo.enter_context(intercepting())
         self._log = StepLog(module, self.mesh.hosts_last)
         undo.enter_context(_replaced(module, "log", self._log))
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
@@ -279,6 +283,8 @@ class AvgPipeStrategy(ParallelStrategy):
             for hook in _LAST_STAGE_HOOKS:
                 undo.enter_context(_replaced(module, hook, _nothing))
             undo.enter_context(_replaced(module, "_on_before_batch_transfer", _pass_on))
+        # Only rank 0 logs, so there is nothing to synchronise.
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(", category=UserWarning)
         # Callbacks that monitor a metric run after this hook, and all ranks must see what it logs.
         epoch_end = module.on_train_epoch_end
 
@@ -335,11 +341,16 @@ class AvgPipeStrategy(ParallelStrategy):
                 loss = precision.pre_backward(loss, module)
             return loss
 
-        outputs = self._run("training_step", precision.train_step_context, parts, args[1:], finish)
+        # Lightning's weight averaging passes over the data once more without training
+        trains = not module.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
+        outputs = self._run(
+            "training_step", precision.train_step_context, parts, args[1:], finish if trains else None
+        )
         result: Any = {"loss": torch.zeros((), device=self.root_device)}
         if outputs is not None:
             result = self._merge_training(outputs, parts)
-        precision.post_backward(checks.loss(result), module)
+        if trains:
+            precision.post_backward(checks.loss(result), module)
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -369,13 +380,12 @@ class AvgPipeStrategy(ParallelStrategy):
     ) -> list[Any] | None:
         module, pipeline, step_log = self.lightning_module, self._pipeline, self._log
         assert module is not None and pipeline is not None and step_log is not None
-        sizes = {id(part.data): part.size for part in parts}
 
-        def run(data: Any, *others: Any) -> Any:
-            with context(), step_log.micro_batch(sizes.get(id(data), parts[0].size)):
-                return getattr(module, step)(data, *others)
+        def run(i: int, *args: Any) -> Any:
+            with context(), step_log.micro_batch(parts[i].size):
+                return getattr(module, step)(*args)
 
-        self._prepare(step, run, (parts[0].data, *rest))
+        self._prepare(step, partial(run, 0), (parts[0].data, *rest))
         step_log.discard()
         schedule = self._schedule(len(parts), training=finish is not None)
         task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self._seed, self._iteration(step)))

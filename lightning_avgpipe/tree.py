@@ -1,6 +1,290 @@
-from torch.utils import _pytree as p
+"""Trees: any nesting of containers, seen as a list of leaves and a spec that puts them back.
+
+A thin layer over ``torch.utils._pytree``. What pytree does not know and batches are made of is registered with it when
+an object of the type is first seen:
+
+=========================================  ==================================================================
+dataclasses                                all that the object holds, fields or not, frozen or not; ``__init__`` and
+                                           ``__post_init__`` are not run again
+subclasses of dict and UserDict            their items (transformers' ``BatchEncoding``), and their attributes
+other Mapping types                        their items, if ``type(mapping)(dict)`` makes an equal one
+subclasses of namedtuples                  their fields (``PackedSequence``; newer versions of pytree know them)
+=========================================  ==================================================================
+
+Before a type is registered, its first object is taken apart and put together again; if that does not give the same
+thing, objects of the type stay leaves. A type that is registered already, such as transformers' ``ModelOutput``, is
+left as it is.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import threading
+import types
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
-def flatten(o): return p.tree_flatten(o)
-def unflatten(l, s): return p.tree_unflatten(l, s)
-def tensors(o): return [x for x in p.tree_leaves(o) if isinstance(x, Tensor)]
-def map_tensors(f, o): return p.tree_map_only(Tensor, f, o)
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import TreeSpec
+
+__all__ = ["TreeSpec", "children", "flatten", "flatten_with_names", "map_tensors", "tensors", "unflatten"]
+
+IsLeaf = Callable[[Any], bool]
+
+
+def flatten(obj: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], TreeSpec]:
+    """Take a tree apart.
+
+    Args:
+        obj: any object; one that is no container is a single leaf, and so is None.
+        is_leaf: containers for which it is true are leaves as well.
+    Returns:
+        The leaves in order, and a spec, which can be pickled and compared.
+    """
+    if type(obj) is Tensor and is_leaf is None:
+        return [obj], _LEAF
+    leaves, spec = pytree.tree_flatten(obj, is_leaf)
+    while not _LEAF_TYPES.issuperset(map(type, leaves)) and _found_nodes(leaves, is_leaf):
+        leaves, spec = pytree.tree_flatten(obj, is_leaf)
+    return leaves, spec
+
+
+def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
+    """Put a tree together: the inverse of :func:`flatten`, with new containers."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def flatten_with_names(
+    obj: Any, root: str = "", is_leaf: IsLeaf | None = None
+) -> tuple[list[tuple[str, Any]], TreeSpec]:
+    """Take a tree apart, and name its leaves as the code that reaches them: ``batch['labels']``, ``[0].mask``.
+
+    Args:
+        obj: any object.
+        root: the name of ``obj`` itself, with which all names begin.
+        is_leaf: as in :func:`flatten`.
+    """
+    leaves, spec = flatten(obj, is_leaf)
+    return list(zip(_names(obj, root, is_leaf), leaves, strict=True)), spec
+
+
+def tensors(obj: Any) -> list[Tensor]:
+    """Return the tensors of a tree, in order."""
+    return [leaf for leaf in flatten(obj)[0] if isinstance(leaf, Tensor)]
+
+
+def map_tensors(fn: Callable[[Tensor], Any], obj: Any) -> Any:
+    """Return the tree with ``fn(tensor)`` in place of every tensor; other leaves are kept as they are."""
+    if type(obj) is Tensor:
+        return fn(obj)
+    leaves, spec = flatten(obj)
+    return unflatten([fn(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def children(obj: Any) -> tuple[list[Any], TreeSpec]:
+    """Take one level of a tree apart; a leaf is its own only child."""
+    return flatten(obj, is_leaf=lambda node: node is not obj)
+
+
+def _names(obj: Any, name: str, is_leaf: IsLeaf | None) -> list[str]:
+    below, spec = children(obj)
+    if spec.is_leaf() or (is_leaf is not None and is_leaf(obj)):
+        return [name]
+    steps = _steps(obj, spec, len(below))
+    return [leaf for step, child in zip(steps, below, strict=True) for leaf in _names(child, name + step, is_leaf)]
+
+
+def _steps(obj: Any, spec: TreeSpec, num_children: int) -> list[str]:
+    """Say how each child is reached from its container: ``['key']``, ``[0]`` or ``.field``."""
+    with_keys = pytree.SUPPORTED_NODES[spec.type].flatten_with_keys_fn
+    if with_keys is not None:
+        return [str(key) for key, _ in with_keys(obj)[0]]
+    if isinstance(obj, Mapping) and len(obj) == num_children:  # some types register themselves without keys
+        return [f"[{key!r}]" for key in obj]
+    return [f"[{i}]" for i in range(num_children)]
+
+
+# -- which types are leaves ------------------------------------------------------------------------------------------
+
+_LEAF: TreeSpec = pytree.tree_flatten(None)[1]
+_LEAF_TYPES: set[type] = {Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes}
+_REGISTRATION = threading.RLock()
+
+
+def _leaf() -> TreeSpec:
+    return _LEAF
+
+
+# Unpickling torch's LeafSpec warns that the class is deprecated, on each process that receives a spec.
+if type(_LEAF) is not TreeSpec:
+    copyreg.pickle(type(_LEAF), lambda _: (_leaf, ()))
+
+
+def _found_nodes(leaves: Iterable[Any], is_leaf: IsLeaf | None) -> bool:
+    """Decide about the types that were not seen before; true if some of these leaves turn out to be containers."""
+    found = False
+    for leaf in leaves:
+        cls = type(leaf)
+        if cls in _LEAF_TYPES or (is_leaf is not None and is_leaf(leaf)):
+            continue
+        with _REGISTRATION:
+            recipe = _recipe(cls)
+            if cls in pytree.SUPPORTED_NODES:
+                found = True
+            elif recipe is not None and _restores(recipe, leaf):
+                _register(cls, recipe)
+                found = True
+            else:
+                _LEAF_TYPES.add(cls)
+    return found
+
+
+def _register(cls: type, recipe: _Recipe) -> None:
+    def with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], _Layout]:
+        values, layout = recipe.take_apart(obj)
+        keys = [*map(pytree.MappingKey, layout.keys), *map(pytree.GetAttrKey, layout.attributes)]
+        return list(zip(keys, values, strict=True)), layout
+
+    pytree.register_pytree_node(cls, recipe.take_apart, recipe.put_together, flatten_with_keys_fn=with_keys)
+
+
+# -- how objects are taken apart -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a spec remembers of an object besides its children, which are first its items and then its attributes."""
+
+    cls: type
+    keys: tuple[Any, ...] = ()
+    attributes: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()  # attributes that are the item of the same name: obj.loss is obj["loss"]
+    is_own_dict: bool = False  # obj.__dict__ is obj, the usual way to a dict with attribute access
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received_layout, (self.cls, self.keys, self.attributes, self.shared, self.is_own_dict)
+
+
+def _received_layout(cls: type, *rest: Any) -> _Layout:
+    """Unpickle a layout; this process may not have seen an object of the type yet."""
+    with _REGISTRATION:
+        recipe = _recipe(cls)
+        if recipe is not None and cls not in pytree.SUPPORTED_NODES:
+            _register(cls, recipe)
+            _LEAF_TYPES.discard(cls)
+    return _Layout(cls, *rest)
+
+
+class _Recipe(NamedTuple):
+    take_apart: Callable[[Any], tuple[list[Any], _Layout]]
+    put_together: Callable[[Iterable[Any], _Layout], Any]
+
+
+def _recipe(cls: type) -> _Recipe | None:
+    """Choose how objects of a type are taken apart; None if they are leaves."""
+    if issubclass(cls, (Tensor, torch.nn.Module, type, Enum)):
+        return None
+    if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
+        return _Recipe(_take_fields, _make_namedtuple)
+    if issubclass(cls, (dict, UserDict)) or is_dataclass(cls):
+        return _Recipe(_take_state, _make_from_state)
+    if issubclass(cls, Mapping):
+        return _Recipe(_take_items, _make_from_items)
+    return None
+
+
+def _restores(recipe: _Recipe, obj: Any) -> bool:
+    try:
+        values, layout = recipe.take_apart(obj)
+        copy = recipe.put_together(values, layout)
+        copied, copied_layout = recipe.take_apart(copy)
+    except Exception:  # the type's own code, which may raise anything
+        return False
+    same_values = len(values) == len(copied) and all(a is b for a, b in zip(values, copied, strict=True))
+    return type(copy) is type(obj) and copied_layout == layout and same_values
+
+
+def _take_fields(obj: Any) -> tuple[list[Any], _Layout]:
+    return list(obj), _Layout(type(obj), attributes=obj._fields)
+
+
+def _make_namedtuple(values: Iterable[Any], layout: _Layout) -> Any:
+    return layout.cls._make(values)  # type: ignore[attr-defined]
+
+
+def _take_items(obj: Any) -> tuple[list[Any], _Layout]:
+    # With one attribute at most the items are in it, so that nothing is lost and no reference leads back to the object.
+    cls: Any = type(obj)
+    if len(getattr(obj, "__dict__", ())) + len(_slots(cls)) > 1:
+        raise TypeError(f"{cls.__name__} holds more than its items")
+    return [obj[key] for key in obj], _Layout(cls, tuple(obj))
+
+
+def _make_from_items(values: Iterable[Any], layout: _Layout) -> Any:
+    return layout.cls(dict(zip(layout.keys, values, strict=True)))
+
+
+def _take_state(obj: Any) -> tuple[list[Any], _Layout]:
+    cls: Any = type(obj)
+    items: dict[Any, Any] = {}
+    state: dict[str, Any] = getattr(obj, "__dict__", {})
+    is_own_dict = state is obj
+    if is_own_dict:
+        state = {}
+    if issubclass(cls, dict):
+        items = dict(_dict_type(cls).items(obj))  # not obj.items(), which the class may have changed
+    elif issubclass(cls, UserDict):
+        items = obj.data
+    held = {name: getattr(obj, name) for name in _slots(cls) if hasattr(obj, name)}
+    held |= {name: value for name, value in state.items() if name not in _derived(cls)}
+    shared = tuple(name for name, value in held.items() if name in items and items[name] is value)
+    attributes = tuple(name for name in held if name not in shared)
+    values = [*items.values(), *(held[name] for name in attributes)]
+    return values, _Layout(cls, tuple(items), attributes, shared, is_own_dict)
+
+
+def _make_from_state(values: Iterable[Any], layout: _Layout) -> Any:
+    cls: Any = layout.cls
+    values = iter(values)
+    items = {key: next(values) for key in layout.keys}
+    held = dict(zip(layout.attributes, values, strict=True)) | {name: items[name] for name in layout.shared}
+    obj: Any = cls.__new__(cls)
+    if issubclass(cls, dict):
+        for key, value in items.items():
+            _dict_type(cls).__setitem__(obj, key, value)
+    elif issubclass(cls, UserDict):
+        obj.__dict__["data"] = items
+    if layout.is_own_dict:
+        obj.__dict__ = obj
+    for name, value in held.items():
+        if name in _slots(cls):
+            object.__setattr__(obj, name, value)  # frozen dataclasses forbid the plain assignment
+        else:
+            obj.__dict__[name] = value
+    return obj
+
+
+def _dict_type(cls: type) -> type[dict[Any, Any]]:
+    # An OrderedDict keeps an order of its own, which dict's methods do not see.
+    return OrderedDict if issubclass(cls, OrderedDict) else dict
+
+
+@functools.cache
+def _slots(cls: type) -> Sequence[str]:
+    """Name the attributes of a type that are not in ``__dict__``: ``__slots__``, defaultdict's ``default_factory``."""
+    members = {n for base in cls.__mro__ for n, m in vars(base).items() if isinstance(m, types.MemberDescriptorType)}
+    in_order = [field.name for field in fields(cls)] if is_dataclass(cls) else []
+    return [name for name in in_order if name in members] + sorted(members.difference(in_order))
+
+
+@functools.cache
+def _derived(cls: type) -> frozenset[str]:
+    """Name what lies in ``__dict__`` without being a child: UserDict's items, cached properties (computed anew)."""
+    cached = {n for base in cls.__mro__ for n, m in vars(base).items() if isinstance(m, functools.cached_property)}
+    return frozenset(cached | {"data"} if issubclass(cls, UserDict) else cached)

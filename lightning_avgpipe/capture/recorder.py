@@ -44,7 +44,8 @@ def capture(
         CaptureError: the step returned no result in training.
     """
     recorder = _Recorder(module, units, device)
-    batch = [(leaf, leaf._version) for leaf in tree.tensors(args) if not leaf.is_inference()]
+    args = tree.map_tensors(torch.clone, tuple(args))  # the step may change its batch
+    batch = [(leaf, _version(leaf)) for leaf in tree.tensors(args)]
     with untouched(module), recorder.visiting():
         host = _host_random_state()
         draws = recorder.random_state()
@@ -66,7 +67,7 @@ def capture(
         resident=frozenset(recorder.resident),
         draws=anything_drawn or any(node.draws for node in recorder.nodes),
         host_draws=host_draws,
-        batch_writes=any(leaf._version != version for leaf, version in batch),
+        batch_writes=any(_version(leaf) != version for leaf, version in batch),
         pinned=tuple(recorder.pinned),
     )
 

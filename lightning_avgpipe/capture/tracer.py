@@ -16,13 +16,14 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["StepTracer", "function_name", "tensor_arguments"]
+__all__ = ["StepTracer", "function_name", "intercepting", "tensor_arguments"]
 
 _METADATA_ATTRIBUTES = (
     "shape dtype device layout ndim requires_grad is_leaf is_cuda is_cpu is_mps is_xpu is_meta is_sparse is_quantized "
@@ -154,38 +155,14 @@ class StepTracer(TorchFunctionMode):
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Within this context the thread's step is followed."""
-        thread = threading.get_ident()
-        call_module = nn.Module.__call__
-        apply_function = torch.autograd.Function.__dict__["apply"]
-
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or threading.get_ident() != thread:
-                return call_module(module, *args, **kwargs)
-            path = self._units.get(id(module))
-            if path is None:
-                return call_module(module, *args, **kwargs)
-            with self.aside():
-                return self.on_call(module, path, lambda *a, **k: call_module(module, *a, **k), args, kwargs)
-
-        def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-            # not a torch function, so the mode would see the inside of its forward and its backward would be lost
-            run = apply_function.__get__(None, function)
-            if self._inside or threading.get_ident() != thread:
-                return run(*args, **kwargs)
-            with self.aside():
-                return self.on_glue(_named(run, f"{function.__name__}.apply"), args, kwargs)
-
-        nn.Module.__call__ = __call__  # type: ignore[method-assign, assignment]
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, arg-type]
-        _following.tracer = self
-        try:
-            with self:
-                yield
-        finally:
-            _following.tracer = None
-            nn.Module.__call__ = call_module  # type: ignore[method-assign]
-            torch.autograd.Function.apply = apply_function
+        """Within this context this thread's step is followed."""
+        with intercepting():
+            _following.tracer = self
+            try:
+                with self:
+                    yield
+            finally:
+                _following.tracer = None
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -202,6 +179,56 @@ class StepTracer(TorchFunctionMode):
             if on_top:
                 super().__enter__()
             self._inside = False
+
+
+@contextlib.contextmanager
+def intercepting() -> Iterator[None]:
+    """Within this context calls of modules and autograd functions can be followed.
+
+    Following turns it on by itself. Since a change of ``nn.Module`` empties Python's method caches for all modules,
+    whoever follows often keeps it on.
+    """
+    global _interceptions
+    with _lock:
+        if _interceptions == 0:
+            nn.Module.__call__ = _call  # type: ignore[method-assign, assignment]
+            torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, arg-type]
+        _interceptions += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _interceptions -= 1
+            if _interceptions == 0:
+                nn.Module.__call__ = _call_module  # type: ignore[method-assign]
+                torch.autograd.Function.apply = _apply_function
+
+
+_lock = threading.Lock()
+_interceptions = 0
+_call_module: Callable[..., Any] = nn.Module.__call__
+_apply_function = torch.autograd.Function.__dict__["apply"]
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    tracer = getattr(_following, "tracer", None)
+    if tracer is None or tracer._inside:
+        return _call_module(module, *args, **kwargs)
+    path = tracer._units.get(id(module))
+    if path is None:
+        return _call_module(module, *args, **kwargs)
+    with tracer.aside():
+        return tracer.on_call(module, path, partial(_call_module, module), args, kwargs)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    # Not a torch function: the mode would see the inside of its forward, and its backward would be lost.
+    tracer = getattr(_following, "tracer", None)
+    run = _apply_function.__get__(None, function)
+    if tracer is None or tracer._inside:
+        return run(*args, **kwargs)
+    with tracer.aside():
+        return tracer.on_glue(_named(run, f"{function.__name__}.apply"), args, kwargs)
 
 
 def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -107,9 +107,9 @@ def make_plan(graph: CallGraph, cuts: Sequence[int], costs: Costs, sizes: Mappin
 
 
 def _units(units: Sequence[str]) -> str:
-    if len(units) <= 3:
+    if len(units) <= 2:
         return ", ".join(units)
-    return f"{units[0]}, {units[1]} .. {units[-1]} ({len(units)})"
+    return f"{units[0]} .. {units[-1]} ({len(units)})"
 
 
 def _count(number: float) -> str:

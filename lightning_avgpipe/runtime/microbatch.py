@@ -1,29 +1,307 @@
+"""Micro-batches: the parts of a batch, and how the results of the parts become the result of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
+
 import torch
+from torch import Tensor
+
 from lightning_avgpipe import tree
+from lightning_avgpipe.errors import BatchError
+
+__all__ = ["MicroBatch", "batch_size", "merge", "split", "split_with"]
+
+_WAY_OUT = (
+    "define split_batch(batch, num_microbatches) on the LightningModule, or pass it to the strategy as "
+    "split_batch=...; it returns a list of at most num_microbatches smaller batches"
+)
+_NAMES_PER_SIZE = 4
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    index: int; data: Any; size: int; weight: float
-def split(batch, m):
-    ts=tree.tensors(batch); n=ts[0].shape[0]; m=min(m,n)
-    leaves,spec=tree.flatten(batch)
-    out=[[] for _ in range(m)]
-    for l in leaves:
-        for o,c in zip(out, torch.tensor_split(l,m) if isinstance(l,torch.Tensor) else [l]*m): o.append(c)
-    r=[]
-    for i,o in enumerate(out):
-        d=tree.unflatten(o,spec); s=tree.tensors(d)[0].shape[0]
-        r.append(MicroBatch(i,d,s,s/n))
-    return r
-def split_with(f,b,m): raise NotImplementedError
-def merge(outs,sizes):
-    if all(o is None for o in outs): return None
-    if len(outs)==1: return outs[0]
-    def one(*xs):
-        if isinstance(xs[0],torch.Tensor):
-            if xs[0].ndim==0: return sum(x*(s/sum(sizes)) for x,s in zip(xs,sizes))
-            return torch.cat(xs)
-        return xs[0]
-    fl=[tree.flatten(o) for o in outs]
-    return tree.unflatten([one(*xs) for xs in zip(*[f[0] for f in fl])], fl[0][1])
+    """One part of a batch.
+
+    Attributes:
+        index: i, in the order of the samples.
+        data: what the step function gets as its batch.
+        size: number of samples.
+        weight: ``size`` as a share of the batch; the weights of a batch sum to 1.
+    """
+
+    index: int
+    data: Any
+    size: int
+    weight: float
+
+
+def batch_size(batch: Any) -> int | None:
+    """Count the samples of a batch.
+
+    Args:
+        batch: any tree. All tensors with at least one dimension have the samples in dimension 0. If there is no such
+            tensor, the plain lists of the batch are counted: a list is one of samples, a tuple of lists is a record.
+    Returns:
+        The number of samples; None if there is nothing to count, or if plain lists disagree.
+    Raises:
+        BatchError: tensors disagree about the number of samples; shows their names and shapes.
+    """
+    sizes = {tensor.shape[0] for tensor in tree.tensors(batch) if tensor.ndim > 0}
+    if len(sizes) > 1:
+        raise BatchError(
+            f"the tensors of the batch disagree about the number of samples: {_sizes_by_name(batch)}. Every tensor "
+            f"with dimensions needs the samples in dimension 0 to be split into micro-batches; if yours has not, "
+            f"{_WAY_OUT}"
+        )
+    if not sizes:
+        sizes = {len(column) for column in _columns(batch)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def split(batch: Any, num_microbatches: int) -> list[MicroBatch]:
+    """Split a batch into micro-batches of about equal size, in order.
+
+    Sizes are those of ``torch.tensor_split``, and tensors become views. A list or tuple without tensors that has one
+    element per sample (texts, file names) is split as well; of nested ones the outermost. Everything else is repeated:
+    numbers, strings, 0-dim tensors, None, lists of other lengths. Each micro-batch has containers of its own, so that
+    a step function may ``pop`` from its batch.
+
+    Args:
+        batch: any tree, see :func:`batch_size`.
+        num_microbatches: M >= 1.
+    Returns:
+        min(M, samples) micro-batches, so none is empty unless the batch is; one if there is nothing to split.
+    Raises:
+        BatchError: M < 1; tensors that disagree about the number of samples; as many tuples as samples, each of that
+            length, which may be rows or columns. Names the leaves.
+    """
+    _check_count(num_microbatches)
+    total = batch_size(batch)
+    if total is None:
+        return [MicroBatch(0, tree.map_tensors(lambda tensor: tensor, batch), 1, 1.0)]
+    count = max(1, min(num_microbatches, total))
+    sizes = [total // count + (i < total % count) for i in range(count)]
+    leaves, spec = tree.flatten(batch, is_leaf=lambda node: _is_plain_list(node, total))
+    if count > 1 and any(map(_is_ambiguous, leaves)):
+        raise _ambiguity(batch, total)
+    parts = zip(*(_split_leaf(leaf, total, sizes) for leaf in leaves), strict=True)
+    return _micro_batches([tree.unflatten(part, spec) for part in parts], sizes)
+
+
+def split_with(splitter: Callable[[Any, int], Sequence[Any]], batch: Any, num_microbatches: int) -> list[MicroBatch]:
+    """Split a batch by the user's function.
+
+    Args:
+        splitter: ``(batch, num_microbatches) -> list`` of one to ``num_microbatches`` smaller batches.
+        batch: what ``splitter`` understands.
+        num_microbatches: M >= 1.
+    Returns:
+        The parts, weighted by their numbers of samples, or equally with size 1 if those cannot be told for all.
+    Raises:
+        BatchError: M < 1, or ``splitter`` returned something else.
+    """
+    _check_count(num_microbatches)
+    parts = splitter(batch, num_microbatches)
+    if not isinstance(parts, (list, tuple)):
+        raise BatchError(
+            f"split_batch returned {type(parts).__name__}; it must return a list of at most "
+            f"num_microbatches={num_microbatches} smaller batches"
+        )
+    if not 1 <= len(parts) <= num_microbatches:
+        raise BatchError(
+            f"split_batch returned {len(parts)} micro-batches; it must return at least 1 and at most "
+            f"num_microbatches={num_microbatches}"
+        )
+    sizes = [_batch_size_if_known(part) for part in parts]
+    known = [size for size in sizes if size is not None]
+    return _micro_batches(parts, known if len(known) == len(parts) else [1] * len(parts))
+
+
+def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Make the result of a batch from what a step function returned for each of its micro-batches.
+
+    Containers of the same structure are merged child by child; in each place the first rule that fits all parts holds:
+
+    ================================================================  =========================================
+    only one part; None in all parts                                  that part; None
+    lists or tuples without tensors, one element per sample           joined
+    tensors whose dimension 0 is the micro-batch                      ``torch.cat``
+    0-dim floating tensors; Python floats                             mean, weighted by ``sizes``, same dtype
+    equal in all parts (integers, strings, tensors of other shapes)   that value
+    anything else, and containers of different structures             list of the parts
+    ================================================================  =========================================
+
+    A tuple of lists is a record (``return texts, labels``), even where its length happens to be the micro-batch's size.
+
+    Args:
+        outputs: one per micro-batch, in order.
+        sizes: number of samples of each micro-batch.
+    """
+    if len(outputs) != len(sizes):
+        raise ValueError(f"{len(outputs)} outputs with {len(sizes)} sizes; each micro-batch needs one of both")
+    if all(output is None for output in outputs):
+        return None
+    if len(outputs) == 1:
+        return outputs[0]
+    return _merge(outputs, sizes)
+
+
+# -- splitting -------------------------------------------------------------------------------------------------------
+
+
+def _check_count(num_microbatches: int) -> None:
+    if num_microbatches < 1:
+        raise BatchError(f"num_microbatches={num_microbatches}: a batch is split into at least 1; pass 1 or more")
+
+
+def _sizes_by_name(batch: Any) -> str:
+    """``8 in batch['x'] (8, 3); 7 in batch['y'] (7,)``: a few leaves of each size."""
+    by_size: dict[int, list[str]] = {}
+    for name, leaf in tree.flatten_with_names(batch, "batch")[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim > 0:
+            by_size.setdefault(leaf.shape[0], []).append(f"{name} {tuple(leaf.shape)}")
+    return "; ".join(f"{size} in {_first_of(names)}" for size, names in by_size.items())
+
+
+def _first_of(names: list[str]) -> str:
+    more = len(names) - _NAMES_PER_SIZE
+    return ", ".join(names[:_NAMES_PER_SIZE]) + (f" and {more} more" if more > 0 else "")
+
+
+def _columns(batch: Any) -> Iterator[Sequence[Any]]:
+    """Find the plain lists of a batch without tensors, and tuples that contain no further lists, tuples or dicts.
+
+    ``["a", "b"]`` and ``[("a", 0), ("b", 1)]`` are two samples. ``(("a", "b"), (0, 1))`` are two columns, as
+    ``zip(*samples)`` makes them.
+    """
+    below, spec = tree.children(batch)
+    if spec.is_leaf():
+        return
+    if type(batch) is list or (type(batch) is tuple and all(tree.children(child)[1].is_leaf() for child in batch)):
+        if batch:
+            yield batch
+        return
+    for child in below:
+        yield from _columns(child)
+
+
+def _is_plain_list(node: Any, length: int) -> bool:
+    return type(node) in (list, tuple) and len(node) == length > 0 and not tree.tensors(node)
+
+
+def _is_square(plain_list: Any) -> bool:
+    """Whether all elements are lists or tuples that are as long as the whole: rows look like columns."""
+    return len(plain_list) > 1 and all(_is_plain_list(element, len(plain_list)) for element in plain_list)
+
+
+def _is_ambiguous(leaf: Any) -> bool:
+    """Whether a square may be rows or columns.
+
+    A list of lists is read as rows, one list per sample (tokens, boxes). A list of tuples may be rows or what
+    ``default_collate`` makes of strings, and a tuple of either may come from ``zip(*samples)``.
+    """
+    if type(leaf) not in (list, tuple) or not _is_square(leaf):
+        return False
+    return type(leaf) is tuple or any(type(element) is tuple for element in leaf)
+
+
+def _ambiguity(batch: Any, total: int) -> BatchError:
+    leaves, _ = tree.flatten_with_names(batch, "batch", is_leaf=lambda node: _is_plain_list(node, total))
+    name, leaf = next((name, leaf) for name, leaf in leaves if _is_ambiguous(leaf))
+    return BatchError(
+        f"{name} in a batch of {total} samples holds {total} sequences of length {total}, which may be one per sample "
+        f"or {total} columns over the samples: {_shortened(leaf)}. To say how it is split, {_WAY_OUT}"
+    )
+
+
+def _shortened(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _split_leaf(leaf: Any, total: int, sizes: Sequence[int]) -> Sequence[Any]:
+    if isinstance(leaf, Tensor):
+        return torch.tensor_split(leaf, len(sizes)) if leaf.ndim > 0 else [leaf] * len(sizes)
+    if _is_plain_list(leaf, total):
+        ends = list(accumulate(sizes))
+        return [leaf[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return [leaf] * len(sizes)
+
+
+def _batch_size_if_known(part: Any) -> int | None:
+    try:
+        return batch_size(part)
+    except BatchError:  # whoever splits batches that this module cannot split need not obey its rules
+        return None
+
+
+def _micro_batches(parts: Sequence[Any], sizes: Sequence[int]) -> list[MicroBatch]:
+    shares = sizes if sum(sizes) else [1] * len(sizes)  # no sample at all: equal weights
+    total = sum(shares)
+    return [
+        MicroBatch(i, part, size, share / total)
+        for i, (part, size, share) in enumerate(zip(parts, sizes, shares, strict=True))
+    ]
+
+
+# -- merging ---------------------------------------------------------------------------------------------------------
+
+
+def _merge(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if _are_columns(parts, sizes):
+        return type(parts[0])(chain.from_iterable(parts))
+    below, specs = zip(*(tree.children(part) for part in parts), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        return list(parts)
+    if specs[0].is_leaf():
+        return _merge_leaves(parts, sizes)
+    return tree.unflatten([_merge(values, sizes) for values in zip(*below, strict=True)], specs[0])
+
+
+def _are_columns(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
+    if len({type(part) for part in parts}) > 1:
+        return False
+    if not all(_is_plain_list(part, size) for part, size in zip(parts, sizes, strict=True)):
+        return False
+    return not (type(parts[0]) is tuple and all(map(_is_square, parts)))
+
+
+def _merge_leaves(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = parts[0]
+    if all(isinstance(part, Tensor) for part in parts):
+        if _can_be_joined(parts, sizes):
+            return torch.cat(tuple(parts))
+        if all(part.ndim == 0 and part.dtype == first.dtype and _is_inexact(part) for part in parts):
+            wide = torch.promote_types(first.dtype, torch.float32)  # half precision sums would lose digits
+            return _mean([part.to(wide) for part in parts], sizes).to(first.dtype)
+    elif all(isinstance(part, float) for part in parts):
+        return _mean(parts, sizes)
+    return first if all(_equal(first, part) for part in parts[1:]) else list(parts)
+
+
+def _can_be_joined(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    kinds = {(part.shape[1:], part.dtype, part.device) for part in parts}  # texts of other lengths are other shapes
+    return len(kinds) == 1 and all(part.ndim > 0 and part.shape[0] == n for part, n in zip(parts, sizes, strict=True))
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Weight by sizes; with Python numbers, so that nothing is copied to a device."""
+    weights = sizes if sum(sizes) else [1] * len(sizes)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b))
+    except Exception:  # an array, or another type whose == is no yes or no
+        return False

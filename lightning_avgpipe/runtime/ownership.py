@@ -31,6 +31,10 @@ def take_back(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _replace(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Give a parameter other contents, on whatever device.
+
+    ``torch.utils.swap_tensors`` does the same and more: it exchanges the Python attributes too, which must stay here,
+    and therefore refuses parameters with weak references to them, which recurrent layers keep.
+    """
     new = nn.Parameter(tensor.detach(), requires_grad=parameter.requires_grad)
-    new.__dict__.update(parameter.__dict__)  # the swap exchanges everything, also what users attached
-    torch.utils.swap_tensors(parameter, new)
+    torch._C._swap_tensor_impl(parameter, new)

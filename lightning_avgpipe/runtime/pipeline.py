@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.runtime.channel import LocalChannel
 from lightning_avgpipe.runtime.executor import Lane, execute
 from lightning_avgpipe.runtime.mesh import Mesh
@@ -75,7 +76,8 @@ class Pipeline:
             lane.begin(schedule.rows[stage.program.stage])
             lanes.append(lane)
         try:
-            execute(lanes, task, mesh.arrivals, mesh.timeout.total_seconds(), mesh.rank, mesh.check_peers)
+            with intercepting():
+                execute(lanes, task, mesh.arrivals, mesh.timeout.total_seconds(), mesh.rank, mesh.check_peers)
             last = self._stages[step][-1]
             if not last.program.is_last:
                 return None

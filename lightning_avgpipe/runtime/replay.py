@@ -96,8 +96,8 @@ def replay(
     """
     key = key or RandomKey(0)
     replayer = _Replayer(program, units, parameters, received, entries, key, device)
-    if program.graph.batch_writes:  # stages of one process share the batch, and each of them would change it
-        args = tree.map_tensors(torch.clone, args)
+    # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
+    args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
     with contextlib.ExitStack() as stack:
         if program.graph.draws:
             stack.enter_context(stream(key.derive("step"), device))
@@ -272,6 +272,10 @@ class _Replayer(StepTracer):
             f"{then} then, {now} now (stage {self._program.stage}). What a step calls must not depend on the batch, "
             "the time or chance; move the difference into one unit, or keep it on the last stage with split_points"
         )
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _entry(result: Any) -> Entry:

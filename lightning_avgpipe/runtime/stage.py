@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class Task:
     """One iteration's work, the same for all stages of a process.
 
     Attributes:
-        run: executes the step function on the arguments of one micro-batch.
+        run: ``run(i, *args[i])`` executes the step function on micro-batch i.
         args: arguments per micro-batch.
         finish: turns the result of micro-batch i on the last stage into the tensor to start its backward from;
             None if there is no backward.
@@ -109,7 +110,7 @@ class Stage:
         with torch.profiler.record_function(f"avgpipe::F{micro_batch}"):
             replayed = replay(
                 program,
-                task.run,
+                partial(task.run, micro_batch),
                 task.args[micro_batch],
                 self._units,
                 self._parameters,

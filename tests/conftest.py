@@ -1,0 +1,27 @@
+"""Every test runs on one thread, starts from the same seed, and must leave no thread or process behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def same_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    monkeypatch.chdir(tmp_path)  # loggers and checkpoints write here
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("avgpipe")]
+    assert not left, f"threads left behind: {left}"
+    children = multiprocessing.active_children()
+    assert not children, f"processes left behind: {children}"

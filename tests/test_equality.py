@@ -1,0 +1,107 @@
+"""The gold standard: a pipeline trains the same weights as one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import Engine, accumulate, assert_same_gradients, assert_same_parameters
+from tests.models import MODELS, ConvNet, Regression, TinyTransformer
+
+SCHEDULES = ("afab", "1f1b", "advance_forward")
+STEPS = 5
+BATCH = 10  # not divisible by 3 nor by 8: ragged micro-batches
+
+
+def batches(model: type[Regression]) -> list[Any]:
+    return [model.example(BATCH) for _ in range(STEPS)]
+
+
+def pair(model: type[Regression], optimizer: str = "sgd") -> tuple[Regression, Regression]:
+    torch.manual_seed(1)
+    one = model(optimizer)
+    one.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # no trainer here
+    return one, copy.deepcopy(one)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_after_five_steps_equal_one_process_bitwise(
+    model: type[Regression], num_stages: int, num_microbatches: int, optimizer: str
+) -> None:
+    data = batches(model)
+    plain = pair(model, optimizer)[0]
+    step = plain.configure_optimizers()
+    for batch in copy.deepcopy(data):
+        step.zero_grad()
+        accumulate(plain, batch, num_microbatches)
+        step.step()
+    piped = pair(model, optimizer)[0]
+    engine = Engine(piped, num_stages, data[0], num_microbatches)
+    for schedule in SCHEDULES:
+        piped.load_state_dict(pair(model, optimizer)[1].state_dict())
+        step = piped.configure_optimizers()
+        for i, batch in enumerate(copy.deepcopy(data)):
+            step.zero_grad()
+            engine.train(batch, schedule, i, advance=1 if schedule == "advance_forward" else 0)
+            step.step()
+        assert_same_parameters(plain, piped)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_micro_batches_equal_one_full_batch_to_rounding(model: type[Regression]) -> None:
+    piped, plain = pair(model)
+    batch = model.example(BATCH)
+    plain.training_step(copy.deepcopy(batch), 0).backward()
+    Engine(piped, 2, batch, 3).train(batch)
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in piped.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_equal_one_process_bitwise(model: type[Regression]) -> None:
+    piped, plain = pair(model)
+    batch = model.example(BATCH)
+    expected = accumulate(plain, copy.deepcopy(batch), 3)
+    losses = Engine(piped, 3, batch, 3).train(batch)
+    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
+    assert_same_gradients(plain, piped)
+
+
+def test_a_captured_model_is_as_it_was() -> None:
+    model = ConvNet()
+    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    batch = model.example(4)
+    torch.set_rng_state(state)
+    Engine(model, 3, batch)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert "label" in batch
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 5])
+def test_dropout_does_not_depend_on_the_schedule(num_microbatches: int) -> None:
+    torch.manual_seed(1)
+    model = TinyTransformer(dropout=0.3)
+    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    batch = model.example(BATCH)
+    engine = Engine(model, 3, batch, num_microbatches)
+    gradients = []
+    for schedule in SCHEDULES:
+        model.zero_grad()
+        engine.train(batch, schedule, iteration=7)
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+    model.zero_grad()
+    engine.train(batch, iteration=8)
+    assert not torch.equal(gradients[0][0], next(model.parameters()).grad)

@@ -1,0 +1,276 @@
+"""What a user does with a Trainer, with all stages in one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.transformer import LightningTransformer
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_avgpipe import AvgPipeStrategy
+from tests.engine import accumulate, assert_same_parameters
+from tests.models import MODELS, MLP, ConvNet, Regression, TinyTransformer, UNet, loader
+from tests.trainers import pipeline, trainer
+
+
+def twins(model: type[Regression], **options: Any) -> tuple[Regression, Regression]:
+    torch.manual_seed(3)
+    one = model(**options)
+    return one, copy.deepcopy(one)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fit_equals_single_device_to_rounding(model: type[Regression]) -> None:
+    piped, plain = twins(model)
+    for module, runner in ((plain, trainer()), (piped, pipeline(2))):
+        runner.fit(module, loader(model, 20, 8), loader(model, 8, 4, seed=1))
+    assert_same_parameters(plain, piped, exact=False)
+
+
+def test_the_strategy_has_a_name() -> None:
+    model = MLP()
+    runner = trainer(strategy="avgpipe", max_steps=2)
+    assert isinstance(runner.strategy, AvgPipeStrategy)
+    runner.fit(model, loader(MLP, 8, 4))
+    assert runner.global_step == 2
+
+
+def test_metrics_equal_single_device() -> None:
+    piped, plain = twins(UNet)
+    metrics = []
+    for module, runner in ((plain, trainer()), (piped, pipeline(3))):
+        runner.fit(module, loader(UNet, 21, 8), loader(UNet, 10, 4, seed=1))
+        metrics.append({name: value.item() for name, value in runner.callback_metrics.items()})
+    assert metrics[0].keys() == metrics[1].keys() == {"train_loss", "train_loss_step", "train_loss_epoch", "val_loss"}
+    assert metrics[1] == pytest.approx(metrics[0], abs=1e-6)
+
+
+def test_validate_test_and_predict_equal_single_device() -> None:
+    piped, plain = twins(TinyTransformer)
+    data = loader(TinyTransformer, 10, 4)
+    runs = [(plain, trainer()), (piped, pipeline(3))]
+    for method in ("validate", "test"):
+        expected, found = (getattr(runner, method)(module, data, verbose=False) for module, runner in runs)
+        assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    expected, found = (runner.predict(module, data) for module, runner in runs)
+    assert [p.shape for p in found] == [p.shape for p in expected]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
+
+
+def test_logged_rows_and_best_checkpoint_equal_single_device(tmp_path: Path) -> None:
+    piped, plain = twins(MLP)
+    rows, best = [], []
+    for name, module, make in (("plain", plain, trainer), ("piped", piped, pipeline)):
+        checkpoint = ModelCheckpoint(tmp_path / name, monitor="val_loss", filename="{epoch}-{step}-{val_loss:.3f}")
+        runner = make(
+            logger=CSVLogger(tmp_path / name, name="logs", version=0),
+            callbacks=[checkpoint],
+            enable_checkpointing=True,
+            log_every_n_steps=1,
+            max_epochs=3,
+        )
+        runner.fit(module, loader(MLP, 20, 8, shuffle=False), loader(MLP, 8, 4, seed=1))
+        rows.append((tmp_path / name / "logs" / "version_0" / "metrics.csv").read_text().splitlines())
+        best.append(Path(checkpoint.best_model_path).name)
+    assert best[0] == best[1]
+    assert rows[0][0] == rows[1][0]
+    for expected, found in zip(rows[0][1:], rows[1][1:], strict=True):
+        for a, b in zip(expected.split(","), found.split(","), strict=True):
+            assert (a == b == "") or float(b) == pytest.approx(float(a), abs=1e-6)
+
+
+def test_early_stopping_stops() -> None:
+    model = MLP()
+    runner = pipeline(2, max_epochs=10, callbacks=[EarlyStopping("val_loss", patience=1, stopping_threshold=1e9)])
+    runner.fit(model, loader(MLP, 8, 4), loader(MLP, 8, 4))
+    assert runner.current_epoch == 1
+
+
+def test_a_metric_object_accumulates_over_micro_batches() -> None:
+    class Classifier(ConvNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(5, average="micro")
+            self.updated = MulticlassAccuracy(5, average="micro")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            logits = self(batch["image"])
+            self.log("accuracy", self.accuracy(logits, batch["label"]) * 1.0)
+            self.updated.update(logits, batch["label"])
+            self.log("updated", self.updated, on_step=False, on_epoch=True)
+
+    torch.manual_seed(3)
+    plain = Classifier()
+    piped = copy.deepcopy(plain)
+    data = loader(ConvNet, 23, 8)
+    expected = trainer().validate(plain, data, verbose=False)[0]
+    found = pipeline(3).validate(piped, data, verbose=False)[0]
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert 0 < expected["updated"] < 1
+
+
+def test_reduce_fx_of_micro_batches_is_that_of_the_batch() -> None:
+    class Logs(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, _ = batch
+            for name in ("sum", "min", "max", "mean"):
+                value = {"sum": x.sum(), "min": x.min(), "max": x.max(), "mean": x.mean()}[name]
+                self.log(name, value, reduce_fx=name, on_step=True, on_epoch=False)
+            return super().training_step(batch, batch_idx)
+
+    found = []
+    for make in (trainer, pipeline):
+        runner = make(max_epochs=1)
+        runner.fit(Logs(), loader(MLP, 7, 7))
+        found.append({name: runner.callback_metrics[name].item() for name in ("sum", "min", "max", "mean")})
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+
+
+def test_outputs_of_a_step_are_those_of_the_whole_batch() -> None:
+    class Outputs(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            prediction = self(batch[0])
+            return {"loss": (prediction - batch[1]).square().mean(), "prediction": prediction, "names": ["a"]}
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.outputs, self.batch = outputs, batch
+
+    watch = Watch()
+    pipeline(2, max_steps=1, callbacks=[watch]).fit(Outputs(), loader(MLP, 6, 6))
+    assert watch.outputs["prediction"].shape == (6, 8)
+    assert not watch.outputs["prediction"].requires_grad
+    expected = (watch.outputs["prediction"] - watch.batch[1]).square().mean()
+    torch.testing.assert_close(watch.outputs["loss"], expected)
+
+
+def test_accumulated_batches_equal_one_larger_batch() -> None:
+    piped, plain = twins(MLP)
+    trainer(max_epochs=1).fit(plain, loader(MLP, 16, 8))
+    pipeline(2, max_epochs=1, accumulate_grad_batches=2).fit(piped, loader(MLP, 16, 4))
+    assert_same_parameters(plain, piped, exact=False)
+
+
+def test_clipping_equals_single_device() -> None:
+    piped, plain = twins(MLP)
+    for module, runner in ((plain, trainer(gradient_clip_val=0.05)), (piped, pipeline(2, gradient_clip_val=0.05))):
+        runner.fit(module, loader(MLP, 16, 8))
+    assert_same_parameters(plain, piped, exact=False)
+
+
+def test_a_sum_loss_adds_up_over_micro_batches() -> None:
+    class Sum(MLP):
+        def loss(self, batch: Any) -> Tensor:
+            return (self(batch[0]) - batch[1]).square().sum() * 1e-3
+
+    torch.manual_seed(3)
+    plain = Sum()
+    piped = copy.deepcopy(plain)
+    trainer().fit(plain, loader(MLP, 16, 8))
+    pipeline(2, strategy={"loss_reduction": "sum"}).fit(piped, loader(MLP, 16, 8))
+    assert_same_parameters(plain, piped, exact=False)
+
+
+def test_schedulers_and_limits_count_iterations() -> None:
+    class Scheduled(MLP):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    class Count(L.Callback):
+        validations = 0
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self.validations += not trainer.sanity_checking
+
+    count = Count()
+    runner = pipeline(2, max_epochs=1, limit_train_batches=4, val_check_interval=2, callbacks=[count])
+    runner.fit(Scheduled(), loader(MLP, 80, 8), loader(MLP, 8, 8))
+    assert runner.global_step == 4
+    assert count.validations == 2
+    assert runner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5**4)
+
+
+def test_hooks_for_unusual_batches_are_used() -> None:
+    class Ragged(MLP):
+        def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
+            inputs, targets = batch
+            return [(inputs[:1], targets[:1]), (inputs[1:], targets[1:])]
+
+    piped = Ragged()
+    plain = MLP()
+    plain.load_state_dict(piped.state_dict())
+    trainer().fit(plain, loader(MLP, 16, 8))
+    pipeline(2).fit(piped, loader(MLP, 16, 8))
+    assert_same_parameters(plain, piped, exact=False)
+
+
+def test_a_plan_tells_what_each_stage_does(capsys: pytest.CaptureFixture[str]) -> None:
+    runner = pipeline(3, max_steps=1)
+    runner.fit(TinyTransformer(), loader(TinyTransformer, 8, 8))
+    plan = runner.strategy.plan
+    assert [stage.index for stage in plan.stages] == [0, 1, 2]
+    assert plan.stages[0].units[0] == "embed"
+    assert "position" in plan.stages[0].parameters
+    assert plan.stages[2].units[-1] == "head"
+    assert all(stage.sends and stage.boundary_bytes > 0 for stage in plan.stages[:2])
+    assert sum(stage.share for stage in plan.stages) == pytest.approx(1.0)
+    assert "embed" in str(plan)
+
+
+def test_split_points_begin_the_stages() -> None:
+    runner = pipeline(3, strategy={"split_points": ["blocks.1", "norm"]}, max_steps=1)
+    runner.fit(TinyTransformer(), loader(TinyTransformer, 8, 8))
+    stages = runner.strategy.plan.stages
+    assert [stage.units[0] for stage in stages] == ["embed", "blocks.1", "norm"]
+
+
+def test_fit_then_test_then_fit_again() -> None:
+    model = MLP()
+    runner = pipeline(2, max_epochs=1)
+    runner.fit(model, loader(MLP, 8, 4), loader(MLP, 8, 4))
+    first = runner.test(model, loader(MLP, 8, 4), verbose=False)
+    runner.fit_loop.max_epochs = 3
+    runner.fit(model, loader(MLP, 8, 4), loader(MLP, 8, 4))
+    second = runner.test(model, loader(MLP, 8, 4), verbose=False)
+    assert second[0]["test_loss"] < first[0]["test_loss"]
+    assert "log" not in vars(model)
+
+
+def test_lightning_transformer_trains_unmodified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LightningTransformer, "prepare_data", lambda self: None)
+    tokens = torch.randint(0, 20, (16, 8))
+    data = DataLoader(TensorDataset(tokens, tokens.roll(1, 1)), batch_size=8)
+    torch.manual_seed(3)
+    plain = LightningTransformer(vocab_size=20)
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # its draws cannot be those of one process
+        if isinstance(module, torch.nn.MultiheadAttention):
+            module.dropout = 0.0
+    piped = copy.deepcopy(plain)
+    optimizer = plain.configure_optimizers()
+    for batch in data:
+        optimizer.zero_grad()
+        accumulate(plain, batch, 4)
+        optimizer.step()
+    pipeline(3, strategy={"num_microbatches": 4}, max_epochs=1).fit(piped, data)
+    assert_same_parameters(plain, piped)
+
+
+def test_boring_model_has_too_few_cuts() -> None:
+    model = BoringModel()
+    with pytest.raises(Exception, match=r"num_stages=2 needs 1 cuts, but 0 cuts are legal in training_step"):
+        pipeline(2, max_steps=1, limit_val_batches=0).fit(model)
+    pipeline(1, max_steps=1).fit(BoringModel())

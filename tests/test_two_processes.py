@@ -1,0 +1,170 @@
+"""Stages in two real processes: the same numbers on every rank, and the same as in one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests import processes
+from tests.models import MODELS, MLP, Regression, TinyTransformer, UNet, loader
+from tests.trainers import pipeline, trainer
+
+
+def fit(rank: int, folder: Path, name: str, num_stages: int, devices: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Everything that a training leaves behind, from the point of view of one rank."""
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    model = {m.__name__: m for m in MODELS}[name](optimizer=options.get("optimizer", "sgd"))
+    checkpoint = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", filename="{step}-{val_loss:.2f}", save_last=True)
+    runner = pipeline(
+        num_stages,
+        devices,
+        {"num_microbatches": options.get("num_microbatches", 3)},
+        callbacks=[checkpoint, EarlyStopping("val_loss", patience=1)],
+        enable_checkpointing=True,
+        logger=[CSVLogger(folder, name="csv", version=0), TensorBoardLogger(folder, name="tensorboard", version=0)],
+        log_every_n_steps=1,
+        max_epochs=3,
+        gradient_clip_val=options.get("gradient_clip_val"),
+        accumulate_grad_batches=options.get("accumulate", 1),
+    )
+    data = loader(type(model), 20, 8, shuffle=True), loader(type(model), 10, 4, seed=1)
+    runner.fit(model, *data)
+    metrics = {key: value.item() for key, value in runner.callback_metrics.items()}
+    validated = runner.validate(model, data[1], verbose=False)
+    tested = runner.test(model, data[1], verbose=False, ckpt_path="best")
+    predicted = runner.predict(model, data[1])
+    return {
+        "weights": {key: value.clone() for key, value in model.state_dict().items()},
+        "metrics": metrics,
+        "validated": validated,
+        "tested": tested,
+        "predicted": predicted,
+        "best": checkpoint.best_model_path,
+        "rows": (folder / "csv" / "version_0" / "metrics.csv").read_text() if rank == 0 else None,
+        "step": runner.global_step,
+    }
+
+
+def both(folder: Path, name: str, **options: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The same training in two processes and in one."""
+    for sub in ("two", "one"):
+        (folder / sub).mkdir()
+    two = processes.results(processes.run(2, fit, folder / "two", name, 2, 2, options, folder=folder))
+    one = processes.results(processes.run(1, fit, folder / "one", name, 2, 1, options, folder=folder))[0]
+    return two, one
+
+
+@pytest.mark.parametrize("name", [model.__name__ for model in MODELS])
+def test_two_processes_equal_one_bitwise(name: str, tmp_path: Path) -> None:
+    two, one = both(tmp_path, name, optimizer="adamw", gradient_clip_val=0.1)
+    for rank in two:
+        assert rank["weights"].keys() == one["weights"].keys()
+        for key, value in one["weights"].items():
+            assert torch.equal(rank["weights"][key], value), key
+        assert rank["metrics"] == one["metrics"]
+        assert rank["validated"] == one["validated"]
+        assert rank["tested"] == one["tested"]
+        assert Path(rank["best"]).name == Path(one["best"]).name
+        assert rank["step"] == one["step"]
+    assert two[0]["best"] == two[1]["best"]
+    assert two[0]["rows"] == one["rows"]
+    assert all(torch.equal(a, b) for a, b in zip(two[0]["predicted"], one["predicted"], strict=True))
+    assert list((tmp_path / "two" / "tensorboard").rglob("events*"))
+
+
+def several_stages_each(rank: int, folder: Path) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    model = TinyTransformer(dropout=0.2)
+    pipeline(4, int(os.environ["WORLD_SIZE"]), max_epochs=1).fit(model, loader(TinyTransformer, 12, 6))
+    return model.state_dict()
+
+
+def test_two_stages_in_each_process_equal_four_in_one(tmp_path: Path) -> None:
+    two = processes.results(processes.run(2, several_stages_each, tmp_path, folder=tmp_path))
+    one = processes.results(processes.run(1, several_stages_each, tmp_path, folder=tmp_path))[0]
+    for rank in two:
+        assert all(torch.equal(rank[key], value) for key, value in one.items())
+
+
+class Stream(IterableDataset[Any]):
+    """A stream without length that says on which ranks it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __iter__(self) -> Any:
+        (self.folder / f"read-{os.environ['LOCAL_RANK']}").touch()
+        torch.manual_seed(0)
+        for _ in range(5):
+            inputs, targets = MLP.example(6)
+            yield from zip(inputs, targets, strict=True)
+
+
+def fit_stream(rank: int, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    model = MLP()
+    runner = pipeline(2, 2, max_epochs=2)
+    runner.fit(model, DataLoader(Stream(folder), batch_size=6))
+    return runner.global_step, model.state_dict()
+
+
+def test_only_rank_zero_reads_a_stream_and_all_end_with_it(tmp_path: Path) -> None:
+    outcomes = processes.results(processes.run(2, fit_stream, tmp_path, folder=tmp_path))
+    assert [step for step, _ in outcomes] == [10, 10]
+    assert [path.name for path in tmp_path.glob("read-*")] == ["read-0"]
+
+
+def launch(method: str, folder: Path) -> None:
+    torch.manual_seed(5)
+    model = UNet()
+    expected = copy.deepcopy(model)
+    data = loader(UNet, 12, 6)
+    runner = pipeline(2, 2, {"start_method": method}, max_epochs=1)
+    runner.fit(model, data)
+    trainer(max_epochs=1).fit(expected, data)
+    for (name, a), b in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_lightning_launches_the_processes(method: str, tmp_path: Path) -> None:
+    launch(method, tmp_path)
+
+
+def owned(rank: int, folder: Path) -> tuple[list[str], list[str]]:
+    """Names of the parameters that are really there while the pipeline trains, and of the optimizer's states."""
+    torch.set_num_threads(1)
+    model: Regression = MLP("adamw")
+    seen: list[str] = []
+    states: list[str] = []
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def look(*_: Any) -> None:
+        seen.extend(name for name, p in model.named_parameters() if not p.is_meta)
+        states.extend(names[parameter] for parameter in runner.optimizers[0].state)
+
+    model.on_train_end = look  # type: ignore[method-assign]
+    runner = pipeline(2, 2, max_steps=1)
+    runner.fit(model, loader(MLP, 8, 8))
+    assert not any(p.is_meta for p in model.parameters())
+    return seen, states
+
+
+def test_a_rank_holds_the_parameters_and_states_of_its_stage_only(tmp_path: Path) -> None:
+    (last, last_states), (first, first_states) = processes.results(processes.run(2, owned, tmp_path, folder=tmp_path))
+    everything = {name for name, _ in MLP().named_parameters()}
+    assert set(first) | set(last) == everything
+    assert not set(first) & set(last)
+    assert set(first_states) == set(first)
+    assert set(last_states) == set(last)
