@@ -59,7 +59,9 @@ def options(
     if loss_reduction not in ("mean", "sum"):
         raise ConfigurationError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'")
     if start_method not in _START_METHODS:
-        raise ConfigurationError(f"start_method={start_method!r}: must be one of {', '.join(map(repr, _START_METHODS))}")
+        raise ConfigurationError(
+            f"start_method={start_method!r}: must be one of {', '.join(map(repr, _START_METHODS))}"
+        )
 
 
 def processes(num_stages: int, world_size: int) -> None:

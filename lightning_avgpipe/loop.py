@@ -66,7 +66,9 @@ class PipelineOptimization(_AutomaticOptimization):
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         step: Callable[[], ClosureResult] = self._make_step_fn(kwargs)
-        return _PipelineClosure(step_fn=step, backward_fn=None, zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer))
+        return _PipelineClosure(
+            step_fn=step, backward_fn=None, zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer)
+        )
 
 
 def install(trainer: pl.Trainer, strategy: AvgPipeStrategy) -> PipelineOptimization:

@@ -343,9 +343,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
         # Lightning's weight averaging passes over the data once more without training
         trains = not module.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
-        outputs = self._run(
-            "training_step", precision.train_step_context, parts, args[1:], finish if trains else None
-        )
+        outputs = self._run("training_step", precision.train_step_context, parts, args[1:], finish if trains else None)
         result: Any = {"loss": torch.zeros((), device=self.root_device)}
         if outputs is not None:
             result = self._merge_training(outputs, parts)

@@ -61,9 +61,7 @@ class Engine:
             lambda i, loss: loss * parts[i].weight,
             RandomKey(0, iteration),
         )
-        losses = self.pipeline.run(
-            self.step, build(schedule, self.num_stages, len(parts), advance=advance), task
-        )
+        losses = self.pipeline.run(self.step, build(schedule, self.num_stages, len(parts), advance=advance), task)
         assert losses is not None
         return losses
 

@@ -189,7 +189,9 @@ class _Examples(Dataset[Any]):
         return {name: values[i] for name, values in self.batch.items()}
 
 
-def loader(model: type[Regression], samples: int, batch_size: int, seed: int = 0, shuffle: bool = False) -> DataLoader[Any]:
+def loader(
+    model: type[Regression], samples: int, batch_size: int, seed: int = 0, shuffle: bool = False
+) -> DataLoader[Any]:
     """A dataloader of random samples, the same for the same seed."""
     state = torch.get_rng_state()
     torch.manual_seed(seed)

@@ -23,7 +23,9 @@ def fit(rank: int, folder: Path, name: str, num_stages: int, devices: int, optio
     torch.set_num_threads(1)
     torch.manual_seed(5)
     model = {m.__name__: m for m in MODELS}[name](optimizer=options.get("optimizer", "sgd"))
-    checkpoint = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", filename="{step}-{val_loss:.2f}", save_last=True)
+    checkpoint = ModelCheckpoint(
+        folder / "checkpoints", monitor="val_loss", filename="{step}-{val_loss:.2f}", save_last=True
+    )
     runner = pipeline(
         num_stages,
         devices,

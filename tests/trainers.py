@@ -23,6 +23,8 @@ def trainer(**options: Any) -> L.Trainer:
     return L.Trainer(**{**defaults, **options})
 
 
-def pipeline(num_stages: int = 2, devices: int = 1, strategy: dict[str, Any] | None = None, **options: Any) -> L.Trainer:
+def pipeline(
+    num_stages: int = 2, devices: int = 1, strategy: dict[str, Any] | None = None, **options: Any
+) -> L.Trainer:
     """The same with stages."""
     return trainer(devices=devices, strategy=AvgPipeStrategy(num_stages=num_stages, **(strategy or {})), **options)

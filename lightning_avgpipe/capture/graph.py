@@ -139,9 +139,7 @@ class CallGraph:
     def live(self, position: int) -> tuple[int, ...]:
         """Values that cross a cut at this position, in order of their birth."""
         return tuple(
-            value.index
-            for value in self.values
-            if self.born[value.index] < position <= self.last_use[value.index]
+            value.index for value in self.values if self.born[value.index] < position <= self.last_use[value.index]
         )
 
     @cached_property

@@ -112,9 +112,7 @@ class _Recorder(StepTracer):
         with self._visit(module), FlopCounterMode(display=False) as counter:
             result = run(*args, **kwargs)
         draws = not torch.equal(random_before, self.random_state())
-        states = tuple(
-            name for name, b, version in buffers if self._buffer(name) is not b or _version(b) != version
-        )
+        states = tuple(name for name, b, version in buffers if self._buffer(name) is not b or _version(b) != version)
         if parameters or states or draws:
             self.resident.add(path)
         elif not inputs:

@@ -26,7 +26,9 @@ def initial_units(root: nn.Module, ignore: Collection[nn.Module] = ()) -> tuple[
     return tuple(_open(root, "", ignore))
 
 
-def refine(root: nn.Module, units: Sequence[str], chosen: Collection[str], ignore: Collection[nn.Module] = ()) -> tuple[str, ...]:
+def refine(
+    root: nn.Module, units: Sequence[str], chosen: Collection[str], ignore: Collection[nn.Module] = ()
+) -> tuple[str, ...]:
     """The same units with the chosen ones replaced by their children; a unit without children stays."""
     refined: list[str] = []
     for path in units:
@@ -41,7 +43,9 @@ def divisible(root: nn.Module, path: str) -> bool:
     return _divisible(module) and any(True for _ in module.children())
 
 
-def split_units(root: nn.Module, units: Sequence[str], split_points: Sequence[str], ignore: Collection[nn.Module] = ()) -> tuple[str, ...]:
+def split_units(
+    root: nn.Module, units: Sequence[str], split_points: Sequence[str], ignore: Collection[nn.Module] = ()
+) -> tuple[str, ...]:
     """Refine until a unit begins at every split point.
 
     Raises:

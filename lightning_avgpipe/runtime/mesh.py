@@ -24,7 +24,15 @@ from torch import Tensor
 
 from lightning_avgpipe import tree
 from lightning_avgpipe.errors import ConfigurationError, PeerError
-from lightning_avgpipe.runtime.channel import Arrivals, Inbox, LocalChannel, NetworkInbox, NetworkOutbox, Outbox, as_bytes
+from lightning_avgpipe.runtime.channel import (
+    Arrivals,
+    Inbox,
+    LocalChannel,
+    NetworkInbox,
+    NetworkOutbox,
+    Outbox,
+    as_bytes,
+)
 from lightning_avgpipe.runtime.message import Message
 
 __all__ = ["Mesh", "Wiring"]

@@ -83,7 +83,9 @@ class Planner:
                 return best[1]
             units = refine(self.module, units, heavy, self.observers)
 
-    def _plan_at_split_points(self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str]) -> Plan:
+    def _plan_at_split_points(
+        self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str]
+    ) -> Plan:
         assert self.split_points is not None
         units = split_units(self.module, units, self.split_points, self.observers)
         graph = self.capture(step, run, args, units)

@@ -209,7 +209,14 @@ class _Replayer(StepTracer):
         return self._objects[value]
 
     def _execute(
-        self, node: Node | None, kind: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]
+        self,
+        node: Node | None,
+        kind: str,
+        name: str,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
     ) -> Any:
         with contextlib.ExitStack() as stack:
             if (kind, name) in self._program.drawing:

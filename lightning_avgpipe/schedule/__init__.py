@@ -1,19 +1,38 @@
-from dataclasses import dataclass
-from typing import NamedTuple
-class Action(NamedTuple):
-    kind: str; micro_batch: int
-    def __str__(self): return f"{self.kind}{self.micro_batch}"
-@dataclass(frozen=True)
-class Schedule:
-    name: str; num_stages: int; num_microbatches: int; rows: tuple
-def build(name,K,M,advance=0):
-    rows=[]
-    for k in range(K):
-        if name=="forward": rows.append(tuple(Action("F",i) for i in range(M))); continue
-        w=M if name=="afab" else min(M,(K-1-k)*(1+(advance if name=="advance_forward" else 0)))
-        r=[Action("F",i) for i in range(w)]
-        for i in range(M):
-            if w+i<M: r.append(Action("F",w+i))
-            r.append(Action("B",i))
-        rows.append(tuple(r))
-    return Schedule(name,K,M,tuple(rows))
+"""Schedules are data: for each stage the order of its forwards and backwards.
+
+1F1B with 3 stages and 4 micro-batches, one row per stage (time goes to the right)::
+
+    stage 0 | F0 F1 F2 B0 F3 B1 B2 B3
+    stage 1 | F0 F1 B0 F2 B1 F3 B2 B3
+    stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
+
+Build one with :func:`build`, print it with ``str``, and see when its actions run with :func:`simulate`. Nothing here
+needs torch.
+"""
+
+from lightning_avgpipe.schedule.action import Action, Schedule
+from lightning_avgpipe.schedule.builders import build, check, from_warm_up, uneven_warm_up, warm_up
+from lightning_avgpipe.schedule.simulator import (
+    Span,
+    StageCosts,
+    Timeline,
+    Transfer,
+    simulate,
+    smallest_sufficient_advance,
+)
+
+__all__ = [
+    "Action",
+    "Schedule",
+    "Span",
+    "StageCosts",
+    "Timeline",
+    "Transfer",
+    "build",
+    "check",
+    "from_warm_up",
+    "simulate",
+    "smallest_sufficient_advance",
+    "uneven_warm_up",
+    "warm_up",
+]

@@ -1,0 +1,166 @@
+"""Builders: every synchronous schedule here is one formula, a warm-up per stage.
+
+A stage runs ``w`` forwards, then pairs of a forward and a backward, then the remaining backwards; micro-batches come
+in ascending order in both directions::
+
+    w = 2, M = 5     F0 F1 | F2 B0  F3 B1  F4 B2 | B3 B4
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning_avgpipe.errors import DeadlockError, ScheduleError
+from lightning_avgpipe.schedule.action import Action, Schedule
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.schedule.simulator import StageCosts
+
+__all__ = ["build", "check", "from_warm_up", "uneven_warm_up", "warm_up"]
+
+_NAMES = ("advance_forward", "1f1b", "afab", "forward")
+
+
+def build(name: str, num_stages: int, num_microbatches: int, advance: int = 0) -> Schedule:
+    """Build a schedule by name.
+
+    Args:
+        name: ``"advance_forward"``, ``"1f1b"``, ``"afab"`` (all forwards, then all backwards) or ``"forward"`` (no
+            backwards: evaluation).
+        num_stages: K, at least 1.
+        num_microbatches: M, at least 1.
+        advance: h of advance forward propagation; 0 is 1F1B, a large one AFAB.
+    Raises:
+        ScheduleError: a size or name that is none.
+    Source: AFAB, GPipe, Huang et al., arXiv:1811.06965; 1F1B, Narayanan et al., arXiv:2104.04473; advance forward
+        propagation, AvgPipe, Chen et al., PPoPP 2023, section 4.
+    """
+    if name == "forward":
+        _check_sizes(num_stages, num_microbatches)
+        row = tuple(Action("F", i) for i in range(num_microbatches))
+        return Schedule(name, num_stages, num_microbatches, (row,) * num_stages)
+    return from_warm_up(warm_up(name, num_stages, num_microbatches, advance), num_microbatches, name)
+
+
+def warm_up(name: str, num_stages: int, num_microbatches: int, advance: int = 0) -> tuple[int, ...]:
+    """Forwards before the first backward, per stage: shape ``(num_stages,)``.
+
+    AFAB: M. 1F1B: min(M, K-1-k). Advance forward propagation: min(M, (K-1-k)(1+h)), so that neighbours differ by 1+h
+    and each hop has that many messages in flight. Only differences between neighbours matter: the same extra on every
+    stage would cost memory and gain nothing.
+    """
+    _check_sizes(num_stages, num_microbatches)
+    if name not in _NAMES:
+        raise ScheduleError(f"unknown schedule {name!r}; use one of {', '.join(map(repr, _NAMES))}")
+    if not isinstance(advance, int) or advance < 0:
+        raise ScheduleError(f"advance={advance!r}: must be an integer of at least 0; 0 is 1F1B")
+    if name == "afab":
+        return (num_microbatches,) * num_stages
+    step = 1 + (advance if name == "advance_forward" else 0)
+    return tuple(min(num_microbatches, (num_stages - 1 - k) * step) for k in range(num_stages))
+
+
+def uneven_warm_up(costs: StageCosts, num_microbatches: int) -> tuple[int, ...]:
+    """The warm-up of advance forward propagation for stages of unequal cost, shape ``(num_stages,)``.
+
+    ``w_k - w_{k+1} = max(1, ceil((f_k + b_k + f_{k+1} + b_{k+1} + tau_f + tau_b) / P - 1))`` with P the largest of all
+    stages' f + b and all transfers, and tau a hop's transfer plus latency: so many micro-batches pass while one makes
+    the round over the hop.
+    """
+    num_stages = len(costs.forward_s)
+    busy = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+    period = max([*busy, *costs.send_forward_s, *costs.send_backward_s])
+    result = [0] * num_stages
+    for k in reversed(range(num_stages - 1)):
+        travel = costs.send_forward_s[k] + costs.send_backward_s[k] + 2 * costs.latency_s[k]
+        # a hair less than the quotient, so that an exact integer is not rounded up
+        ahead = math.ceil((busy[k] + busy[k + 1] + travel) / period - 1 - 1e-9) if period > 0 else 1
+        result[k] = result[k + 1] + max(1, ahead)
+    return tuple(min(num_microbatches, w) for w in result)
+
+
+def from_warm_up(warm_up: Sequence[int], num_microbatches: int, name: str = "custom") -> Schedule:
+    """Build the schedule with this warm-up.
+
+    Args:
+        warm_up: forwards before the first pair, shape ``(num_stages,)``.
+        num_microbatches: M.
+        name: of the schedule.
+    Raises:
+        DeadlockError: ``min(w_k, M-1)`` increases from a stage to the next, which then waits for a forward that this
+            one only starts after a backward of that stage; shows the grid.
+    """
+    _check_sizes(len(warm_up), num_microbatches)
+    if any(w < 0 for w in warm_up):
+        raise ScheduleError(f"warm_up={tuple(warm_up)}: counts of forwards must be at least 0")
+    rows = tuple(_row(min(w, num_microbatches), num_microbatches) for w in warm_up)
+    schedule = Schedule(name, len(warm_up), num_microbatches, rows)
+    effective = [min(w, num_microbatches - 1) for w in warm_up]
+    for k, (here, after) in enumerate(zip(effective, effective[1:], strict=False)):
+        if here < after:
+            raise DeadlockError(
+                f"stage {k + 1} wants {after + 1} forwards before its first backward, but stage {k} waits for that "
+                f"backward after {here + 1}; the warm-up must not increase from stage to stage:\n{schedule}"
+            )
+    return schedule
+
+
+def check(schedule: Schedule) -> None:
+    """Check a schedule that was made by hand: every action once on every stage, and no deadlock.
+
+    Raises:
+        ScheduleError: an action is missing, repeated or out of range.
+        DeadlockError: the stages cannot all finish; shows where each of them stops.
+    """
+    wanted = {Action("F", i) for i in range(schedule.num_microbatches)}
+    if any(action.kind == "B" for row in schedule.rows for action in row):
+        wanted |= {Action("B", i) for i in range(schedule.num_microbatches)}
+    if len(schedule.rows) != schedule.num_stages:
+        raise ScheduleError(f"{len(schedule.rows)} rows for {schedule.num_stages} stages; one row per stage is needed")
+    for k, row in enumerate(schedule.rows):
+        if len(row) != len(wanted) or set(row) != wanted:
+            missing = ", ".join(map(str, sorted(wanted - set(row)))) or "nothing"
+            raise ScheduleError(
+                f"stage {k} has {len(row)} actions and misses {missing}; it needs each of {len(wanted)} once"
+            )
+    left = [deque(row) for row in schedule.rows]
+    done: set[tuple[int, Action]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for k, row in enumerate(left):
+            while row and _inputs(k, row[0], schedule.num_stages) <= done:
+                done.add((k, row.popleft()))
+                moved = True
+    stuck = [f"stage {k} at {row[0]}" for k, row in enumerate(left) if row]
+    if stuck:
+        raise DeadlockError(f"the stages wait for one another: {', '.join(stuck)}\n{schedule}")
+
+
+def _inputs(stage: int, action: Action, num_stages: int) -> set[tuple[int, Action]]:
+    """What must have happened before an action, besides the actions before it in its row."""
+    if action.kind == "F":
+        return {(stage - 1, action)} if stage > 0 else set()
+    needed = {(stage, Action("F", action.micro_batch))}
+    if stage < num_stages - 1:
+        needed.add((stage + 1, action))
+    return needed
+
+
+def _row(warm_up: int, num_microbatches: int) -> tuple[Action, ...]:
+    row = [Action("F", i) for i in range(warm_up)]
+    for i in range(num_microbatches):
+        if warm_up + i < num_microbatches:
+            row.append(Action("F", warm_up + i))
+        row.append(Action("B", i))
+    return tuple(row)
+
+
+def _check_sizes(num_stages: int, num_microbatches: int) -> None:
+    if num_stages < 1:
+        raise ScheduleError(f"num_stages={num_stages}: a schedule needs at least one stage")
+    if num_microbatches < 1:
+        raise ScheduleError(f"num_microbatches={num_microbatches}: a schedule needs at least one micro-batch")

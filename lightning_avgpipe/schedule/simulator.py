@@ -1,0 +1,210 @@
+"""The simulator: when each action of a schedule runs, and how long an iteration takes.
+
+The model: a stage does one action at a time, in the order of its row. Each hop has two links, one per direction, that
+do not disturb each other. A message queues at its link when its action ends, occupies the link for its transfer time,
+and arrives after the latency. Sending costs the stage nothing. A stage stashes a micro-batch from the start of its
+forward to the end of its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from lightning_avgpipe.errors import DeadlockError, ScheduleError
+from lightning_avgpipe.schedule.action import Action, Schedule
+from lightning_avgpipe.schedule.builders import build
+
+__all__ = ["Span", "StageCosts", "Timeline", "Transfer", "simulate", "smallest_sufficient_advance"]
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds per micro-batch.
+
+    Attributes:
+        forward_s: of each stage, shape ``(K,)``.
+        backward_s: of each stage, shape ``(K,)``.
+        send_forward_s: time for which values occupy the link of each hop, shape ``(K-1,)``.
+        send_backward_s: the same for gradients, shape ``(K-1,)``.
+        latency_s: of each hop, in either direction, shape ``(K-1,)``.
+    Raises:
+        ScheduleError: lengths that do not fit together, or a negative time.
+    """
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    send_forward_s: Sequence[float]
+    send_backward_s: Sequence[float]
+    latency_s: Sequence[float]
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.forward_s)
+        wanted = {"backward_s": num_stages} | dict.fromkeys(
+            ("send_forward_s", "send_backward_s", "latency_s"), num_stages - 1
+        )
+        for name, length in wanted.items():
+            if len(getattr(self, name)) != length:
+                raise ScheduleError(
+                    f"{name} has {len(getattr(self, name))} entries, but forward_s has {num_stages}, so it needs {length}"
+                )
+        for name in ("forward_s", *wanted):
+            if any(seconds < 0 for seconds in getattr(self, name)):
+                raise ScheduleError(f"{name}={list(getattr(self, name))}: times must not be negative")
+
+    @classmethod
+    def uniform(
+        cls, num_stages: int, forward_s: float, backward_s: float, send_s: float = 0.0, latency_s: float = 0.0
+    ) -> StageCosts:
+        """Equal stages and hops; ``send_s`` per hop and direction."""
+        hops = (num_stages - 1,)
+        return cls(
+            (forward_s,) * num_stages,
+            (backward_s,) * num_stages,
+            (send_s,) * hops[0],
+            (send_s,) * hops[0],
+            (latency_s,) * hops[0],
+        )
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action of one stage, from ``begin_s`` to ``end_s``."""
+
+    stage: int
+    action: Action
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message: on the link of hop k (between stages k and k+1) from ``begin_s`` to ``end_s``, there at ``arrival_s``."""
+
+    hop: int
+    direction: Literal["forward", "backward"]
+    micro_batch: int
+    begin_s: float
+    end_s: float
+    arrival_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a simulation found.
+
+    Attributes:
+        num_stages: K.
+        spans: every action, in the order of their ends per stage.
+        transfers: every message.
+        peak_stash: largest number of stashed micro-batches, shape ``(K,)``.
+    """
+
+    num_stages: int
+    spans: tuple[Span, ...]
+    transfers: tuple[Transfer, ...]
+    peak_stash: tuple[int, ...]
+
+    @cached_property
+    def iteration_s(self) -> float:
+        """Seconds from the first action's begin to the last one's end."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @cached_property
+    def bubble_fraction(self) -> float:
+        """The share of all stages' time in which they are idle, 0..1."""
+        busy = sum(span.end_s - span.begin_s for span in self.spans)
+        total = self.num_stages * self.iteration_s
+        return 1.0 - busy / total if total else 0.0
+
+
+def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
+    """Predict when each action runs.
+
+    Args:
+        schedule: one row per stage.
+        costs: seconds per action and message.
+    Returns:
+        The timeline of one iteration; each action and message is looked at once.
+    Raises:
+        ScheduleError: costs for another number of stages.
+        DeadlockError: a stage waits for something that never comes.
+    """
+    num_stages = schedule.num_stages
+    if len(costs.forward_s) != num_stages:
+        raise ScheduleError(f"costs for {len(costs.forward_s)} stages, but the schedule has {num_stages}")
+    clock = [0.0] * num_stages
+    position = [0] * num_stages
+    link_free = {("forward", k): 0.0 for k in range(num_stages)} | {("backward", k): 0.0 for k in range(num_stages)}
+    arrival: dict[tuple[int, Action], float] = {}  # when a stage's action may begin
+    spans: list[Span] = []
+    transfers: list[Transfer] = []
+    # A stage runs as far as its inputs have arrived; what it sends may set its neighbours going.
+    awake = list(range(num_stages))
+    while awake:
+        k = awake.pop()
+        row = schedule.rows[k]
+        while position[k] < len(row):
+            action = row[position[k]]
+            needs_message = k > 0 if action.kind == "F" else k < num_stages - 1
+            if needs_message and (k, action) not in arrival:
+                break
+            begin = max(clock[k], arrival.get((k, action), 0.0))
+            duration = costs.forward_s[k] if action.kind == "F" else costs.backward_s[k]
+            clock[k] = begin + duration
+            position[k] += 1
+            spans.append(Span(k, action, begin, clock[k]))
+            neighbour = k + 1 if action.kind == "F" else k - 1
+            if 0 <= neighbour < num_stages:
+                transfer = _send(k, action, clock[k], costs, link_free)
+                transfers.append(transfer)
+                arrival[neighbour, action] = transfer.arrival_s
+                awake.append(neighbour)
+    stuck = [
+        f"stage {k} at {row[i]}" for k, (row, i) in enumerate(zip(schedule.rows, position, strict=True)) if i < len(row)
+    ]
+    if stuck:
+        raise DeadlockError(f"the stages wait for one another: {', '.join(stuck)}\n{schedule}")
+    return Timeline(num_stages, tuple(spans), tuple(transfers), _peak_stash(schedule))
+
+
+def _send(
+    stage: int, action: Action, now: float, costs: StageCosts, link_free: dict[tuple[str, int], float]
+) -> Transfer:
+    direction: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
+    hop = stage if direction == "forward" else stage - 1
+    seconds = costs.send_forward_s[hop] if direction == "forward" else costs.send_backward_s[hop]
+    begin = max(now, link_free[direction, hop])
+    link_free[direction, hop] = begin + seconds
+    return Transfer(hop, direction, action.micro_batch, begin, begin + seconds, begin + seconds + costs.latency_s[hop])
+
+
+def _peak_stash(schedule: Schedule) -> tuple[int, ...]:
+    """Actions of a stage do not overlap, so the order of its row alone decides how much it stashes."""
+    peaks = []
+    for row in schedule.rows:
+        held = peak = 0
+        for action in row:
+            held += 1 if action.kind == "F" else 0
+            peak = max(peak, held)
+            held -= 1 if action.kind == "B" else 0
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def smallest_sufficient_advance(num_stages: int, num_microbatches: int, costs: StageCosts) -> int:
+    """The smallest advance h whose iteration is as short as that of any advance.
+
+    Args:
+        num_stages: K.
+        num_microbatches: M; beyond h = M - 1 nothing changes any more.
+        costs: seconds per action and message.
+    """
+    times = [
+        simulate(build("advance_forward", num_stages, num_microbatches, advance), costs).iteration_s
+        for advance in range(num_microbatches)
+    ]
+    best = min(times)
+    return next(h for h, seconds in enumerate(times) if seconds <= best * (1 + 1e-12))

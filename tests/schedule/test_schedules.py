@@ -1,0 +1,159 @@
+"""Schedules as data: their order, their bounds, and that they finish."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_avgpipe.errors import DeadlockError, ScheduleError
+from lightning_avgpipe.schedule import (
+    Action,
+    Schedule,
+    StageCosts,
+    build,
+    check,
+    from_warm_up,
+    simulate,
+    uneven_warm_up,
+    warm_up,
+)
+
+
+def test_1f1b_is_a_staircase() -> None:
+    assert str(build("1f1b", 3, 4)) == (
+        "stage 0 | F0 F1 F2 B0 F3 B1 B2 B3\n"
+        "stage 1 | F0 F1 B0 F2 B1 F3 B2 B3\n"
+        "stage 2 | F0 B0 F1 B1 F2 B2 F3 B3"
+    )  # fmt: skip
+
+
+def test_afab_runs_all_forwards_first() -> None:
+    assert str(build("afab", 2, 3)) == (
+        "stage 0 | F0 F1 F2 B0 B1 B2\n"
+        "stage 1 | F0 F1 F2 B0 B1 B2"
+    )  # fmt: skip
+
+
+def test_advance_one_runs_twice_as_far_ahead() -> None:
+    assert str(build("advance_forward", 3, 6, advance=1)) == (
+        "stage 0 | F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5\n"
+        "stage 1 | F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5\n"
+        "stage 2 | F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5"
+    )  # fmt: skip
+
+
+def test_evaluation_has_forwards_only() -> None:
+    assert str(build("forward", 2, 3)) == "stage 0 | F0 F1 F2\nstage 1 | F0 F1 F2"
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 5])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+def test_no_advance_is_1f1b_and_a_large_one_is_afab(num_stages: int, num_microbatches: int) -> None:
+    assert (
+        build("advance_forward", num_stages, num_microbatches).rows == build("1f1b", num_stages, num_microbatches).rows
+    )
+    far = build("advance_forward", num_stages, num_microbatches, advance=num_microbatches)
+    assert far.rows[:-1] == build("afab", num_stages, num_microbatches).rows[:-1]
+
+
+def test_warm_up_of_a_schedule_is_what_it_was_built_with() -> None:
+    assert build("1f1b", 4, 8).warm_up == (3, 2, 1, 0)
+    assert build("advance_forward", 4, 8, advance=1).warm_up == warm_up("advance_forward", 4, 8, 1) == (6, 4, 2, 0)
+
+
+def test_every_built_schedule_is_complete_and_finishes() -> None:
+    for name in ("afab", "1f1b", "forward"):
+        for num_stages in range(1, 6):
+            for num_microbatches in range(1, 6):
+                check(build(name, num_stages, num_microbatches))
+
+
+def finishes(rows: Schedule) -> bool:
+    try:
+        check(rows)
+    except DeadlockError:
+        return False
+    return True
+
+
+def test_a_warm_up_is_accepted_exactly_if_its_schedule_finishes() -> None:
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(500):
+        num_stages, num_microbatches = rng.randint(1, 6), rng.randint(1, 7)
+        wanted = [rng.randint(0, num_microbatches) for _ in range(num_stages)]
+        rows = tuple(from_warm_up([w], num_microbatches).rows[0] for w in wanted)  # each stage alone is fine
+        by_hand = Schedule("by hand", num_stages, num_microbatches, rows)
+        if finishes(by_hand):
+            assert from_warm_up(wanted, num_microbatches).rows == rows
+        else:
+            refused += 1
+            with pytest.raises(DeadlockError, match=r"must not increase from stage to stage:\nstage 0 \|"):
+                from_warm_up(wanted, num_microbatches)
+    assert 50 < refused < 450
+
+
+def random_costs(rng: random.Random, num_stages: int) -> StageCosts:
+    def times(count: int, largest: float) -> tuple[float, ...]:
+        return tuple(rng.uniform(0, largest) for _ in range(count))
+
+    hops = num_stages - 1
+    return StageCosts(times(num_stages, 1), times(num_stages, 2), times(hops, 2), times(hops, 2), times(hops, 2))
+
+
+def test_stash_never_exceeds_warm_up_plus_one() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        num_stages, num_microbatches, advance = rng.randint(1, 6), rng.randint(1, 12), rng.randint(0, 3)
+        schedule = build("advance_forward", num_stages, num_microbatches, advance)
+        timeline = simulate(schedule, random_costs(rng, num_stages))
+        expected = warm_up("advance_forward", num_stages, num_microbatches, advance)
+        for peak, ahead in zip(timeline.peak_stash, expected, strict=True):
+            assert peak == min(num_microbatches, ahead + 1)
+
+
+def test_the_uneven_formula_gives_1f1b_on_a_free_balanced_pipeline() -> None:
+    assert uneven_warm_up(StageCosts.uniform(4, 1, 2), 8) == warm_up("1f1b", 4, 8)
+
+
+def test_the_uneven_formula_is_nearly_as_fast_as_any_warm_up() -> None:
+    rng = random.Random(2)
+    for _ in range(100):
+        costs = random_costs(rng, rng.randint(2, 5))
+        num_stages, num_microbatches = len(costs.forward_s), 16
+        uneven = simulate(from_warm_up(uneven_warm_up(costs, num_microbatches), num_microbatches), costs)
+        plain = simulate(build("1f1b", num_stages, num_microbatches), costs)
+        everything = simulate(build("afab", num_stages, num_microbatches), costs)
+        assert uneven.iteration_s <= 1.05 * min(plain.iteration_s, everything.iteration_s)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: build("1f1b", 2, 0), "num_microbatches=0"),
+        (lambda: build("1f1b", 0, 2), "num_stages=0"),
+        (lambda: build("zigzag", 2, 2), "unknown schedule 'zigzag'; use one of 'advance_forward'"),
+        (lambda: build("advance_forward", 2, 2, advance=-1), "advance=-1"),
+        (lambda: from_warm_up([-1], 2), r"warm_up=\(-1,\)"),
+        (lambda: StageCosts((1, 1), (1,), (), (), ()), "backward_s has 1 entries"),
+        (lambda: StageCosts((1, 1), (1, 1), (1,), (-1,), (0,)), "must not be negative"),
+        (lambda: simulate(build("1f1b", 3, 2), StageCosts.uniform(2, 1, 1)), "costs for 2 stages"),
+    ],
+)
+def test_errors_name_what_was_found(call: object, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        call()  # type: ignore[operator]
+
+
+def test_a_missing_action_is_named() -> None:
+    rows = ((Action("F", 0), Action("B", 0)), (Action("F", 0),))
+    with pytest.raises(ScheduleError, match="stage 1 has 1 actions and misses B0"):
+        check(Schedule("by hand", 2, 1, rows))
+
+
+def test_the_simulator_ends_with_an_error_where_a_schedule_does_not() -> None:
+    f0, f1, b0, b1 = Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)
+    stuck = Schedule("by hand", 2, 2, ((f0, b0, f1, b1), (f0, f1, b0, b1)))
+    with pytest.raises(DeadlockError, match="stage 0 at B0, stage 1 at F1"):
+        simulate(stuck, StageCosts.uniform(2, 1, 1))

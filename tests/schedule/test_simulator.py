@@ -1,0 +1,93 @@
+"""The simulator against expected values, and what must hold for any costs."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_avgpipe.schedule import StageCosts, build, simulate, smallest_sufficient_advance, warm_up
+
+GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "schedules.json").read_text())[
+    "cases"
+]
+
+
+def name(case: dict[str, Any]) -> str:
+    return f"K{case['K']}-M{case['M']}-c{case['c']}-lat{case['lat']}"
+
+
+def costs_of(case: dict[str, Any]) -> StageCosts:
+    return StageCosts.uniform(case["K"], case["f"], case["b"], case["c"], case["lat"])
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=name)
+def test_golden_values(case: dict[str, Any]) -> None:
+    costs = costs_of(case)
+    for key, schedule in {
+        "afab": build("afab", case["K"], case["M"]),
+        "one_f_one_b": build("1f1b", case["K"], case["M"]),
+        "advance_forward": build("advance_forward", case["K"], case["M"], case["advance_forward"]["h"]),
+    }.items():
+        timeline = simulate(schedule, costs)
+        assert timeline.iteration_s == pytest.approx(case[key]["T"], abs=1e-9), key
+        assert list(timeline.peak_stash) == case[key]["peak"], key
+    assert list(warm_up("1f1b", case["K"], case["M"])) == case["one_f_one_b"]["w"]
+    expected = case["advance_forward"]
+    assert list(warm_up("advance_forward", case["K"], case["M"], expected["h"])) == expected["w"]
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN if case["M"] <= 16], ids=name)
+def test_the_smallest_sufficient_advance_is_golden(case: dict[str, Any]) -> None:
+    assert smallest_sufficient_advance(case["K"], case["M"], costs_of(case)) == case["advance_forward"]["h"]
+
+
+def test_a_free_network_makes_1f1b_as_fast_as_afab() -> None:
+    for num_stages in (1, 2, 4):
+        costs = StageCosts.uniform(num_stages, 1, 2)
+        times = {name: simulate(build(name, num_stages, 8), costs).iteration_s for name in ("1f1b", "afab")}
+        assert times["1f1b"] == times["afab"] == (8 + num_stages - 1) * 3
+
+
+def test_the_bubble_is_what_the_formula_says() -> None:
+    timeline = simulate(build("1f1b", 4, 8), StageCosts.uniform(4, 1, 2))
+    assert timeline.bubble_fraction == pytest.approx((4 - 1) / (8 + 4 - 1))
+
+
+def test_advance_is_never_slower_than_1f1b_on_balanced_stages() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        num_stages, num_microbatches = rng.randint(1, 5), rng.randint(1, 10)
+        costs = StageCosts.uniform(num_stages, rng.random(), 2 * rng.random(), rng.random(), rng.random())
+        times = [
+            simulate(build("advance_forward", num_stages, num_microbatches, h), costs).iteration_s for h in range(4)
+        ]
+        assert all(advanced <= times[0] + 1e-9 for advanced in times[1:])
+
+
+def test_actions_of_a_stage_and_messages_of_a_link_do_not_overlap() -> None:
+    costs = StageCosts.uniform(3, 1, 2, 1.5, 0.5)
+    timeline = simulate(build("advance_forward", 3, 6, 1), costs)
+    assert len(timeline.spans) == 3 * 6 * 2
+    assert len(timeline.transfers) == 2 * 6 * 2
+    for stage in range(3):
+        spans = sorted((s.begin_s, s.end_s) for s in timeline.spans if s.stage == stage)
+        assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+    for hop in range(2):
+        for direction in ("forward", "backward"):
+            busy = sorted((t.begin_s, t.end_s) for t in timeline.transfers if (t.hop, t.direction) == (hop, direction))
+            assert all(end <= begin for (_, end), (begin, _) in zip(busy, busy[1:], strict=False))
+    begins = {(s.stage, s.action): s.begin_s for s in timeline.spans}
+    for transfer in timeline.transfers:
+        assert transfer.arrival_s == pytest.approx(transfer.end_s + 0.5)
+        forward = transfer.direction == "forward"
+        stage, kind = (transfer.hop + 1, "F") if forward else (transfer.hop, "B")
+        assert begins[stage, (kind, transfer.micro_batch)] >= transfer.arrival_s
+
+
+def test_large_schedules_are_simulated_too() -> None:
+    timeline = simulate(build("advance_forward", 64, 256, 1), StageCosts.uniform(64, 1, 2, 0.1, 0.1))
+    assert len(timeline.spans) == 64 * 256 * 2
