@@ -99,7 +99,8 @@ def module(model: pl.LightningModule) -> None:
         )
     if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
-            f"{name}.training_step takes dataloader_iter; a pipeline must see a batch to split it. Take (batch, batch_idx)"
+            f"{name}.training_step takes dataloader_iter; a pipeline must see a batch to split it. "
+            "Take (batch, batch_idx)"
         )
 
 
@@ -131,7 +132,7 @@ def trainer(running: pl.Trainer, world_size: int) -> None:
     weight_averaging = getattr(pl.callbacks, "WeightAveraging", None)
     if weight_averaging is not None:
         refused.append((weight_averaging, "averages parameters of which each process holds a part"))
-    for callback in running.callbacks:
+    for callback in running.callbacks:  # type: ignore[attr-defined]
         for kind, why in refused:
             if isinstance(callback, kind):
                 raise ConfigurationError(

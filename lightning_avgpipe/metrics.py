@@ -74,7 +74,7 @@ class StepLog:
     def _collect(self, *args: Any, **kwargs: Any) -> None:
         options = dict(self._signature.bind(*args, **kwargs).arguments)
         name, value = options.pop("name"), options.pop("value")
-        size = options.pop("batch_size", None) or self._size
+        size = options.pop("batch_size", None) or self._size or 1
         if isinstance(value, Tensor) and not options.get("enable_graph", False):
             value = value.detach()
         self._entries.setdefault(name, []).append((value, size, options))

@@ -46,12 +46,20 @@ def flatten(obj: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], TreeSpe
         is_leaf: containers for which it is true are leaves as well.
     Returns:
         The leaves in order, and a spec, which can be pickled and compared.
+    Raises:
+        RecursionError: the object leads back into itself.
     """
     if type(obj) is Tensor and is_leaf is None:
         return [obj], _LEAF
-    leaves, spec = pytree.tree_flatten(obj, is_leaf)
-    while not _LEAF_TYPES.issuperset(map(type, leaves)) and _found_nodes(leaves, is_leaf):
+    try:
         leaves, spec = pytree.tree_flatten(obj, is_leaf)
+        while not _LEAF_TYPES.issuperset(map(type, leaves)) and _found_nodes(leaves, is_leaf):
+            leaves, spec = pytree.tree_flatten(obj, is_leaf)
+    except RecursionError:
+        raise RecursionError(
+            f"a {type(obj).__name__} leads back into itself, through items of a container or attributes of a "
+            "dataclass, so it is no tree; remove the reference that leads back, or make its type a plain class"
+        ) from None
     return leaves, spec
 
 

@@ -19,7 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_avgpipe import AvgPipeStrategy
 from tests.engine import accumulate, assert_same_parameters
-from tests.models import MODELS, MLP, ConvNet, Regression, TinyTransformer, UNet, loader
+from tests.models import MLP, MODELS, ConvNet, Regression, TinyTransformer, UNet, loader
 from tests.trainers import pipeline, trainer
 
 

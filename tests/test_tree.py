@@ -52,6 +52,11 @@ class Unseen:
     x: Tensor
 
 
+@dataclass
+class Linked:
+    other: Any = None
+
+
 class Encoding(UserDict):
     """As transformers' BatchEncoding: another signature, more attributes, and items as attributes."""
 
@@ -253,6 +258,13 @@ def test_what_cannot_be_rebuilt_stays_a_leaf(obj):
     assert tree.flatten([obj])[0][0] is obj and rebuilt([obj])[0] is obj
 
 
+def test_an_object_that_leads_back_into_itself_is_a_clear_error():
+    first = Linked()
+    first.other = Linked([first])
+    with pytest.raises(RecursionError, match="a dict leads back into itself"):
+        tree.flatten({"link": first})
+
+
 def test_a_dataclass_that_is_an_ordered_dict_has_each_tensor_once():
     output = Output(loss=t(1), logits=t(2))
     mapped = tree.map_tensors(lambda x: x + 1, output)
@@ -324,7 +336,6 @@ def test_specs_can_be_pickled_without_warnings(obj):
 
 def test_a_received_spec_registers_its_types():
     """In the receiving process no object of the type was ever seen."""
-
     leaves, spec = tree.flatten(Unseen(t(1)))
     pickled = pickle.dumps(spec)
     pytree._deregister_pytree_node(Unseen)

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests import processes
-from tests.models import MODELS, MLP, Regression, TinyTransformer, UNet, loader
+from tests.models import MLP, MODELS, Regression, TinyTransformer, UNet, loader
 from tests.trainers import pipeline, trainer
 
 

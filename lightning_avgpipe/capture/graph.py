@@ -171,10 +171,10 @@ class CallGraph:
             forbid(range(last + 1), reason)
         for name, users in self._owners.items():
             if len(users) > 1:
-                first, last = self.nodes[users[0]], self.nodes[users[-1]]
+                first_user, last_user = self.nodes[users[0]], self.nodes[users[-1]]
                 forbid(
                     range(users[0] + 1, users[-1] + 1),
-                    f"'{name}' is used by {first} and by {last}, which a cut here would put on two stages",
+                    f"'{name}' is used by {first_user} and by {last_user}, which a cut here would put on two stages",
                 )
         for group in self._aliases:
             written = [n.index for n in self.nodes for _, v, _ in n.writes if v in group]

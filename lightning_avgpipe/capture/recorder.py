@@ -232,7 +232,7 @@ class _Recorder(StepTracer):
 
     def visiting(self) -> Any:
         """What lies outside of units is on the device while the step is captured."""
-        outside = [p for name, p in self._module.named_parameters() if name not in self._owned]
+        outside: list[Tensor] = [p for name, p in self._module.named_parameters() if name not in self._owned]
         outside += [b for name, b in self._module.named_buffers() if name not in self._owned]
         return _Visit(outside, self._device)
 

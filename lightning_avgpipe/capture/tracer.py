@@ -25,15 +25,18 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["StepTracer", "function_name", "intercepting", "tensor_arguments"]
 
+# fmt: off
 _METADATA_ATTRIBUTES = (
-    "shape dtype device layout ndim requires_grad is_leaf is_cuda is_cpu is_mps is_xpu is_meta is_sparse is_quantized "
-    "is_nested is_mkldnn grad_fn names itemsize nbytes _version output_nr name _backward_hooks retains_grad"
-).split()
+    "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr", "requires_grad",
+    "is_leaf", "grad_fn", "retains_grad", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta", "is_sparse",
+    "is_quantized", "is_nested", "is_mkldnn", "_version", "_backward_hooks",
+)
 _METADATA_METHODS = (
-    "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex is_contiguous is_signed "
-    "element_size get_device type_as is_conj is_neg is_inference has_names is_shared is_pinned __len__ __hash__ "
-    "dim_order sym_size sym_numel sym_stride __repr__ __dir__"
-).split()
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device",
+    "dim_order", "is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_conj", "is_neg", "is_inference",
+    "is_shared", "is_pinned", "has_names", "__len__", "__hash__", "__repr__", "__dir__",
+)
+# fmt: on
 
 
 def _metadata_functions() -> frozenset[Any]:
@@ -45,7 +48,7 @@ def _metadata_functions() -> frozenset[Any]:
             found.add(attribute.__get__)
     for name in _METADATA_METHODS:
         method = getattr(Tensor, name, None)
-        if method is not None and name != "type_as":
+        if method is not None:
             found.add(method)
     found.update((torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor))
     return frozenset(found)

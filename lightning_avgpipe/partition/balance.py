@@ -7,11 +7,13 @@
     gaps            [   ]        [    ]       [   ]          between two calls; one position of each is enough
     cuts                  |            |                     3 stages
 
-A gap offers the position where the fewest bytes cross; the earliest of equals, so glue goes with the call that reads it.
+A gap offers the position where the fewest bytes cross; of equals the earliest, so glue goes with the call that reads
+it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,7 +61,7 @@ def gaps(graph: CallGraph) -> list[Gap]:
     """One gap between every two consecutive calls of units, in program order."""
     calls = [node.index for node in graph.nodes if node.kind == "call"]
     found = []
-    for first, second in zip(calls, calls[1:], strict=False):
+    for first, second in itertools.pairwise(calls):
         positions = range(first + 1, second + 1)
         legal = [p for p in positions if graph.obstacles[p] is None]
         best = min(legal or positions, key=lambda p: graph.boundary_bytes[p])

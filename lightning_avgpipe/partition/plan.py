@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -89,7 +90,7 @@ def make_plan(graph: CallGraph, cuts: Sequence[int], costs: Costs, sizes: Mappin
     bounds = [0, *cuts, len(graph.nodes)]
     total = sum(costs.node) or 1.0
     stages = []
-    for k, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for k, (start, end) in enumerate(itertools.pairwise(bounds)):
         nodes = graph.nodes[start:end]
         parameters = tuple(dict.fromkeys(name for node in nodes for name in node.parameters))
         stages.append(

@@ -47,13 +47,13 @@ class Absent(Tensor):
         absent._name = name
         return absent
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent({self._name!r}, shape={tuple(self.shape)})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         names = [a._name for a in (*args, *(kwargs or {}).values()) if isinstance(a, Absent)]
         raise AbsentValueError(
             f"{func} needs the value of '{', '.join(names) or '?'}', which lives on an earlier stage and was not sent: "

@@ -96,9 +96,9 @@ def execute(
         runnable = [lane for lane in pending if lane.ready()]
         if not runnable:
             arrivals.wait_for(
-                lambda: any(lane.ready() for lane in pending),  # noqa: B023
+                lambda: any(lane.ready() for lane in pending),
                 timeout_s,
-                lambda: _waits(pending, rank),  # noqa: B023
+                lambda: _waits(pending, rank),
                 check_peers,
             )
             continue

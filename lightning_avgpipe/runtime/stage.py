@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,9 +100,9 @@ class Stage:
         leaves: list[Tensor] = []
         received: list[Tensor] = []
         if message is not None:
-            for tensor, requires_grad in zip(message.tensors, message.requires_grad, strict=True):
+            for tensor, wanted in zip(message.tensors, message.requires_grad, strict=True):
                 assert tensor is not None
-                if requires_grad and task.trains:
+                if wanted and task.trains:
                     leaf = tensor.detach().requires_grad_()
                     leaves.append(leaf)
                     tensor = _Enter.apply(leaf)
@@ -127,7 +127,7 @@ class Stage:
                 return None
         requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
         if task.trains:
-            roots = tuple(t for t, wanted in zip(replayed.sent, requires_grad, strict=True) if wanted)
+            roots = tuple(t for t, asks in zip(replayed.sent, requires_grad, strict=True) if asks)
             self.stash[micro_batch] = _Stash(tuple(leaves), roots)
         return Message(micro_batch, tuple(t.detach() for t in replayed.sent), requires_grad, replayed.entries)
 

@@ -8,6 +8,7 @@ in ascending order in both directions::
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -99,7 +100,7 @@ def from_warm_up(warm_up: Sequence[int], num_microbatches: int, name: str = "cus
     rows = tuple(_row(min(w, num_microbatches), num_microbatches) for w in warm_up)
     schedule = Schedule(name, len(warm_up), num_microbatches, rows)
     effective = [min(w, num_microbatches - 1) for w in warm_up]
-    for k, (here, after) in enumerate(zip(effective, effective[1:], strict=False)):
+    for k, (here, after) in enumerate(itertools.pairwise(effective)):
         if here < after:
             raise DeadlockError(
                 f"stage {k + 1} wants {after + 1} forwards before its first backward, but stage {k} waits for that "
@@ -131,11 +132,11 @@ def check(schedule: Schedule) -> None:
     moved = True
     while moved:
         moved = False
-        for k, row in enumerate(left):
-            while row and _inputs(k, row[0], schedule.num_stages) <= done:
-                done.add((k, row.popleft()))
+        for k, rest in enumerate(left):
+            while rest and _inputs(k, rest[0], schedule.num_stages) <= done:
+                done.add((k, rest.popleft()))
                 moved = True
-    stuck = [f"stage {k} at {row[0]}" for k, row in enumerate(left) if row]
+    stuck = [f"stage {k} at {rest[0]}" for k, rest in enumerate(left) if rest]
     if stuck:
         raise DeadlockError(f"the stages wait for one another: {', '.join(stuck)}\n{schedule}")
 

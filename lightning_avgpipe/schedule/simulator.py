@@ -48,7 +48,7 @@ class StageCosts:
         for name, length in wanted.items():
             if len(getattr(self, name)) != length:
                 raise ScheduleError(
-                    f"{name} has {len(getattr(self, name))} entries, but forward_s has {num_stages}, so it needs {length}"
+                    f"{name} has {len(getattr(self, name))} entries, but needs {length}: forward_s has {num_stages}"
                 )
         for name in ("forward_s", *wanted):
             if any(seconds < 0 for seconds in getattr(self, name)):
@@ -81,7 +81,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message: on the link of hop k (between stages k and k+1) from ``begin_s`` to ``end_s``, there at ``arrival_s``."""
+    """One message: on the link of a hop from ``begin_s`` to ``end_s``, at the next stage at ``arrival_s``."""
 
     hop: int
     direction: Literal["forward", "backward"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -75,11 +76,11 @@ def test_actions_of_a_stage_and_messages_of_a_link_do_not_overlap() -> None:
     assert len(timeline.transfers) == 2 * 6 * 2
     for stage in range(3):
         spans = sorted((s.begin_s, s.end_s) for s in timeline.spans if s.stage == stage)
-        assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     for hop in range(2):
         for direction in ("forward", "backward"):
             busy = sorted((t.begin_s, t.end_s) for t in timeline.transfers if (t.hop, t.direction) == (hop, direction))
-            assert all(end <= begin for (_, end), (begin, _) in zip(busy, busy[1:], strict=False))
+            assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(busy))
     begins = {(s.stage, s.action): s.begin_s for s in timeline.spans}
     for transfer in timeline.transfers:
         assert transfer.arrival_s == pytest.approx(transfer.end_s + 0.5)
