@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
@@ -104,20 +106,28 @@ def module(model: pl.LightningModule) -> None:
         )
 
 
+@contextlib.contextmanager
+def explained_optimizers(model: pl.LightningModule) -> Iterator[None]:
+    """Lightning refuses several optimizers with the advice to optimize manually, which does not help here."""
+    try:
+        yield
+    except (MisconfigurationException, RuntimeError) as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"{type(model).__name__}.configure_optimizers returns several optimizers; a pipeline steps one. Use one "
+            "optimizer with several parameter groups"
+        ) from error
+
+
 def optimizers(model: pl.LightningModule, found: Sequence[Optimizer]) -> None:
     """Check the optimizers that ``configure_optimizers`` returned."""
-    name = type(model).__name__
-    if len(found) > 1:
-        raise ConfigurationError(
-            f"{name}.configure_optimizers returns {len(found)} optimizers; a pipeline steps one. Use one optimizer "
-            "with several parameter groups"
-        )
     for optimizer in found:
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if isinstance(inner, LBFGS):
             raise ConfigurationError(
-                f"{name}.configure_optimizers returns LBFGS, which evaluates its closure several times per step; a "
-                "pipeline evaluates it once. Use an optimizer without closure, such as SGD or AdamW"
+                f"{type(model).__name__}.configure_optimizers returns LBFGS, which evaluates its closure several times "
+                "per step; a pipeline evaluates it once. Use an optimizer without closure, such as SGD or AdamW"
             )
 
 

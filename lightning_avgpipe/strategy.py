@@ -251,8 +251,6 @@ class AvgPipeStrategy(ParallelStrategy):
         self._forget()
         self.plan = None
         super().setup(trainer)
-        if fitting:
-            checks.optimizers(self.lightning_module, self.optimizers)
         self._pipeline = Pipeline(self.mesh, self.lightning_module)
         self._seed = self.mesh.broadcast(torch.initial_seed())
         self._adapt(trainer, self.lightning_module, fitting)
@@ -294,6 +292,13 @@ class AvgPipeStrategy(ParallelStrategy):
 
         undo.enter_context(_replaced(module, "on_train_epoch_end", on_train_epoch_end))
 
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Build the optimizer, over all parameters: what it holds of other stages goes when the plan is made."""
+        assert self.lightning_module is not None
+        with checks.explained_optimizers(self.lightning_module):
+            super().setup_optimizers(trainer)
+        checks.optimizers(self.lightning_module, self.optimizers)
+
     def model_to_device(self) -> None:
         """Nothing moves before it is known which stage needs what."""
 
@@ -304,7 +309,7 @@ class AvgPipeStrategy(ParallelStrategy):
                 self._pipeline.unload()
                 if not self._failed:
                     self._take_back()
-                self.mesh.close()
+                self.mesh.close(self._failed)
         finally:
             self._undo.close()
             self._pipeline = None

@@ -204,7 +204,7 @@ def intercepting() -> Iterator[None]:
             _interceptions -= 1
             if _interceptions == 0:
                 nn.Module.__call__ = _call_module  # type: ignore[method-assign]
-                torch.autograd.Function.apply = _apply_function
+                torch.autograd.Function.apply = _apply_function  # type: ignore[method-assign]
 
 
 _lock = threading.Lock()

@@ -58,20 +58,27 @@ class Gap:
 
 
 def gaps(graph: CallGraph) -> list[Gap]:
-    """One gap between every two consecutive calls of units, in program order."""
+    """One gap between every two consecutive calls of units, in program order.
+
+    A cut without parameters on one of its sides would be of no use: it counts as illegal.
+    """
     calls = [node.index for node in graph.nodes if node.kind == "call"]
+    trained = [node.index for node in graph.nodes if node.parameters]
     found = []
     for first, second in itertools.pairwise(calls):
         positions = range(first + 1, second + 1)
         legal = [p for p in positions if graph.obstacles[p] is None]
         best = min(legal or positions, key=lambda p: graph.boundary_bytes[p])
+        obstacle = None if legal else graph.obstacles[best]
+        if not trained or best <= trained[0] or best > trained[-1]:
+            obstacle = obstacle or "there are no parameters on one of its sides"
         found.append(
             Gap(
                 graph.nodes[first].name,
                 graph.nodes[second].name,
                 best,
                 graph.boundary_bytes[best],
-                None if legal else graph.obstacles[best],
+                obstacle,
             )
         )
     return found

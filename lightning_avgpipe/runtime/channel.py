@@ -27,7 +27,6 @@ __all__ = ["Arrivals", "Inbox", "LocalChannel", "NetworkInbox", "NetworkOutbox",
 _FRAME_BYTES = 1024  # the first message of each transfer has a fixed size, so that its receive can be posted early
 _LENGTH_BYTES = 8
 _MAX_REMEMBERED = 256
-_JOIN_S = 10.0
 _POLL_S = 0.5  # between two looks at whether another process has failed
 
 
@@ -219,11 +218,10 @@ class NetworkOutbox:
         ready = torch.cuda.current_stream(stream.device).record_event() if stream is not None else None
         self._queue.put((message, ready))
 
-    def close(self) -> bool:
-        """Stop the thread after what is queued; False if it still waits for its peer."""
+    def close(self, join_s: float) -> None:
+        """Stop the thread after what is queued; one that waits for a peer that is gone ends with its connection."""
         self._queue.put(None)
-        self._thread.join(_JOIN_S)
-        return not self._thread.is_alive()
+        self._thread.join(join_s)
 
     def _work(self) -> None:
         try:
@@ -306,12 +304,11 @@ class NetworkInbox:
                 tensor.record_stream(current)
         return message
 
-    def close(self) -> bool:
-        """Stop the thread; False if it still waits for its peer."""
+    def close(self, join_s: float) -> None:
+        """Stop the thread; one that waits for a peer that is gone ends with its connection."""
         self._closing = True
         self._expected.release()
-        self._thread.join(_JOIN_S)
-        return not self._thread.is_alive()
+        self._thread.join(join_s)
 
     def _work(self) -> None:
         try:

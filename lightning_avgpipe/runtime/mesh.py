@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 _ACKNOWLEDGE_S = 5.0  # how long a failing process stays, so that the others can read why
 _REPORT_S = 0.2  # a process that fails reports before it closes its connections
+_GRACE = timedelta(seconds=60)
 _POLL_S = 0.5  # between two looks at whether another process has failed
 _instances = itertools.count()
 
@@ -120,11 +121,14 @@ class Mesh:
     # -- groups and channels -----------------------------------------------------------------------------------------
 
     def _make_groups(self, device_backend: str | None) -> None:
+        # Our own waits end first: their errors name stage and action.
+        timeout = self.timeout + _GRACE
+
         def group(kind: str, a: int, b: int, backend: str) -> None:
-            self._groups[kind, a, b] = dist.new_group([a, b], timeout=self.timeout, backend=backend)
+            self._groups[kind, a, b] = dist.new_group([a, b], timeout=timeout, backend=backend)
 
         # Every process takes part in making every group, in the same order.
-        self._control = dist.new_group(list(range(self.world_size)), timeout=self.timeout, backend="gloo")
+        self._control = dist.new_group(list(range(self.world_size)), timeout=timeout, backend="gloo")
         for peer in range(1, self.world_size):
             group("news", 0, peer, "gloo")
         for k in range(self.num_stages - 1):
@@ -161,10 +165,10 @@ class Mesh:
         else:
             self._news_in = self._inbox("news", 0, self.rank, 0)
 
-    def close(self) -> None:
-        """Stop the channels and their threads."""
+    def close(self, failed: bool = False) -> None:
+        """Stop the channels and their threads; after a failure without waiting for peers."""
         for channel in self._opened:
-            channel.close()
+            channel.close(join_s=0.1 if failed else self.timeout.total_seconds())
         self._opened, self._local, self._news_out, self._news_in = [], [], [], None
         self.wiring = {}
 

@@ -1,0 +1,188 @@
+"""What cannot work is said before training: what was found, what is needed, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.errors import AvgPipeError, BatchError, CaptureError, ConfigurationError, PartitionError
+from tests.models import MLP, loader
+from tests.trainers import pipeline, trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches=0: must be 'auto' or an integer of at least 1"),
+        ({"num_stages": 0}, "num_stages=0: must be 'auto' or an integer of at least 1"),
+        ({"num_pipelines": 2}, "num_pipelines=2: parallel pipelines .* are not available yet; use 1"),
+        ({"schedule": "zigzag"}, "schedule='zigzag': must be one of 'advance_forward', '1f1b', 'afab'"),
+        ({"advance": -1}, "advance=-1: must be an integer of at least 0"),
+        ({"schedule": "1f1b", "advance": 1}, "advance=1 has no meaning for schedule='1f1b'"),
+        ({"num_stages": 3, "split_points": ["a"]}, "split_points names 1 units, but num_stages=3 needs 2"),
+        ({"split_points": "layers.2"}, r"use \['layers.2'\]"),
+        ({"loss_reduction": "max"}, "loss_reduction='max': must be 'mean' or 'sum'"),
+        ({"start_method": "rsh"}, "start_method='rsh'"),
+    ],
+)
+def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AvgPipeStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_stages", "message"),
+    [
+        (3, 2, r"3 devices for num_stages=2: the number of devices \(world size\) must be a multiple .* use devices=2"),
+        (4, 2, "4 devices for num_stages=2 make 2 groups .* not available yet; use devices=2 or num_stages=4"),
+        (2, 3, "num_stages=3 on 2 devices: .* use num_stages=2 or 4"),
+    ],
+)
+def test_devices_must_fit_the_stages(devices: int, num_stages: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        pipeline(num_stages, devices)
+
+
+class Manual(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.layers[i].parameters(), lr=0.1) for i in (0, 2)]
+
+
+class Closure(MLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NoLoss(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class OwnBackward(MLP):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class Tied(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[8].weight = self.layers[0].weight
+
+
+class GradientInside(MLP):
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0].requires_grad_()
+        return torch.autograd.grad(self(x).sum(), x, create_graph=True)[0].square().mean()
+
+
+class Disagreeing(MLP):
+    def train_dataloader(self) -> Any:
+        return DataLoader([(torch.randn(4, 8), torch.randn(3, 8))], batch_size=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_stages", "kind", "message"),
+    [
+        (Manual, 2, ConfigurationError, "Manual uses manual optimization"),
+        (TwoOptimizers, 2, ConfigurationError, "TwoOptimizers.configure_optimizers returns several optimizers"),
+        (Closure, 2, ConfigurationError, "Closure.configure_optimizers returns LBFGS"),
+        (OwnBackward, 2, ConfigurationError, r"OwnBackward overrides backward\(\)"),
+        (NoLoss, 2, CaptureError, "training_step returned None instead of a loss"),
+        (lambda: MLP(depth=2), 4, PartitionError, "num_stages=4 needs 3 cuts, but 2 cuts are legal in training_step"),
+        (Tied, 2, PartitionError, r"'layers\.0\.weight' is used by unit 'layers\.0' at .* and by unit 'layers\.8'"),
+        (GradientInside, 2, PartitionError, r"the step calls grad\(\) itself at test_errors\.py"),
+    ],
+)
+def test_a_model_that_cannot_be_pipelined_is_refused(
+    model: Callable[[], MLP], num_stages: int, kind: type[AvgPipeError], message: str
+) -> None:
+    runner = pipeline(num_stages, max_steps=1)
+    with pytest.raises(kind, match=message):
+        runner.fit(model(), loader(MLP, 8, 8))
+    assert runner.global_step == 0
+
+
+def test_leaves_that_disagree_on_the_batch_size_are_named() -> None:
+    with pytest.raises(BatchError, match=r"\[0\].*4.*\[1\].*3.*split_batch"):
+        pipeline(2, max_steps=1).fit(Disagreeing())
+
+
+@pytest.mark.parametrize(
+    ("split_points", "message"),
+    [
+        (["layers.3.wieght"], r"split point 'layers.3.wieght' is no submodule of MLP; did you mean"),
+        (["layers.0"], "split point 'layers.0' is the first call of training_step; stage 0 would be empty"),
+        (["layers"], "split point 'layers' is the first call of training_step"),
+    ],
+)
+def test_an_unusable_split_point_is_named(split_points: list[str], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        pipeline(2, strategy={"split_points": split_points}, max_steps=1).fit(MLP(), loader(MLP, 8, 8))
+
+
+def test_split_points_out_of_order_are_refused() -> None:
+    with pytest.raises(PartitionError, match="name split points in the order of their calls"):
+        pipeline(3, strategy={"split_points": ["layers.6", "layers.2"]}, max_steps=1).fit(MLP(), loader(MLP, 8, 8))
+
+
+def test_a_split_point_that_is_not_called_is_refused() -> None:
+    class Unused(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(8, 8)
+
+    with pytest.raises(PartitionError, match="split point 'unused' is never called by training_step; it calls: layers"):
+        pipeline(2, strategy={"split_points": ["unused"]}, max_steps=1).fit(Unused(), loader(MLP, 8, 8))
+
+
+def test_a_validation_step_that_goes_back_to_an_earlier_stage_is_refused() -> None:
+    class Twice(MLP):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self(self(batch[0]))
+
+    with pytest.raises(PartitionError, match="is used by unit 'layers.0' .* two stages|goes back from stage 1"):
+        pipeline(2, max_steps=1, num_sanity_val_steps=0, val_check_interval=1).fit(
+            Twice(), loader(MLP, 8, 8), loader(MLP, 8, 8)
+        )
+
+
+def test_lightning_cli_builds_the_strategy() -> None:
+    cli = LightningCLI(
+        MLP,
+        run=False,
+        save_config_callback=None,
+        args={
+            "trainer": {
+                "accelerator": "cpu",
+                "devices": 1,
+                "logger": False,
+                "strategy": {
+                    "class_path": "lightning_avgpipe.AvgPipeStrategy",
+                    "init_args": {"num_stages": 2, "num_microbatches": 4, "split_points": ["layers.4"]},
+                },
+            },
+        },
+    )
+    assert isinstance(cli.trainer.strategy, AvgPipeStrategy)
+    assert cli.trainer.strategy.num_stages == 2
+
+
+def test_without_errors_nothing_is_refused() -> None:
+    trainer(strategy=AvgPipeStrategy(num_stages=2, advance=2), max_steps=1).fit(MLP(), loader(MLP, 8, 8))
