@@ -156,7 +156,7 @@ class PythonSources(L.LightningDataModule):
     """
 
     def __init__(
-        self, block_size: int = 64, batch_size: int = 16, train_bytes: int = 4_000_000, val_bytes: int = 64_000
+        self, block_size: int = 64, batch_size: int = 16, train_bytes: int = 4_000_000, val_bytes: int = 32_000
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--num_microbatches", type=int_or_auto, default="auto")
     parser.add_argument("--schedule", default="advance_forward", choices=["advance_forward", "1f1b", "afab"])
     parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--max_steps", type=int, default=700)
+    parser.add_argument("--max_steps", type=int, default=300)
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)

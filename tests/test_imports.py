@@ -1,0 +1,64 @@
+"""Data flows one way, and so do imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "lightning_avgpipe"
+
+# Each part may import the parts named with it, and itself.
+ALLOWED = {
+    "errors": set(),
+    "tree": set(),
+    "capture": {"errors", "tree"},
+    "partition": {"errors", "capture"},
+    "schedule": {"errors"},
+    "runtime": {"errors", "tree", "capture", "partition", "schedule"},
+    "elastic": {"errors", "tree", "runtime"},
+    "tuning": {"errors", "tree", "capture", "partition", "schedule", "runtime", "elastic"},
+}
+LIGHTNING_SIDE = {"__init__", "strategy", "loop", "checkpoint", "checks", "metrics", "data", "callbacks"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def part(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_flow_one_way(path: Path) -> None:
+    here = part(path)
+    if here in LIGHTNING_SIDE:
+        return
+    for name in imports(path):
+        root, _, rest = name.partition(".")
+        assert root not in ("lightning", "pytorch_lightning", "torchmetrics"), f"{here} must not know Lightning"
+        if root == "lightning_avgpipe":
+            there = rest.split(".")[0]
+            assert there == here or there in ALLOWED[here], f"{here} must not import {there}"
+
+
+@pytest.mark.parametrize("name", ["schedule", "partition", "errors"])
+def test_schedules_and_partition_need_no_torch(name: str) -> None:
+    for path in modules():
+        if part(path) == name:
+            assert not any(module.split(".")[0] == "torch" for module in imports(path)), path
+
+
+def test_every_part_has_its_rules() -> None:
+    assert {part(path) for path in modules()} <= ALLOWED.keys() | LIGHTNING_SIDE

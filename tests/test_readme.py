@@ -1,0 +1,45 @@
+"""The README is true: its Python runs, and its commands are those of the repository."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+def test_snippets_run(number: int, tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    script.write_text(SNIPPETS[number])
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    for expected in re.findall(r"^# (stage .*)$", SNIPPETS[number], re.MULTILINE):
+        assert expected in done.stdout
+
+
+def test_the_plan_in_the_readme_is_what_the_first_snippet_prints(tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    script.write_text(SNIPPETS[0].replace("max_epochs=2", "max_steps=1"))
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    plan = re.search(r"```\n(2 stages on .*?)```", README, re.DOTALL)
+    assert plan is not None
+    assert plan.group(1).strip() in done.stderr + done.stdout
+
+
+def test_files_that_the_readme_names_exist() -> None:
+    for path in re.findall(r"\]\(([^)]+)\)", README) + ["examples/language_model.py"]:
+        assert (ROOT / path).exists(), path
+
+
+def test_ci_installs_and_tests_as_the_readme_says() -> None:
+    ci = (ROOT / ".ci" / "run").read_text()
+    install, test = re.findall(r"```bash\n(.*?) && (.*?)\n```", README)[1]
+    assert install in ci
+    assert re.search(rf"^step tests {test}$", ci, re.MULTILINE)
