@@ -157,7 +157,7 @@ def test_a_validation_step_that_goes_back_to_an_earlier_stage_is_refused() -> No
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self(self(batch[0]))
 
-    with pytest.raises(PartitionError, match="is used by unit 'layers.0' .* two stages|goes back from stage 1"):
+    with pytest.raises(PartitionError, match=r"is used by unit 'layers\.0' .* two stages|goes back from stage 1"):
         pipeline(2, max_steps=1, num_sanity_val_steps=0, val_check_interval=1).fit(
             Twice(), loader(MLP, 8, 8), loader(MLP, 8, 8)
         )

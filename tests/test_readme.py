@@ -34,7 +34,7 @@ def test_the_plan_in_the_readme_is_what_the_first_snippet_prints(tmp_path: Path)
 
 
 def test_files_that_the_readme_names_exist() -> None:
-    for path in re.findall(r"\]\(([^)]+)\)", README) + ["examples/language_model.py"]:
+    for path in [*re.findall(r"\]\(([^)]+)\)", README), "examples/language_model.py"]:
         assert (ROOT / path).exists(), path
 
 
