@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests import processes
@@ -96,6 +97,41 @@ def test_two_stages_in_each_process_equal_four_in_one(tmp_path: Path) -> None:
     one = processes.results(processes.run(1, several_stages_each, tmp_path, folder=tmp_path))[0]
     for rank in two:
         assert all(torch.equal(rank[key], value) for key, value in one.items())
+
+
+class Normed(MLP):
+    """Running statistics on both stages, and a counter that belongs to the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(0, 10, 2):
+            self.layers[i] = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def fit_normed(rank: int, folder: Path) -> tuple[Any, Any]:
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    model = Normed()
+    runner = pipeline(2, int(os.environ["WORLD_SIZE"]), {"num_microbatches": 2}, max_epochs=1)
+    runner.fit(model, loader(MLP, 16, 8), loader(MLP, 8, 8))
+    runner.save_checkpoint(folder / "normed.ckpt")
+    return model.state_dict(), {name: value.item() for name, value in runner.callback_metrics.items()}
+
+
+def test_buffers_follow_the_stage_that_changes_them(tmp_path: Path) -> None:
+    two = processes.results(processes.run(2, fit_normed, tmp_path, folder=tmp_path))
+    saved = torch.load(tmp_path / "normed.ckpt", weights_only=True)["state_dict"]
+    ((one, metrics),) = processes.results(processes.run(1, fit_normed, tmp_path, folder=tmp_path))
+    assert one["steps"] == 4  # micro-batches
+    for name, value in one.items():
+        assert torch.equal(saved[name], value), name
+        assert all(torch.equal(state[name], value) for state, _ in two), name
+    assert two[0][1] == two[1][1] == metrics
 
 
 class Stream(IterableDataset[Any]):

@@ -97,7 +97,8 @@ class CallGraph:
         draws: whether anything in the step draws random numbers.
         host_draws: the same for the generators of Python and NumPy.
         batch_writes: whether the step changes tensors of its batch in place.
-        pinned: ``(position, reason)``: no cut at or before that position is legal.
+        glue_states: full names of the buffers outside of units that the step changes; operations on them are nodes.
+        pinned: ``(first, last, reason)``: no cut at these positions is legal.
     """
 
     step: str
@@ -109,7 +110,8 @@ class CallGraph:
     draws: bool = False
     host_draws: bool = False
     batch_writes: bool = False
-    pinned: tuple[tuple[int, str], ...] = ()
+    glue_states: frozenset[str] = frozenset()
+    pinned: tuple[tuple[int, int, str], ...] = ()
 
     @cached_property
     def born(self) -> tuple[int, ...]:
@@ -167,8 +169,8 @@ class CallGraph:
                 if reasons[position] is None:
                     reasons[position] = reason
 
-        for last, reason in self.pinned:
-            forbid(range(last + 1), reason)
+        for first, last, reason in self.pinned:
+            forbid(range(first, min(last, len(self.nodes)) + 1), reason)
         for name, users in self._owners.items():
             if len(users) > 1:
                 first_user, last_user = self.nodes[users[0]], self.nodes[users[-1]]

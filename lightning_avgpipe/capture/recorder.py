@@ -19,7 +19,7 @@ from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
 from lightning_avgpipe.errors import CaptureError
 
-__all__ = ["capture"]
+__all__ = ["capture", "owned_tensors"]
 
 
 def capture(
@@ -43,19 +43,28 @@ def capture(
     Raises:
         CaptureError: the step returned no result in training.
     """
-    recorder = _Recorder(module, units, device)
-    args = tree.map_tensors(torch.clone, tuple(args))  # the step may change its batch
+    glue_states: set[str] = set()
+    while True:
+        recorder = _Recorder(module, units, device, glue_states)
+        graph = _record(recorder, step, run, tree.map_tensors(torch.clone, tuple(args)))  # a step may change its batch
+        # Whether an operation on a buffer is a node must be known before the buffer is first changed.
+        if recorder.glue_states <= glue_states:
+            return graph
+        glue_states |= recorder.glue_states
+
+
+def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Sequence[Any]) -> CallGraph:
+    module = recorder.module
     batch = [(leaf, _version(leaf)) for leaf in tree.tensors(args)]
     with untouched(module), recorder.visiting():
         host = _host_random_state()
         draws = recorder.random_state()
-        buffers = {name: buffer for name, buffer in module.named_buffers() if recorder.owner(name) is None}
         with recorder.following():
             result = run(*args)
         if step == "training_step":
             _check_loss(result)
         recorder.keep(tree.tensors(result))
-        recorder.pin_reassigned(buffers, dict(module.named_buffers()))
+        recorder.find_reassigned_buffers()
         host_draws = host != _host_random_state()
         anything_drawn = not torch.equal(draws, recorder.random_state())
     return CallGraph(
@@ -63,11 +72,12 @@ def capture(
         nodes=tuple(recorder.nodes),
         values=tuple(recorder.values),
         kept=frozenset(recorder.kept),
-        units=tuple(units),
+        units=recorder.units,
         resident=frozenset(recorder.resident),
         draws=anything_drawn or any(node.draws for node in recorder.nodes),
         host_draws=host_draws,
         batch_writes=any(_version(leaf) != version for leaf, version in batch),
+        glue_states=frozenset(recorder.glue_states),
         pinned=tuple(recorder.pinned),
     )
 
@@ -82,21 +92,37 @@ def _check_loss(result: Any) -> None:
         )
 
 
+_ANYWHERE = sys.maxsize
+
+
+def owned_tensors(module: nn.Module, glue_states: Collection[str]) -> dict[int, str]:
+    """``id -> full name`` of the tensors that belong to one stage: parameters, and buffers that glue changes."""
+    owned = {id(p): name for name, p in module.named_parameters()}
+    if glue_states:
+        owned |= {id(b): name for name, b in module.named_buffers() if name in glue_states}
+    return owned
+
+
 class _Recorder(StepTracer):
     """Executes everything and notes each node."""
 
-    def __init__(self, module: nn.Module, units: Sequence[str], device: torch.device | None) -> None:
-        self._module = module
+    def __init__(
+        self, module: nn.Module, units: Sequence[str], device: torch.device | None, glue_states: Collection[str]
+    ) -> None:
+        self.module = module
+        self.units = tuple(units)
         self._paths = {id(module.get_submodule(path)): path for path in units}
-        super().__init__(self._paths, {id(p): name for name, p in module.named_parameters()})
         self._device = device
-        self._buffer_names = {id(b): name for name, b in module.named_buffers()}
-        self._owned = {name: path for path in units for name in _state_names(module, path)}
+        self._inside_units = {name for path in units for name in _state_names(module, path)}
+        self._glue_buffers = {name: b for name, b in module.named_buffers() if name not in self._inside_units}
+        self._glue_buffer_names = {id(b): name for name, b in self._glue_buffers.items()}
+        self.glue_states = set(glue_states)
+        super().__init__(self._paths, owned_tensors(module, glue_states))
         self.nodes: list[Node] = []
         self.values: list[Value] = []
         self.kept: set[int] = set()
         self.resident: set[str] = set()
-        self.pinned: list[tuple[int, str]] = []
+        self.pinned: list[tuple[int, int, str]] = []
         self._storages: dict[int, int] = {}
         self._held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
 
@@ -105,14 +131,15 @@ class _Recorder(StepTracer):
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))
         inputs = self._inputs(tensors)
-        parameters = tuple(self._parameters[id(p)] for p in module.parameters())
+        parameters = tuple(self._owned[id(p)] for p in module.parameters())
         versions = [_version(t) for t in tensors]
-        buffers = [(f"{path}.{name}", b, _version(b)) for name, b in module.named_buffers()]
+        buffers = [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
         random_before = self.random_state()
         with self._visit(module), FlopCounterMode(display=False) as counter:
             result = run(*args, **kwargs)
         draws = not torch.equal(random_before, self.random_state())
-        states = tuple(name for name, b, version in buffers if self._buffer(name) is not b or _version(b) != version)
+        # Compared by value: batch normalisation changes its statistics without a new version.
+        states = tuple(name for name, b, before in buffers if self._buffer(name) is not b or not torch.equal(b, before))
         if parameters or states or draws:
             self.resident.add(path)
         elif not inputs:
@@ -128,21 +155,21 @@ class _Recorder(StepTracer):
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensor_arguments(args, kwargs)
         inputs = self._inputs(tensors)
-        parameters = tuple(dict.fromkeys(self._parameters[id(t)] for t in tensors if id(t) in self._parameters))
+        parameters = tuple(dict.fromkeys(self._owned[id(t)] for t in tensors if id(t) in self._owned))
         name = function_name(func)
         self._refuse_hidden(tensors, name)
         versions = [_version(t) for t in tensors]
         random_before = self.random_state()
         result = func(*args, **kwargs)
+        for tensor, version in zip(tensors, versions, strict=True):
+            if id(tensor) in self._glue_buffer_names and _version(tensor) != version:
+                self.glue_states.add(self._glue_buffer_names[id(tensor)])
         if not inputs and not parameters:
             return result
-        states = tuple(
-            self._buffer_names[id(t)]
-            for t, version in zip(tensors, versions, strict=True)
-            if id(t) in self._buffer_names and _version(t) != version
-        )
-        if name in ("backward", "grad") and name != "grad.__get__":
-            self.pinned.append((len(self.nodes), f"the step calls {name}() itself at {_source()}"))
+        states = tuple(name for name in parameters if name in self.glue_states)
+        parameters = tuple(name for name in parameters if name not in self.glue_states)
+        if name in ("backward", "grad"):
+            self.pinned.append((0, _ANYWHERE, f"the step calls {name}() itself at {_source()}"))
         self._add(
             Node(len(self.nodes), "glue", name, _source(), inputs, parameters=parameters, states=states,
                  draws=not torch.equal(random_before, self.random_state()),
@@ -203,23 +230,21 @@ class _Recorder(StepTracer):
         for tensor in tensors:
             if tensor.grad_fn is not None and self.value_of(tensor) is None:
                 self.pinned.append(
-                    (len(self.nodes), f"{name}() at {_source()} reads a tensor that a unit left in an attribute")
+                    (0, len(self.nodes), f"{name}() at {_source()} reads a tensor that a unit left in an attribute")
                 )
 
-    def pin_reassigned(self, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-        """A buffer outside of units that the step replaces by a value must be replaced on the last stage only."""
-        for name, buffer in before.items():
-            new = after.get(name, buffer)
-            if new is not buffer and self.value_of(new) is not None:
-                self.pinned.append((len(self.nodes), f"the step assigns a new tensor to the buffer '{name}'"))
-
-    def owner(self, name: str) -> str | None:
-        """The unit that holds a parameter or buffer, None if it lies outside of units."""
-        return self._owned.get(name)
+    def find_reassigned_buffers(self) -> None:
+        """A buffer outside of units that the step replaces by a new tensor must be replaced on the last stage only."""
+        after = dict(self.module.named_buffers())
+        for name, buffer in self._glue_buffers.items():
+            if after.get(name, buffer) is not buffer:
+                self.glue_states.add(name)
+                first = next((node.index for node in self.nodes if name in node.states), 0)
+                self.pinned.append((first + 1, _ANYWHERE, f"the step assigns a new tensor to the buffer '{name}'"))
 
     def _buffer(self, name: str) -> Tensor | None:
         path, _, leaf = name.rpartition(".")
-        return self._module.get_submodule(path)._buffers.get(leaf)
+        return self.module.get_submodule(path)._buffers.get(leaf)
 
     # -- device and random state -------------------------------------------------------------------------------------
 
@@ -232,8 +257,8 @@ class _Recorder(StepTracer):
 
     def visiting(self) -> Any:
         """What lies outside of units is on the device while the step is captured."""
-        outside: list[Tensor] = [p for name, p in self._module.named_parameters() if name not in self._owned]
-        outside += [b for name, b in self._module.named_buffers() if name not in self._owned]
+        outside: list[Tensor] = [p for name, p in self.module.named_parameters() if name not in self._inside_units]
+        outside += [b for name, b in self.module.named_buffers() if name not in self._inside_units]
         return _Visit(outside, self._device)
 
     def _visit(self, module: nn.Module) -> Any:

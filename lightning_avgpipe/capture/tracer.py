@@ -87,13 +87,13 @@ class StepTracer(TorchFunctionMode):
 
     Args:
         units: ``id(module) -> path`` of the submodules that are never split.
-        parameters: ``id(parameter) -> full name`` for the parameters of the whole module.
+        owned: ``id -> full name`` of the tensors whose use makes a node: parameters, and buffers that glue changes.
     """
 
-    def __init__(self, units: Mapping[int, str], parameters: Mapping[int, str]) -> None:
+    def __init__(self, units: Mapping[int, str], owned: Mapping[int, str]) -> None:
         super().__init__()
         self._units = units
-        self._parameters = parameters
+        self._owned = owned
         self._inside = False  # a unit, or a node's own work, is running: nothing is a node now
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 

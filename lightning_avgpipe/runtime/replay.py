@@ -72,7 +72,7 @@ def replay(
     run: Callable[..., Any],
     args: Sequence[Any],
     units: Mapping[int, str],
-    parameters: Mapping[int, str],
+    owned: Mapping[int, str],
     received: Sequence[Tensor] = (),
     entries: tuple[Entry, ...] = (),
     key: RandomKey | None = None,
@@ -85,7 +85,7 @@ def replay(
         run: executes the step function.
         args: its arguments, the micro-batch first.
         units: ``id(module) -> path``.
-        parameters: ``id(parameter) -> full name``.
+        owned: ``id -> full name`` of parameters, and of buffers that glue changes.
         received: tensors for ``program.receives``, in its order.
         entries: what the nodes of earlier stages returned.
         key: names this execution, for random numbers.
@@ -95,7 +95,7 @@ def replay(
         AbsentValueError: the step needs a value that was not sent.
     """
     key = key or RandomKey(0)
-    replayer = _Replayer(program, units, parameters, received, entries, key, device)
+    replayer = _Replayer(program, units, owned, received, entries, key, device)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
     with contextlib.ExitStack() as stack:
@@ -118,13 +118,13 @@ class _Replayer(StepTracer):
         self,
         program: StageProgram,
         units: Mapping[int, str],
-        parameters: Mapping[int, str],
+        owned: Mapping[int, str],
         received: Sequence[Tensor],
         entries: tuple[Entry, ...],
         key: RandomKey,
         device: torch.device,
     ) -> None:
-        super().__init__(units, parameters)
+        super().__init__(units, owned)
         self._program = program
         self._nodes = program.graph.nodes
         self._resident = program.graph.resident
@@ -150,7 +150,7 @@ class _Replayer(StepTracer):
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensor_arguments(args, kwargs)
         for tensor in tensors:
-            if id(tensor) in self._parameters or self.value_of(tensor) is not None:
+            if id(tensor) in self._owned or self.value_of(tensor) is not None:
                 return self._at_node("glue", function_name(func), func, args, kwargs, tensors)
         return func(*args, **kwargs)
 

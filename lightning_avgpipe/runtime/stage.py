@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.runtime.message import Message
 from lightning_avgpipe.runtime.program import StageProgram
@@ -79,7 +80,8 @@ class Stage:
         self.program = program
         self._device = device
         self._units = {id(module.get_submodule(path)): path for path in program.graph.units}
-        self._parameters = {id(p): name for name, p in module.named_parameters()}
+        self._module = module
+        self._owned = owned_tensors(module, ())
         self.stash: dict[int, _Stash] = {}
         self.results: dict[int, Any] = {}
 
@@ -107,13 +109,14 @@ class Stage:
                     leaves.append(leaf)
                     tensor = _Enter.apply(leaf)
                 received.append(tensor)
+        glue_states = program.graph.glue_states  # such buffers may be other objects by now
         with torch.profiler.record_function(f"avgpipe::F{micro_batch}"):
             replayed = replay(
                 program,
                 partial(task.run, micro_batch),
                 task.args[micro_batch],
                 self._units,
-                self._parameters,
+                self._owned if not glue_states else owned_tensors(self._module, glue_states),
                 received,
                 message.entries if message is not None else (),
                 RandomKey(task.key.seed, task.key.iteration, task.key.pipeline, micro_batch),

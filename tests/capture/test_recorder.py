@@ -1,0 +1,241 @@
+"""Capture: what a step calls, what flows between the calls, and where it may be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.recorder import capture
+from lightning_avgpipe.capture.units import initial_units, refine, split_units
+from lightning_avgpipe.errors import CaptureError, PartitionError
+
+
+class Two(nn.Module):
+    """Two layers and whatever a test does with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def graph_of(module: nn.Module, step: Any, *args: Any, units: Sequence[str] | None = None) -> CallGraph:
+    return capture("step", step, args, module, units or initial_units(module))
+
+
+def names(graph: CallGraph) -> list[str]:
+    return [node.name for node in graph.nodes]
+
+
+def test_nodes_are_calls_and_the_glue_on_their_values() -> None:
+    module = Two()
+    graph = graph_of(module, lambda x: module.b(F.relu(module.a(x + 1)) * 2).sum(), torch.randn(3, 4))
+    assert names(graph) == ["a", "relu", "mul", "b", "sum"]
+    assert [node.kind for node in graph.nodes] == ["call", "glue", "glue", "call", "glue"]
+    assert graph.nodes[0].parameters == ("a.weight", "a.bias")
+    assert "test_recorder.py" in graph.nodes[1].source
+
+
+def test_glue_that_needs_only_the_batch_is_free() -> None:
+    module = Two()
+
+    def step(x: Tensor) -> Tensor:
+        mask = (x > 0).float().mean(0, keepdim=True)
+        return module.b(module.a(x) * mask)
+
+    assert names(graph_of(module, step, torch.randn(3, 4))) == ["a", "mul", "b"]
+
+
+def test_questions_about_shapes_are_no_nodes() -> None:
+    module = Two()
+
+    def step(x: Tensor) -> Tensor:
+        h = module.a(x)
+        assert h.shape == (3, 4) and h.size(0) == len(h) == 3 and h.dtype == torch.float32 and h.requires_grad
+        return module.b(h)
+
+    assert names(graph_of(module, step, torch.randn(3, 4))) == ["a", "b"]
+
+
+def test_only_what_is_needed_later_crosses_a_cut() -> None:
+    module = Two()
+
+    def step(x: Tensor) -> Tensor:
+        h = module.a(x)
+        wide = h.repeat(1, 8)
+        narrow = wide.sum(1, keepdim=True).expand(-1, 4)
+        return module.b(narrow) + h.mean()
+
+    graph = graph_of(module, step, torch.randn(3, 4))
+    assert names(graph) == ["a", "repeat", "sum", "expand", "b", "mean", "add"]
+    shapes = [[graph.values[v].shape for v in graph.live(p)] for p in range(1, 5)]
+    assert shapes == [[(3, 4)], [(3, 4), (3, 32)], [(3, 4), (3, 1)], [(3, 4), (3, 4)]]
+    assert graph.boundary_bytes[1] == 3 * 4 * 4
+    assert graph.boundary_bytes[3] == (12 + 3) * 4
+
+
+def test_an_in_place_operation_keeps_the_value() -> None:
+    module = Two()
+
+    def step(x: Tensor) -> Tensor:
+        h = module.a(x)
+        h += 1
+        h.relu_()
+        return module.b(h)
+
+    graph = graph_of(module, step, torch.randn(3, 4))
+    assert [len(graph.live(p)) for p in (1, 2, 3)] == [1, 1, 1]
+    assert graph.nodes[1].writes and graph.nodes[2].writes
+
+
+def test_a_unit_that_returns_its_input_makes_no_new_value() -> None:
+    module = Two()
+    module.c = nn.Identity()
+    graph = graph_of(module, lambda x: module.b(module.c(module.a(x))), torch.randn(3, 4))
+    assert names(graph) == ["a", "c", "b"]
+    assert graph.nodes[0].outputs == graph.nodes[1].outputs
+
+
+def test_a_free_tensor_becomes_a_value_when_a_value_is_written_into_it() -> None:
+    module = Two()
+
+    def step(x: Tensor) -> Tensor:
+        buffer = torch.zeros(3, 8)
+        buffer[:, :4] = module.a(x)
+        return module.b(buffer[:, 2:6])
+
+    graph = graph_of(module, step, torch.randn(3, 4))
+    assert names(graph) == ["a", "__setitem__", "__getitem__", "b"]
+    assert graph.obstacles[2] is None
+    assert graph.values[graph.live(2)[0]].shape == (3, 8)
+
+
+def test_values_that_share_memory_are_not_cut_before_a_write() -> None:
+    module = Two()
+
+    def step(x: Tensor) -> Tensor:
+        h = module.a(x)
+        left = h[:, :2]
+        y = module.b(h.clone())
+        left.zero_()
+        return (y + h).sum() + left.sum()
+
+    graph = graph_of(module, step, torch.randn(3, 4))
+    cut = names(graph).index("b")
+    assert "share memory and are changed in place" in str(graph.obstacles[cut])
+
+
+def test_a_parameter_on_both_sides_of_a_cut_forbids_it() -> None:
+    module = Two()
+    module.b.weight = module.a.weight
+    graph = graph_of(module, lambda x: module.b(F.relu(module.a(x))), torch.randn(3, 4))
+    assert all("'a.weight' is used by unit 'a'" in str(graph.obstacles[p]) for p in (1, 2))
+
+
+def test_a_tensor_that_a_unit_leaves_behind_forbids_cuts_before_its_use() -> None:
+    class Leaves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.penalty = self.layer(x).square().mean()
+            return self.layer(x)
+
+    module = Two()
+    module.a = Leaves()
+    graph = graph_of(module, lambda x: module.b(module.a(x)).sum() + module.a.penalty * 2, torch.randn(3, 4))
+    assert "reads a tensor that a unit left in an attribute" in str(graph.obstacles[1])
+
+
+def test_what_the_result_needs_is_kept_to_the_end() -> None:
+    module = Two()
+
+    def step(x: Tensor) -> dict[str, Tensor]:
+        h = module.a(x)
+        return {"loss": module.b(h).sum(), "early": h}
+
+    graph = graph_of(module, step, torch.randn(3, 4))
+    assert graph.kept == {0, 2}
+    assert graph.live(2) == (0, 1)
+
+
+def test_numbers_and_none_in_the_result_of_a_unit_are_no_values() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return {"hidden": self.layer(x), "rest": (None, 7, "seven")}
+
+    module = Two()
+    module.a = Mixed()
+
+    def step(x: Tensor) -> Tensor:
+        out = module.a(x)
+        assert out["rest"] == (None, 7, "seven")
+        return module.b(out["hidden"])
+
+    assert len(graph_of(module, step, torch.randn(3, 4)).nodes[0].outputs) == 1
+
+
+def test_capture_puts_attributes_buffers_and_random_state_back() -> None:
+    class Counting(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.outputs: list[Tensor] = []
+            self.calls = 0
+            self.cache: Tensor | None = None
+
+    module = Counting()
+
+    def step(x: Tensor) -> Tensor:
+        module.calls += 1
+        module.cache = torch.ones(1)
+        y = module.norm(module.b(module.a(x) + torch.randn(3, 4)))
+        module.outputs.append(y)
+        return y
+
+    state = torch.get_rng_state()
+    graph = graph_of(module, step, torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(state, torch.get_rng_state())
+    assert (module.calls, module.outputs, module.cache) == (0, [], None)
+    assert module.norm.num_batches_tracked == 0
+    assert torch.equal(module.norm.running_mean, torch.zeros(4))
+    assert graph.nodes[-1].states == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+    assert graph.draws
+
+
+def test_units_that_draw_or_own_stay_on_one_stage() -> None:
+    module = Two()
+    module.drop, module.plain = nn.Dropout(0.5), nn.ReLU()
+    graph = graph_of(module, lambda x: module.b(module.a(module.plain(module.drop(x)))), torch.randn(3, 4))
+    assert graph.resident == {"a", "b", "drop"}
+    assert names(graph) == ["drop", "plain", "a", "b"]
+
+
+def test_a_training_step_without_loss_is_refused() -> None:
+    module = Two()
+    with pytest.raises(CaptureError, match="returned dict instead of a loss"):
+        capture("training_step", lambda x: {"value": module.a(x)}, (torch.randn(3, 4),), module, ["a"])
+
+
+def test_containers_are_opened_and_units_are_refined() -> None:
+    module = nn.Module()
+    module.blocks = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2))
+    module.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    units = initial_units(module)
+    assert units == ("blocks.0", "blocks.1", "head.0", "head.1")
+    finer = refine(module, units, ["blocks.1", "head.0"])
+    assert finer[:3] == ("blocks.0", "blocks.1.self_attn", "blocks.1.linear1")
+    assert "head.0" in finer
+    assert split_units(module, units, ["blocks.1.norm1"])[1] == "blocks.1.self_attn"
+    with pytest.raises(PartitionError, match=r"did you mean 'blocks\.1\.norm1'"):
+        split_units(module, units, ["blocks.1.nrom1"])
