@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -161,6 +161,41 @@ def test_only_rank_zero_reads_a_stream_and_all_end_with_it(tmp_path: Path) -> No
     outcomes = processes.results(processes.run(2, fit_stream, tmp_path, folder=tmp_path))
     assert [step for step, _ in outcomes] == [10, 10]
     assert [path.name for path in tmp_path.glob("read-*")] == ["read-0"]
+
+
+class Validations(Callback):
+    count = 0
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.count += not trainer.sanity_checking
+
+
+def fit_limited(rank: int) -> tuple[int, int, float]:
+    torch.set_num_threads(1)
+    model = MLP()
+    model.configure_optimizers = lambda: {  # type: ignore[method-assign]
+        "optimizer": (optimizer := torch.optim.SGD(model.parameters(), lr=1.0)),
+        "lr_scheduler": {
+            "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9),
+            "monitor": "val_loss",
+            "interval": "step",
+            "frequency": 2,
+        },
+    }
+    validations = Validations()
+    runner = pipeline(
+        2, 2, max_epochs=-1, max_steps=7, limit_train_batches=4, limit_val_batches=1, val_check_interval=2,
+        accumulate_grad_batches=2, callbacks=[validations], reload_dataloaders_every_n_epochs=1,
+    )  # fmt: skip
+    runner.fit(model, loader(MLP, 80, 8, shuffle=True), loader(MLP, 16, 8))
+    return runner.global_step, validations.count, runner.optimizers[0].param_groups[0]["lr"]
+
+
+def test_limits_and_schedulers_count_alike_on_all_ranks(tmp_path: Path) -> None:
+    two = processes.results(processes.run(2, fit_limited, folder=tmp_path))
+    assert two[0] == two[1]
+    assert two[0][:2] == (7, 7)
+    assert two[0][2] < 1.0
 
 
 def launch(method: str, folder: Path) -> None:
