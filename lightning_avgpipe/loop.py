@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from torch.optim import Optimizer
@@ -69,10 +68,3 @@ class PipelineOptimization(_AutomaticOptimization):
         return _PipelineClosure(
             step_fn=step, backward_fn=None, zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer)
         )
-
-
-def install(trainer: pl.Trainer, strategy: AvgPipeStrategy) -> PipelineOptimization:
-    """Put the pipeline's optimization into a trainer's fit loop."""
-    loop = trainer.fit_loop.epoch_loop
-    loop.automatic_optimization = PipelineOptimization(loop.automatic_optimization, strategy)
-    return loop.automatic_optimization

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -25,30 +23,21 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_avgpipe import checks, loop, tree
-from lightning_avgpipe.capture.tracer import intercepting
-from lightning_avgpipe.checkpoint import (
-    drop_foreign_state,
-    full_optimizer_state,
-    full_state_dict,
-    move_state,
-    owners,
-    spread_parameters,
-)
+from lightning_avgpipe import checks, tree
+from lightning_avgpipe.adaptation import adapted
+from lightning_avgpipe.checkpoint import full_optimizer_state
 from lightning_avgpipe.data import mirror
-from lightning_avgpipe.metrics import StepLog, SyncedLoggerConnector, local_metrics
-from lightning_avgpipe.partition import Plan, cut_like
+from lightning_avgpipe.division import Division
+from lightning_avgpipe.metrics import StepLog
+from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.runtime.clipping import clip_by_global_norm
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.microbatch import MicroBatch, merge, split, split_with
-from lightning_avgpipe.runtime.ownership import give_up, take_back
-from lightning_avgpipe.runtime.pipeline import Pipeline
 from lightning_avgpipe.runtime.planner import Planner
 from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
@@ -58,10 +47,6 @@ __all__ = ["AvgPipeStrategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _MICROBATCHES_PER_STAGE = 4
-# Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
-_LAST_STAGE_HOOKS = tuple(
-    f"on_{stage}_{when}_end" for stage in ("train", "validation", "test", "predict") for when in ("batch", "epoch")
-)
 
 SplitBatch = Callable[[Any, int], Sequence[Any]]
 
@@ -150,16 +135,14 @@ class AvgPipeStrategy(ParallelStrategy):
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout or _DEFAULT_TIMEOUT
-        self.sigterm_agreed = False
-        self.plan: Plan | None = None
         self._mesh: Mesh | None = None
         self._forget()
 
     def _forget(self) -> None:
         """Set everything that belongs to one run of the trainer."""
-        self._pipeline: Pipeline | None = None
-        self._plan_is_final = False
-        self._owner: dict[str, int] = {}
+        self.plan: Plan | None = None
+        self.sigterm_agreed = False
+        self._division: Division | None = None
         self._failed = False
         self._log: StepLog | None = None
         self._undo = contextlib.ExitStack()
@@ -249,48 +232,14 @@ class AvgPipeStrategy(ParallelStrategy):
         if fitting:
             checks.module(self.lightning_module)
         self._forget()
-        self.plan = None
         super().setup(trainer)
-        self._pipeline = Pipeline(self.mesh, self.lightning_module)
+        module = self.lightning_module
+        observers = [m for m in module.modules() if isinstance(m, Metric)]
+        planner = Planner(module, self.num_stages, self._split_points, self.root_device, observers)
+        self._division = Division(module, self.mesh, planner, lambda: self.optimizers)
         self._seed = self.mesh.broadcast(torch.initial_seed())
-        self._adapt(trainer, self.lightning_module, fitting)
-
-    def _adapt(self, trainer: pl.Trainer, module: pl.LightningModule, fitting: bool) -> None:
-        """Change what Lightning does with this trainer and module, until teardown."""
-        undo = self._undo
-        undo.enter_context(intercepting())
         self._log = StepLog(module, self.mesh.hosts_last)
-        undo.enter_context(_replaced(module, "log", self._log))
-        metrics = [m for m in module.modules() if isinstance(m, Metric)]
-        undo.enter_context(local_metrics(metrics))
-        if fitting:
-            optimization = loop.install(trainer, self)
-            epoch_loop = trainer.fit_loop.epoch_loop
-            undo.callback(lambda: setattr(epoch_loop, "automatic_optimization", optimization.detach()))
-        if self.world_size == 1:
-            return
-        connector = SyncedLoggerConnector(trainer._logger_connector, self.mesh)
-        trainer._logger_connector = connector
-        undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
-        undo.enter_context(_replaced(self.precision_plugin, "clip_grad_by_norm", self._clip_grad_by_norm))
-        undo.enter_context(_replaced(trainer._signal_connector, "_sigterm_notifier_fn", partial(_on_sigterm, trainer)))
-        if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
-            check = partial(self._raise_agreed_sigterm, trainer)
-            undo.enter_context(_replaced(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", check))
-        if not self.mesh.hosts_last:
-            for hook in _LAST_STAGE_HOOKS:
-                undo.enter_context(_replaced(module, hook, _nothing))
-            undo.enter_context(_replaced(module, "_on_before_batch_transfer", _pass_on))
-        # Only rank 0 logs, so there is nothing to synchronise.
-        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(", category=UserWarning)
-        # Callbacks that monitor a metric run after this hook, and all ranks must see what it logs.
-        epoch_end = module.on_train_epoch_end
-
-        def on_train_epoch_end() -> None:
-            epoch_end()
-            connector.sync()
-
-        undo.enter_context(_replaced(module, "on_train_epoch_end", on_train_epoch_end))
+        self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Build the optimizer, over all parameters: what it holds of other stages goes when the plan is made."""
@@ -305,14 +254,13 @@ class AvgPipeStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """Give every process the whole module back, and stop the channels."""
         try:
-            if self._mesh is not None and self._pipeline is not None:
-                self._pipeline.unload()
-                if not self._failed:
-                    self._take_back()
-                self.mesh.close(self._failed)
+            if self._division is not None and not self._failed:
+                self._division.restore()
+            if self._mesh is not None:
+                self._mesh.close(self._failed)
         finally:
             self._undo.close()
-            self._pipeline = None
+            self._division = None
         module = self._lightning_module
         if module is not None and any(p.is_meta for p in module.parameters()):
             # after a failure the other stages' parameters are gone, and what is gone cannot be moved
@@ -381,18 +329,21 @@ class AvgPipeStrategy(ParallelStrategy):
         rest: Sequence[Any],
         finish: Callable[[int, Any], Tensor] | None,
     ) -> list[Any] | None:
-        module, pipeline, step_log = self.lightning_module, self._pipeline, self._log
-        assert module is not None and pipeline is not None and step_log is not None
+        module, division, step_log = self.lightning_module, self._division, self._log
+        assert module is not None and division is not None and step_log is not None
 
         def run(i: int, *args: Any) -> Any:
             with context(), step_log.micro_batch(parts[i].size):
                 return getattr(module, step)(*args)
 
-        self._prepare(step, partial(run, 0), (parts[0].data, *rest))
+        decides = step == "training_step" or module.trainer.state.fn != TrainerFn.FITTING
+        if division.prepare(step, partial(run, 0), (parts[0].data, *rest), decides):
+            rank_zero_info(f"{self.num_stages} stages on {self.world_size} processes:\n{division.plan}")
+        self.plan = division.plan
         step_log.discard()
         schedule = self._schedule(len(parts), training=finish is not None)
         task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self._seed, self._iteration(step)))
-        outputs = pipeline.run(step, schedule, task)
+        outputs = division.pipeline.run(step, schedule, task)
         step_log.issue()
         return outputs
 
@@ -423,118 +374,12 @@ class AvgPipeStrategy(ParallelStrategy):
             return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
         return int(trainer._active_loop.batch_progress.total.ready)  # type: ignore[union-attr]
 
-    # -- the plan ----------------------------------------------------------------------------------------------------
-
-    def _prepare(self, step: str, run: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Capture a step function when it is run for the first time, and divide the module when that is decided.
-
-        In training ``training_step`` decides. A validation that comes before it (Lightning's sanity check) runs on a
-        provisional plan, for which no process gives anything up.
-        """
-        pipeline, module = self._pipeline, self.lightning_module
-        assert pipeline is not None and module is not None
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        decides = step == "training_step" or not fitting
-        if step in pipeline.steps and (self._plan_is_final or not decides):
-            return
-        planner = Planner(
-            module,
-            self.num_stages,
-            self._split_points,
-            self.root_device,
-            [m for m in module.modules() if isinstance(m, Metric)],
-        )
-        if self.plan is None or (decides and not self._plan_is_final):
-            units = self.plan.graph.units if self.plan is not None else ()
-            plan: Plan = self._on_rank_zero(lambda: planner.plan(step, run, args, units))
-            others = [pipeline.graph(name) for name in pipeline.steps]
-            pipeline.unload()
-            pipeline.load(plan.graph, plan.cuts)
-            for graph in others:
-                if graph.step != step and graph.units == plan.graph.units:
-                    pipeline.load(graph, cut_like(graph, plan.stage_of, self.num_stages))
-            self.plan, self._plan_is_final = plan, decides
-            self._owner = owners(module, self.mesh, plan.stage_of)
-            self._settle()
-        else:
-            with self._whole_module_on_rank_zero():
-                graph = self._on_rank_zero(lambda: planner.capture(step, run, args, self.plan.graph.units))  # type: ignore[union-attr]
-            pipeline.load(graph, cut_like(graph, self.plan.stage_of, self.num_stages))
-
-    def _on_rank_zero(self, make: Callable[[], Any]) -> Any:
-        """Every rank gets what rank 0 makes."""
-        made = pickle.dumps(make()) if self.is_global_zero else None
-        return pickle.loads(self.mesh.publish(made))
-
-    def _settle(self) -> None:
-        """Bring the own stages to the device; once the plan is final, give up the parameters of the others."""
-        module, device = self.lightning_module, self.root_device
-        assert module is not None and self.plan is not None
-        foreign = self._foreign()
-        for name, parameter in module.named_parameters():
-            if name not in foreign and parameter.device != device:
-                parameter.data = parameter.data.to(device)
-        for buffer in module.buffers():
-            buffer.data = buffer.data.to(device)
-        if self._plan_is_final:
-            self._give_up()
-            rank_zero_info(f"{self.num_stages} stages on {self.world_size} processes:\n{self.plan}")
-        for optimizer in self.optimizers:
-            move_state(optimizer, device)
-
-    def _foreign(self) -> set[str]:
-        assert self.lightning_module is not None
-        names = (name for name, _ in self.lightning_module.named_parameters())
-        # what no stage uses is kept by all: nobody else would have it
-        return {n for n in names if self._stage_of(n) is not None and self._owner[n] != self.global_rank}
-
-    def _stage_of(self, name: str) -> int | None:
-        assert self.plan is not None
-        return self.plan.stage_of.get(name)
-
-    def _give_up(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        foreign = self._foreign()
-        ids = {id(p) for name, p in module.named_parameters() if name in foreign}
-        for optimizer in self.optimizers:
-            drop_foreign_state(optimizer, ids)
-        give_up(module, foreign)
-
-    def _take_back(self) -> None:
-        """Every process holds the whole module again."""
-        module = self.lightning_module
-        if module is None or self.world_size == 1 or not self._owner:
-            return
-        spread = spread_parameters(module, self.mesh, self._owner)
-        take_back(module, {name: t for name, t in spread.items() if name in dict(module.named_parameters())})
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if self._owner[name] != self.global_rank:
-                    buffer.copy_(spread[name])
-
-    @contextlib.contextmanager
-    def _whole_module_on_rank_zero(self) -> Any:
-        """Rank 0 borrows the parameters of the other stages, to follow a step function through all of them."""
-        module = self.lightning_module
-        assert module is not None
-        if not self._plan_is_final or self.world_size == 1:
-            yield
-            return
-        borrowed = self.mesh.collect({n: p.detach() for n, p in module.named_parameters()}, lambda n: self._owner[n])
-        if self.is_global_zero:
-            take_back(module, borrowed)
-        yield
-        give_up(module, self._foreign())
-
     # -- state -------------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """On rank 0 the weights of all stages. Every rank calls it."""
         assert self.lightning_module is not None
-        if self.world_size == 1 or self._pipeline is None or not self._owner:
-            return self.lightning_module.state_dict()
-        return full_state_dict(self.lightning_module, self.mesh, self._owner)
+        return self.lightning_module.state_dict() if self._division is None else self._division.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 an ordinary optimizer state. Every rank calls it."""
@@ -579,7 +424,8 @@ class AvgPipeStrategy(ParallelStrategy):
         votes = int(self.mesh.sum(torch.tensor(int(decision))))
         return votes == self.world_size if all else votes > 0
 
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over all stages; takes the place of the precision plugin's."""
         if clip_val > 0:
             clip_by_global_norm(list(self.precision_plugin.main_params(optimizer)), float(clip_val), self.mesh)
 
@@ -587,44 +433,9 @@ class AvgPipeStrategy(ParallelStrategy):
         """Whether this process was asked to end."""
         return bool(getattr(trainer, "received_sigterm", False))
 
-    def _raise_agreed_sigterm(self, trainer: pl.Trainer) -> None:
-        """All ranks leave at the same batch, so that none waits for another."""
-        if self.sigterm_agreed:
-            raise SIGTERMException
-
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Make ``Trainer(strategy="avgpipe")`` known."""
         strategy_registry.register(
             cls.strategy_name, cls, description="Pipeline parallelism for any LightningModule (AvgPipe)"
         )
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Any:
-    """An attribute of this one object is something else within the context."""
-    attributes = vars(owner)
-    had, before = name in attributes, attributes.get(name)
-    attributes[name] = replacement
-    try:
-        yield
-    finally:
-        if had:
-            attributes[name] = before
-        else:
-            attributes.pop(name, None)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """A hook that looks at what only the last stage has."""
-
-
-def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:
-    return batch
-
-
-def _on_sigterm(trainer: pl.Trainer, signum: Any, frame: Any) -> None:
-    launcher = trainer.strategy.launcher
-    if launcher is not None and not trainer.received_sigterm:
-        launcher.kill(signum)
-    trainer._signal_connector.received_sigterm = True

@@ -21,7 +21,9 @@ ALLOWED = {
     "elastic": {"errors", "tree", "runtime"},
     "tuning": {"errors", "tree", "capture", "partition", "schedule", "runtime", "elastic"},
 }
-LIGHTNING_SIDE = {"__init__", "strategy", "loop", "checkpoint", "checks", "metrics", "data", "callbacks"}
+LIGHTNING_SIDE = {
+    "__init__", "strategy", "adaptation", "division", "loop", "checkpoint", "checks", "metrics", "data", "callbacks",
+}  # fmt: skip
 
 
 def modules() -> list[Path]:

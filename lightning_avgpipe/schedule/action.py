@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from lightning_avgpipe.errors import ScheduleError
 
 __all__ = ["Action", "Schedule"]
 
@@ -25,31 +28,45 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each stage the order of its actions; only the order, the times follow from the costs.
+    """For each stage the order of its actions: ``schedule[k]`` is the row of stage k.
+
+    Only the order: times follow from the costs. Which weights an action uses and which stage receives a value are
+    other questions, so that schedules with several weight versions need no other kind of row.
 
     Attributes:
         name: how it was built.
         num_stages: K.
         num_microbatches: M.
         rows: one row of actions per stage, shape ``(num_stages, any)``.
+        warm_up: the warm-up that the rows were built from, shape ``(num_stages,)``; empty for rows made by hand.
+    Raises:
+        ScheduleError: another number of rows or warm-ups than of stages.
     """
 
     name: str
     num_stages: int
     num_microbatches: int
     rows: tuple[tuple[Action, ...], ...]
+    # Not read off the rows: with w = M - 1 and with w = M they are the same.
+    warm_up: tuple[int, ...] = ()
 
-    @property
-    def warm_up(self) -> tuple[int, ...]:
-        """Forwards before the first backward on each stage, less the one that this backward belongs with.
+    def __post_init__(self) -> None:
+        if len(self.rows) != self.num_stages:
+            raise ScheduleError(f"{len(self.rows)} rows for {self.num_stages} stages; give one row per stage")
+        if self.warm_up and len(self.warm_up) != self.num_stages:
+            raise ScheduleError(
+                f"{len(self.warm_up)} warm-ups for {self.num_stages} stages; give one per stage, or none for rows "
+                "made by hand"
+            )
 
-        Shape ``(num_stages,)``; all micro-batches where a row has all forwards first.
-        """
-        counts = []
-        for row in self.rows:
-            before = next((i for i, action in enumerate(row) if action.kind == "B"), len(row))
-            counts.append(before if before == self.num_microbatches else before - 1)
-        return tuple(counts)
+    def __iter__(self) -> Iterator[tuple[Action, ...]]:
+        return iter(self.rows)
+
+    def __getitem__(self, stage: int) -> tuple[Action, ...]:
+        return self.rows[stage]
+
+    def __len__(self) -> int:
+        return self.num_stages
 
     def __str__(self) -> str:
         width = len(str(self.num_stages - 1))

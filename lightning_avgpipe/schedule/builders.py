@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -33,32 +33,33 @@ def build(name: str, num_stages: int, num_microbatches: int, advance: int = 0) -
             backwards: evaluation).
         num_stages: K, at least 1.
         num_microbatches: M, at least 1.
-        advance: h of advance forward propagation; 0 is 1F1B, a large one AFAB.
+        advance: h of ``"advance_forward"``; 0 is 1F1B, a large one AFAB on all stages but the last. The other names
+            have none and ignore it.
     Raises:
         ScheduleError: a size or name that is none.
     Source: AFAB, GPipe, Huang et al., arXiv:1811.06965; 1F1B, Narayanan et al., arXiv:2104.04473; advance forward
         propagation, AvgPipe, Chen et al., PPoPP 2023, section 4.
     """
+    ahead = warm_up(name, num_stages, num_microbatches, advance)
     if name == "forward":
-        _check_sizes(num_stages, num_microbatches)
         row = tuple(Action("F", i) for i in range(num_microbatches))
-        return Schedule(name, num_stages, num_microbatches, (row,) * num_stages)
-    return from_warm_up(warm_up(name, num_stages, num_microbatches, advance), num_microbatches, name)
+        return Schedule(name, num_stages, num_microbatches, (row,) * num_stages, ahead)
+    return from_warm_up(ahead, num_microbatches, name)
 
 
 def warm_up(name: str, num_stages: int, num_microbatches: int, advance: int = 0) -> tuple[int, ...]:
     """Forwards before the first backward, per stage: shape ``(num_stages,)``.
 
-    AFAB: M. 1F1B: min(M, K-1-k). Advance forward propagation: min(M, (K-1-k)(1+h)), so that neighbours differ by 1+h
-    and each hop has that many messages in flight. Only differences between neighbours matter: the same extra on every
-    stage would cost memory and gain nothing.
+    AFAB and forward: M. 1F1B: min(M, K-1-k). Advance forward propagation: min(M, (K-1-k)(1+h)), so that neighbours
+    differ by 1+h and each hop has that many messages in flight. Only differences between neighbours matter: the same
+    extra on every stage would cost memory and gain nothing.
     """
     _check_sizes(num_stages, num_microbatches)
     if name not in _NAMES:
         raise ScheduleError(f"unknown schedule {name!r}; use one of {', '.join(map(repr, _NAMES))}")
     if not isinstance(advance, int) or advance < 0:
         raise ScheduleError(f"advance={advance!r}: must be an integer of at least 0; 0 is 1F1B")
-    if name == "afab":
+    if name in ("afab", "forward"):
         return (num_microbatches,) * num_stages
     step = 1 + (advance if name == "advance_forward" else 0)
     return tuple(min(num_microbatches, (num_stages - 1 - k) * step) for k in range(num_stages))
@@ -72,6 +73,7 @@ def uneven_warm_up(costs: StageCosts, num_microbatches: int) -> tuple[int, ...]:
     the round over the hop.
     """
     num_stages = len(costs.forward_s)
+    _check_sizes(num_stages, num_microbatches)
     busy = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
     period = max([*busy, *costs.send_forward_s, *costs.send_backward_s])
     result = [0] * num_stages
@@ -97,8 +99,9 @@ def from_warm_up(warm_up: Sequence[int], num_microbatches: int, name: str = "cus
     _check_sizes(len(warm_up), num_microbatches)
     if any(w < 0 for w in warm_up):
         raise ScheduleError(f"warm_up={tuple(warm_up)}: counts of forwards must be at least 0")
-    rows = tuple(_row(min(w, num_microbatches), num_microbatches) for w in warm_up)
-    schedule = Schedule(name, len(warm_up), num_microbatches, rows)
+    capped = tuple(min(w, num_microbatches) for w in warm_up)
+    rows = tuple(_row(w, num_microbatches) for w in capped)
+    schedule = Schedule(name, len(warm_up), num_microbatches, rows, capped)
     effective = [min(w, num_microbatches - 1) for w in warm_up]
     for k, (here, after) in enumerate(itertools.pairwise(effective)):
         if here < after:
@@ -116,17 +119,12 @@ def check(schedule: Schedule) -> None:
         ScheduleError: an action is missing, repeated or out of range.
         DeadlockError: the stages cannot all finish; shows where each of them stops.
     """
+    _check_sizes(schedule.num_stages, schedule.num_microbatches)
     wanted = {Action("F", i) for i in range(schedule.num_microbatches)}
     if any(action.kind == "B" for row in schedule.rows for action in row):
         wanted |= {Action("B", i) for i in range(schedule.num_microbatches)}
-    if len(schedule.rows) != schedule.num_stages:
-        raise ScheduleError(f"{len(schedule.rows)} rows for {schedule.num_stages} stages; one row per stage is needed")
     for k, row in enumerate(schedule.rows):
-        if len(row) != len(wanted) or set(row) != wanted:
-            missing = ", ".join(map(str, sorted(wanted - set(row)))) or "nothing"
-            raise ScheduleError(
-                f"stage {k} has {len(row)} actions and misses {missing}; it needs each of {len(wanted)} once"
-            )
+        _check_complete(k, row, wanted)
     left = [deque(row) for row in schedule.rows]
     done: set[tuple[int, Action]] = set()
     moved = True
@@ -138,7 +136,24 @@ def check(schedule: Schedule) -> None:
                 moved = True
     stuck = [f"stage {k} at {rest[0]}" for k, rest in enumerate(left) if rest]
     if stuck:
-        raise DeadlockError(f"the stages wait for one another: {', '.join(stuck)}\n{schedule}")
+        raise DeadlockError(
+            f"no action can start any more: {', '.join(stuck)}. F waits for the same F one stage before, "
+            f"B for its own F and for the same B one stage after; reorder these rows:\n{schedule}"
+        )
+
+
+def _check_complete(stage: int, row: tuple[Action, ...], wanted: set[Action]) -> None:
+    count = Counter(row)
+    wrong = {
+        "misses": sorted(wanted - set(row)),
+        "repeats": sorted(action for action, times in count.items() if times > 1),
+        "has no use for": sorted(set(row) - wanted),
+    }
+    found = [f"{verb} {', '.join(map(str, actions))}" for verb, actions in wrong.items() if actions]
+    if found:
+        raise ScheduleError(
+            f"stage {stage} has {len(row)} actions and {'; '.join(found)}; give it each of {len(wanted)} actions once"
+        )
 
 
 def _inputs(stage: int, action: Action, num_stages: int) -> set[tuple[int, Action]]:

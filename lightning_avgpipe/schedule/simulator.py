@@ -3,21 +3,25 @@
 The model: a stage does one action at a time, in the order of its row. Each hop has two links, one per direction, that
 do not disturb each other. A message queues at its link when its action ends, occupies the link for its transfer time,
 and arrives after the latency. Sending costs the stage nothing. A stage stashes a micro-batch from the start of its
-forward to the end of its backward.
+forward to the end of its backward; without a backward it stashes nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from lightning_avgpipe.errors import DeadlockError, ScheduleError
+from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.action import Action, Schedule
-from lightning_avgpipe.schedule.builders import build
+from lightning_avgpipe.schedule.builders import build, check
 
 __all__ = ["Span", "StageCosts", "Timeline", "Transfer", "simulate", "smallest_sufficient_advance"]
+
+# Relative; times that differ by less differ only in the order of their additions.
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class StageCosts:
         send_backward_s: the same for gradients, shape ``(K-1,)``.
         latency_s: of each hop, in either direction, shape ``(K-1,)``.
     Raises:
-        ScheduleError: lengths that do not fit together, or a negative time.
+        ScheduleError: no stage, lengths that do not fit together, or a time that is negative or not finite.
     """
 
     forward_s: Sequence[float]
@@ -42,6 +46,8 @@ class StageCosts:
 
     def __post_init__(self) -> None:
         num_stages = len(self.forward_s)
+        if num_stages == 0:
+            raise ScheduleError("forward_s has no entries; give one per stage, at least one")
         wanted = {"backward_s": num_stages} | dict.fromkeys(
             ("send_forward_s", "send_backward_s", "latency_s"), num_stages - 1
         )
@@ -51,22 +57,17 @@ class StageCosts:
                     f"{name} has {len(getattr(self, name))} entries, but needs {length}: forward_s has {num_stages}"
                 )
         for name in ("forward_s", *wanted):
-            if any(seconds < 0 for seconds in getattr(self, name)):
-                raise ScheduleError(f"{name}={list(getattr(self, name))}: times must not be negative")
+            if not all(0 <= seconds < math.inf for seconds in getattr(self, name)):
+                raise ScheduleError(f"{name}={list(getattr(self, name))}: times must be finite and not negative")
 
     @classmethod
     def uniform(
         cls, num_stages: int, forward_s: float, backward_s: float, send_s: float = 0.0, latency_s: float = 0.0
     ) -> StageCosts:
         """Equal stages and hops; ``send_s`` per hop and direction."""
-        hops = (num_stages - 1,)
-        return cls(
-            (forward_s,) * num_stages,
-            (backward_s,) * num_stages,
-            (send_s,) * hops[0],
-            (send_s,) * hops[0],
-            (latency_s,) * hops[0],
-        )
+        send = (send_s,) * (num_stages - 1)
+        latency = (latency_s,) * (num_stages - 1)
+        return cls((forward_s,) * num_stages, (backward_s,) * num_stages, send, send, latency)
 
 
 @dataclass(frozen=True)
@@ -124,17 +125,18 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     """Predict when each action runs.
 
     Args:
-        schedule: one row per stage.
+        schedule: every action once per stage.
         costs: seconds per action and message.
     Returns:
         The timeline of one iteration; each action and message is looked at once.
     Raises:
-        ScheduleError: costs for another number of stages.
-        DeadlockError: a stage waits for something that never comes.
+        ScheduleError: costs for another number of stages, or a schedule that is not complete.
+        DeadlockError: a stage waits for something that never comes; shows the grid.
     """
     num_stages = schedule.num_stages
     if len(costs.forward_s) != num_stages:
         raise ScheduleError(f"costs for {len(costs.forward_s)} stages, but the schedule has {num_stages}")
+    check(schedule)  # so the loop below gets to the end of every row
     clock = [0.0] * num_stages
     position = [0] * num_stages
     link_free = {("forward", k): 0.0 for k in range(num_stages)} | {("backward", k): 0.0 for k in range(num_stages)}
@@ -162,11 +164,6 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
                 transfers.append(transfer)
                 arrival[neighbour, action] = transfer.arrival_s
                 awake.append(neighbour)
-    stuck = [
-        f"stage {k} at {row[i]}" for k, (row, i) in enumerate(zip(schedule.rows, position, strict=True)) if i < len(row)
-    ]
-    if stuck:
-        raise DeadlockError(f"the stages wait for one another: {', '.join(stuck)}\n{schedule}")
     return Timeline(num_stages, tuple(spans), tuple(transfers), _peak_stash(schedule))
 
 
@@ -187,24 +184,48 @@ def _peak_stash(schedule: Schedule) -> tuple[int, ...]:
     for row in schedule.rows:
         held = peak = 0
         for action in row:
-            held += 1 if action.kind == "F" else 0
+            held += 1 if action.kind == "F" else -1
             peak = max(peak, held)
-            held -= 1 if action.kind == "B" else 0
-        peaks.append(peak)
+        trains = any(action.kind == "B" for action in row)
+        peaks.append(peak if trains else 0)
     return tuple(peaks)
 
 
 def smallest_sufficient_advance(num_stages: int, num_microbatches: int, costs: StageCosts) -> int:
     """The smallest advance h whose iteration is as short as that of any advance.
 
+    Searched, not bisected: more advance can also be slower, when a transfer takes longer than a forward or a backward,
+    or when the stages are uneven. An extra forward then delays a backward that another stage waits for.
+
     Args:
         num_stages: K.
         num_microbatches: M; beyond h = M - 1 nothing changes any more.
         costs: seconds per action and message.
     """
-    times = [
-        simulate(build("advance_forward", num_stages, num_microbatches, advance), costs).iteration_s
-        for advance in range(num_microbatches)
-    ]
-    best = min(times)
-    return next(h for h, seconds in enumerate(times) if seconds <= best * (1 + 1e-12))
+    bound = _least_possible_s(costs, num_microbatches)
+    best, best_s = 0, math.inf
+    for advance in range(num_microbatches):
+        seconds = simulate(build("advance_forward", num_stages, num_microbatches, advance), costs).iteration_s
+        if seconds < best_s * (1 - _ROUNDING):
+            best, best_s = advance, seconds
+        if best_s <= bound * (1 + _ROUNDING):
+            break
+    return best
+
+
+def _least_possible_s(costs: StageCosts, num_microbatches: int) -> float:
+    """No schedule is faster: each stage waits for its first value, does its work, and its last gradient travels home.
+
+    ::
+
+        stage 0 | F0                      B_
+        stage 1 |    F0                B_
+        stage 2 |       F0 ... M(f+b) B_       <- busy without a pause
+    """
+    before = least = 0.0  # the way to stage k and back, for one micro-batch
+    for k, (forward_s, backward_s) in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
+        least = max(least, before + num_microbatches * (forward_s + backward_s))
+        before += forward_s + backward_s
+        if k < len(costs.latency_s):
+            before += costs.send_forward_s[k] + costs.send_backward_s[k] + 2 * costs.latency_s[k]
+    return least

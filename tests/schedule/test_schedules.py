@@ -59,7 +59,19 @@ def test_no_advance_is_1f1b_and_a_large_one_is_afab(num_stages: int, num_microba
 
 def test_warm_up_of_a_schedule_is_what_it_was_built_with() -> None:
     assert build("1f1b", 4, 8).warm_up == (3, 2, 1, 0)
-    assert build("advance_forward", 4, 8, advance=1).warm_up == warm_up("advance_forward", 4, 8, 1) == (6, 4, 2, 0)
+    assert build("advance_forward", 4, 8, advance=1).warm_up == (6, 4, 2, 0)
+    for name in ("advance_forward", "1f1b", "afab", "forward"):
+        for num_stages in range(1, 6):
+            for num_microbatches in range(1, 6):  # few micro-batches too: w = M - 1 and w = M give equal rows
+                expected = warm_up(name, num_stages, num_microbatches, advance=1)
+                assert build(name, num_stages, num_microbatches, advance=1).warm_up == expected
+
+
+def test_a_schedule_is_indexed_by_stage() -> None:
+    schedule = build("1f1b", 3, 4)
+    assert len(schedule) == 3
+    assert [schedule[k] for k in range(3)] == list(schedule) == list(schedule.rows)
+    assert str(schedule[2][:3]) == str((Action("F", 0), Action("B", 0), Action("F", 1)))
 
 
 def test_every_built_schedule_is_complete_and_finishes() -> None:
@@ -117,7 +129,7 @@ def test_the_uneven_formula_gives_1f1b_on_a_free_balanced_pipeline() -> None:
     assert uneven_warm_up(StageCosts.uniform(4, 1, 2), 8) == warm_up("1f1b", 4, 8)
 
 
-def test_the_uneven_formula_is_nearly_as_fast_as_any_warm_up() -> None:
+def test_the_uneven_formula_is_nearly_as_fast_as_the_better_of_1f1b_and_afab() -> None:
     rng = random.Random(2)
     for _ in range(100):
         costs = random_costs(rng, rng.randint(2, 5))
@@ -137,7 +149,11 @@ def test_the_uneven_formula_is_nearly_as_fast_as_any_warm_up() -> None:
         (lambda: build("advance_forward", 2, 2, advance=-1), "advance=-1"),
         (lambda: from_warm_up([-1], 2), r"warm_up=\(-1,\)"),
         (lambda: StageCosts((1, 1), (1,), (), (), ()), "backward_s has 1 entries"),
-        (lambda: StageCosts((1, 1), (1, 1), (1,), (-1,), (0,)), "must not be negative"),
+        (lambda: uneven_warm_up(StageCosts.uniform(2, 1, 1), 0), "num_microbatches=0"),
+        (lambda: StageCosts((1, 1), (1, 1), (1,), (-1,), (0,)), r"send_backward_s=\[-1\]: times must be finite"),
+        (lambda: StageCosts.uniform(1, float("nan"), 1), r"forward_s=\[nan\]: times must be finite"),
+        (lambda: StageCosts.uniform(0, 1, 1), "forward_s has no entries"),
+        (lambda: Schedule("by hand", 2, 1, ((Action("F", 0),),)), "1 rows for 2 stages"),
         (lambda: simulate(build("1f1b", 3, 2), StageCosts.uniform(2, 1, 1)), "costs for 2 stages"),
     ],
 )
@@ -146,14 +162,39 @@ def test_errors_name_what_was_found(call: object, message: str) -> None:
         call()  # type: ignore[operator]
 
 
-def test_a_missing_action_is_named() -> None:
-    rows = ((Action("F", 0), Action("B", 0)), (Action("F", 0),))
-    with pytest.raises(ScheduleError, match="stage 1 has 1 actions and misses B0"):
-        check(Schedule("by hand", 2, 1, rows))
+F0, F1, B0, B1 = Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)
 
 
-def test_the_simulator_ends_with_an_error_where_a_schedule_does_not() -> None:
-    f0, f1, b0, b1 = Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)
-    stuck = Schedule("by hand", 2, 2, ((f0, b0, f1, b1), (f0, f1, b0, b1)))
-    with pytest.raises(DeadlockError, match="stage 0 at B0, stage 1 at F1"):
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ((F0,), "stage 1 has 1 actions and misses B0"),
+        ((F0, F0, B0), "stage 1 has 3 actions and repeats F0"),
+        ((F0, B1), "stage 1 has 2 actions and misses B0; has no use for B1"),
+    ],
+)
+def test_a_wrong_row_is_named(row: tuple[Action, ...], message: str) -> None:
+    by_hand = Schedule("by hand", 2, 1, ((F0, B0), row))
+    with pytest.raises(ScheduleError, match=message):
+        check(by_hand)
+    with pytest.raises(ScheduleError, match=message):
+        simulate(by_hand, StageCosts.uniform(2, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (((F0, B0, F1, B1), (F0, F1, B0, B1)), "stage 0 at B0, stage 1 at F1"),
+        (((F0, B0, F1, B1), (B0, F0, F1, B1)), "stage 0 at B0, stage 1 at B0"),  # before its own forward
+    ],
+)
+def test_the_simulator_ends_with_an_error_where_a_schedule_does_not(
+    rows: tuple[tuple[Action, ...], ...], message: str
+) -> None:
+    stuck = Schedule("by hand", 2, 2, rows)
+    with pytest.raises(DeadlockError, match=message):
         simulate(stuck, StageCosts.uniform(2, 1, 1))
+
+
+def test_micro_batches_may_come_in_another_order() -> None:
+    check(Schedule("by hand", 2, 2, ((F0, F1, B1, B0), (F1, B1, F0, B0))))
