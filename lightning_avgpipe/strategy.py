@@ -338,7 +338,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
         decides = step == "training_step" or module.trainer.state.fn != TrainerFn.FITTING
         if division.prepare(step, partial(run, 0), (parts[0].data, *rest), decides):
-            rank_zero_info(f"{self.num_stages} stages on {self.world_size} processes:\n{division.plan}")
+            rank_zero_info(f"\n{self.num_stages} stages on {self.world_size} processes:\n{division.plan}")
         self.plan = division.plan
         step_log.discard()
         schedule = self._schedule(len(parts), training=finish is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +199,7 @@ class _Recorder(StepTracer):
                 continue
             same = next((i for i, t in enumerate(tensors) if t is leaf), None)
             outputs.append(-1 - same if same is not None else self._new_value(leaf, node.name))
-        self.nodes.append(
-            Node(**{**vars(node), "outputs": tuple(outputs), "writes": tuple(dict.fromkeys(writes))})  # type: ignore[arg-type]
-        )
+        self.nodes.append(replace(node, outputs=tuple(outputs), writes=tuple(dict.fromkeys(writes))))
 
     def _inputs(self, tensors: list[Tensor]) -> tuple[int, ...]:
         found = (self.value_of(t) for t in tensors)

@@ -218,13 +218,12 @@ class _Replayer(StepTracer):
         kwargs: Any,
         tensors: list[Tensor],
     ) -> Any:
-        with contextlib.ExitStack() as stack:
-            if (kind, name) in self._program.drawing:
-                occurrence = self._occurrences[name]
-                self._occurrences[name] += 1
-                stack.enter_context(stream(self._key.derive(f"{kind}:{name}", occurrence), self._device))
-            if kind == "call":
-                stack.enter_context(torch.profiler.record_function(name) if _profiling() else contextlib.nullcontext())
+        if (kind, name) in self._program.drawing:
+            occurrence = self._occurrences[name]
+            self._occurrences[name] += 1
+            with stream(self._key.derive(f"{kind}:{name}", occurrence), self._device):
+                result = run(*args, **kwargs)
+        else:
             result = run(*args, **kwargs)
         if node is None:
             return result
@@ -290,7 +289,3 @@ def _entry(result: Any) -> Entry:
         return TensorMeta.of(result)
     leaves, spec = tree.flatten(result)
     return Spec(spec, len(leaves)), tuple(TensorMeta.of(x) if isinstance(x, Tensor) else x for x in leaves)
-
-
-def _profiling() -> bool:
-    return torch.autograd._profiler_enabled()
