@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_avgpipe import tree
@@ -125,6 +127,7 @@ class _Recorder(StepTracer):
         self.resident: set[str] = set()
         self.pinned: list[tuple[int, int, str]] = []
         self._storages: dict[int, int] = {}
+        self._births = _Births()
         self._held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
 
     # -- nodes ------------------------------------------------------------------------------------------------------
@@ -136,7 +139,7 @@ class _Recorder(StepTracer):
         versions = [_version(t) for t in tensors]
         buffers = [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
         random_before = self.random_state()
-        with self._visit(module), FlopCounterMode(display=False) as counter:
+        with self._visit(module), self._births, FlopCounterMode(display=False) as counter:
             result = run(*args, **kwargs)
         draws = not torch.equal(random_before, self.random_state())
         # Compared by value: batch normalisation changes its statistics without a new version.
@@ -184,14 +187,14 @@ class _Recorder(StepTracer):
         return run(*args, **kwargs)
 
     def _add(self, node: Node, result: Any, tensors: list[Tensor], versions: list[int]) -> None:
-        writes = []
+        writes: list[tuple[int, int, bool]] = []
         for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
             if _version(tensor) == version:
                 continue
             for target, base in ((tensor, False), (tensor._base, True)):
                 if target is not None:
-                    known = self.value_of(target) if self.is_known(target) else self._new_value(target, node.name)
-                    writes.append((i, known, base))
+                    known = self.value_of(target) if self.is_known(target) else None
+                    writes.append((i, self._new_value(target, node.name) if known is None else known, base))
         outputs = []
         for leaf in tree.tensors(result):
             if self.is_known(leaf):
@@ -225,9 +228,9 @@ class _Recorder(StepTracer):
         self.kept.update(self._inputs(tensors))
 
     def _refuse_hidden(self, tensors: list[Tensor], name: str) -> None:
-        """A tensor with a history that came out of no node was left behind by a unit, for instance in an attribute."""
+        """A tensor that was made inside a unit and came out of no node was left behind, say in an attribute."""
         for tensor in tensors:
-            if tensor.grad_fn is not None and self.value_of(tensor) is None:
+            if self._births.include(tensor) and self.value_of(tensor) is None:
                 self.pinned.append(
                     (0, len(self.nodes), f"{name}() at {_source()} reads a tensor that a unit left in an attribute")
                 )
@@ -262,6 +265,26 @@ class _Recorder(StepTracer):
 
     def _visit(self, module: nn.Module) -> Any:
         return _Visit([*module.parameters(), *module.buffers()], self._device)
+
+
+class _Births(TorchDispatchMode):
+    """Remembers the tensors that are made inside units, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self._made[id(tensor)] = weakref.ref(tensor)
+        return result
+
+    def include(self, tensor: Tensor) -> bool:
+        """Whether this very tensor was made inside a unit."""
+        made = self._made.get(id(tensor))
+        return made is not None and made() is tensor
 
 
 class _Visit:

@@ -220,8 +220,30 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     path = tracer._units.get(id(module))
     if path is None:
         return _call_module(module, *args, **kwargs)
+    if module._forward_hooks:
+        return _call_with_hooks(tracer, module, path, args, kwargs)
     with tracer.aside():
         return tracer.on_call(module, path, partial(_call_module, module), args, kwargs)
+
+
+def _call_with_hooks(tracer: StepTracer, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+    """Forward hooks are glue: one that collects outputs (router logits, attention maps) does so on every stage."""
+    forward = module.forward
+
+    def unit(*inner_args: Any, **inner_kwargs: Any) -> Any:
+        with tracer.aside():
+            return tracer.on_call(module, path, forward, inner_args, inner_kwargs)
+
+    attributes = vars(module)
+    before = attributes.get("forward")
+    attributes["forward"] = unit
+    try:
+        return _call_module(module, *args, **kwargs)
+    finally:
+        if before is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = before
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:

@@ -137,7 +137,8 @@ def test_a_parameter_on_both_sides_of_a_cut_forbids_it() -> None:
     assert all("'a.weight' is used by unit 'a'" in str(graph.obstacles[p]) for p in (1, 2))
 
 
-def test_a_tensor_that_a_unit_leaves_behind_forbids_cuts_before_its_use() -> None:
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_tensor_that_a_unit_leaves_behind_forbids_cuts_before_its_use(grad: bool) -> None:
     class Leaves(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -149,7 +150,8 @@ def test_a_tensor_that_a_unit_leaves_behind_forbids_cuts_before_its_use() -> Non
 
     module = Two()
     module.a = Leaves()
-    graph = graph_of(module, lambda x: module.b(module.a(x)).sum() + module.a.penalty * 2, torch.randn(3, 4))
+    with torch.set_grad_enabled(grad):
+        graph = graph_of(module, lambda x: module.b(module.a(x)).sum() + module.a.penalty * 2, torch.randn(3, 4))
     assert "reads a tensor that a unit left in an attribute" in str(graph.obstacles[1])
 
 

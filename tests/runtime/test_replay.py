@@ -227,9 +227,51 @@ class Contexts(Layers):
         return self.d(self.c(h / scale)).square().mean()
 
 
+class Hooks(Layers):
+    """Hooks that collect outputs, as models do for router logits and attention maps, and one that changes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abcd":
+            getattr(self, name).register_forward_hook(self.collect)
+        self.b.register_forward_hook(lambda module, args, output: output * 2)
+        self.collected: list[Tensor] = []
+
+    def collect(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.collected.append(output)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        self.collected.clear()
+        loss = self.d(self.c(self.b(self.a(x)))).square().mean()
+        return loss + torch.stack(self.collected).square().mean()
+
+
+class AttentionMaps(Layers):
+    """A unit that is left with an attribute; it must stay on the stage that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Leaves()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x))
+        h = h + self.b.left.mean()
+        return self.d(self.c(h)).square().mean()
+
+
+class Leaves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left = self.layer(x).sigmoid()
+        return self.left * x
+
+
 MODELS = [
-    Skips, InPlace, WritesIntoFreeTensors, Aliases, Twice, Structures, DictBatch, Branches, Splits, FreeParameter,
-    Frozen, Caches, CustomFunction, Contexts,
+    Hooks, AttentionMaps, Skips, InPlace, WritesIntoFreeTensors, Aliases, Twice, Structures,
+    DictBatch, Branches, Splits, FreeParameter, Frozen, Caches, CustomFunction, Contexts,
 ]  # fmt: skip
 
 
