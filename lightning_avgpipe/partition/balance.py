@@ -24,7 +24,7 @@ from lightning_avgpipe.errors import PartitionError
 
 __all__ = ["Costs", "Gap", "cut_at", "cut_balanced", "cut_like", "gaps"]
 
-# Among partitions within this share of the best bottleneck the one with the least traffic is taken.
+# Among partitions within this share of the best bottleneck the evenest with the least traffic is taken.
 _SLACK = 0.02
 
 
@@ -85,7 +85,10 @@ def gaps(graph: CallGraph) -> list[Gap]:
 
 
 def cut_balanced(graph: CallGraph, costs: Costs, num_stages: int) -> tuple[int, ...]:
-    """Cuts that make the slowest stage or transfer as fast as possible; of the best, those with the least traffic.
+    """Cuts that make the slowest stage or transfer as fast as possible; of these, the evenest with the least traffic.
+
+    Even: where one unit alone sets the pace, the other stages still share the rest (and its memory). The sum of
+    ``stage time squared / bottleneck`` plus all transfers is minimised.
 
     Args:
         graph: to be cut.
@@ -104,7 +107,7 @@ def cut_balanced(graph: CallGraph, costs: Costs, num_stages: int) -> tuple[int, 
     transfer = costs.per_byte * np.array([0, *(gap.nbytes for gap in legal), 0])
     work = np.concatenate([[0.0], np.cumsum(costs.node)])[position]
     bottleneck = _least_bottleneck(work, transfer, num_stages)
-    chosen = _least_traffic(work, transfer, num_stages, bottleneck * (1 + _SLACK))
+    chosen = _evenest(work, transfer, num_stages, bottleneck * (1 + _SLACK))
     return tuple(int(position[j]) for j in chosen)
 
 
@@ -121,10 +124,15 @@ def _least_bottleneck(work: np.ndarray, transfer: np.ndarray, num_stages: int) -
     return float(best[-1])
 
 
-def _least_traffic(work: np.ndarray, transfer: np.ndarray, num_stages: int, limit: float) -> list[int]:
-    """Inner points with the least sum of transfers such that no stage and no transfer exceeds the limit."""
+def _evenest(work: np.ndarray, transfer: np.ndarray, num_stages: int, limit: float) -> list[int]:
+    """Inner points with the least sum of squared stage times and transfers, none of which exceeds the limit."""
     n = len(work)
-    best = np.where((work - work[0] <= limit) & (transfer <= limit), transfer, np.inf)
+    scale = 1.0 / limit if limit > 0 else 0.0
+
+    def cost(begin: np.ndarray, end: float) -> np.ndarray:
+        return np.where(end - begin <= limit, (end - begin) ** 2 * scale, np.inf)
+
+    best = np.where(transfer <= limit, [cost(work[:1], end)[0] for end in work] + transfer, np.inf)
     best[0] = np.inf
     choices: list[np.ndarray] = []
     for _ in range(num_stages - 1):
@@ -132,7 +140,7 @@ def _least_traffic(work: np.ndarray, transfer: np.ndarray, num_stages: int, limi
         for j in range(1, n):
             if transfer[j] > limit:
                 continue
-            total = np.where(work[j] - work[:j] <= limit, best[:j], np.inf)
+            total = best[:j] + cost(work[:j], work[j])
             choice[j] = int(total.argmin())
             following[j] = total[choice[j]] + transfer[j]
         best = following

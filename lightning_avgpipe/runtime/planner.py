@@ -21,6 +21,7 @@ __all__ = ["Planner"]
 _BALANCED = 1.1
 # ... and opens only units that weigh more than this part of a stage's fair share.
 _HEAVY = 0.25
+_WORTH = 0.98
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Planner:
         units = tuple(units) or initial_units(self.module, self.observers)
         if self.split_points is not None:
             return self._plan_at_split_points(step, run, args, units)
-        best: tuple[float, Plan] | None = None
+        best: Plan | None = None
         while True:
             graph = self.capture(step, run, args, units)
             costs = Costs.from_flops(graph)
@@ -70,17 +71,16 @@ class Planner:
             except PartitionError as error:
                 failure = error
             if plan is not None:
-                slowest = max(stage.share for stage in plan.stages) * self.num_stages
-                if best is None or slowest < best[0] * 0.98:  # finer units are worth a real gain only
-                    best = slowest, plan
-                if slowest <= _BALANCED:
-                    return best[1]
+                if best is None or _gains(plan, best):
+                    best = plan
+                if _slowest(plan) * self.num_stages <= _BALANCED:
+                    return best
             heavy = self._heavy_units(graph, costs, fair * _HEAVY if plan is not None else 0.0)
             if not heavy:
                 if best is None:
                     assert failure is not None
                     raise failure
-                return best[1]
+                return best
             units = refine(self.module, units, heavy, self.observers)
 
     def _plan_at_split_points(
@@ -101,3 +101,18 @@ class Planner:
 
     def _sizes(self) -> dict[str, int]:
         return {name: parameter.numel() for name, parameter in self.module.named_parameters()}
+
+
+def _slowest(plan: Plan) -> float:
+    return max(stage.share for stage in plan.stages)
+
+
+def _unevenness(plan: Plan) -> float:
+    return sum(stage.share**2 for stage in plan.stages)
+
+
+def _gains(plan: Plan, best: Plan) -> bool:
+    """Finer units cost a little at every call, so they must be worth it: a faster pace, or a more even rest."""
+    if _slowest(plan) < _slowest(best) * _WORTH:
+        return True
+    return _slowest(plan) <= _slowest(best) and _unevenness(plan) < _unevenness(best) * _WORTH
