@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from lightning_avgpipe.errors import AbsentValueError
 
-__all__ = ["Absent", "TensorMeta"]
+__all__ = ["Absent", "Constant", "TensorMeta"]
 
 
 class TensorMeta(NamedTuple):
@@ -60,3 +62,46 @@ class Absent(Tensor):
             "the step did not need it when it was captured. It reached this code through an attribute or an object "
             "that hides tensors; pass it as an argument, return it, or keep both units on one stage with split_points"
         )
+
+
+# Equal ones of these types can stand for one another; a float may change with every micro-batch (or be -0.0), and
+# another object may change although it stays the same object.
+_ATOMS = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class Constant:
+    """What a node returned besides tensors, on its way to later stages.
+
+    Tensors that hide in an object lose their history between processes, so they travel as absent ones: whoever
+    computes with them is told, instead of silently getting no gradient.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and type(self.value) is type(other.value) and self.value == other.value
+
+    def __hash__(self) -> int:
+        if type(self.value) not in _ATOMS:
+            raise TypeError(f"a {type(self.value).__name__} must be sent every time")
+        return hash(self.value)
+
+    def __reduce__(self) -> Any:
+        buffer = io.BytesIO()
+        _HidingPickler(buffer).dump(self.value)
+        return _unhide, (buffer.getvalue(),)
+
+
+class _HidingPickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return TensorMeta.of(obj) if isinstance(obj, Tensor) else None
+
+
+class _HidingUnpickler(pickle.Unpickler):
+    def persistent_load(self, pid: Any) -> Any:
+        return Absent(pid, torch.device("cpu"), "an object that hides tensors")
+
+
+def _unhide(pickled: bytes) -> Constant:
+    return Constant(_HidingUnpickler(io.BytesIO(pickled)).load())

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.runtime.message import Message
 
-__all__ = ["Arrivals", "Inbox", "LocalChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "as_bytes"]
+__all__ = ["Arrivals", "Inbox", "LocalChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "Wire", "as_bytes"]
 
 _FRAME_BYTES = 1024  # the first message of each transfer has a fixed size, so that its receive can be posted early
 _LENGTH_BYTES = 8
@@ -130,7 +130,7 @@ class LocalChannel:
         self._queue.clear()
 
 
-class _Wire:
+class Wire:
     """Moves tensors of known sizes between two ranks.
 
     Args:
@@ -145,7 +145,7 @@ class _Wire:
     ) -> None:
         self.peer = peer
         self._host_group = host_group
-        self._device = device
+        self.device = device
         self._device_group = device_group
         # transfers are queued on a stream of their own, so that they overlap with compute
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -174,10 +174,10 @@ class _Wire:
         if on_host or self._device_group is None:
             tensor = torch.empty(shape, dtype=dtype)
             self.receive_host(as_bytes(tensor))
-            return (tensor if on_host else tensor.to(self._device)), None
+            return (tensor if on_host else tensor.to(self.device)), None
         assert self.stream is not None
         with torch.cuda.stream(self.stream):
-            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
             dist.recv(as_bytes(tensor), self.peer, group=self._device_group)
             return tensor, self.stream.record_event()
 
@@ -191,21 +191,14 @@ class NetworkOutbox:
     """The sending end of a channel to another process.
 
     Args:
-        name: for messages, as ``forward 0 -> 1``.
+        name: for messages, as ``forward 0``.
+        wire: to the other end.
         arrivals: told when sending fails.
     """
 
-    def __init__(
-        self,
-        name: str,
-        peer: int,
-        arrivals: Arrivals,
-        host_group: dist.ProcessGroup,
-        device: torch.device,
-        device_group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, name: str, wire: Wire, arrivals: Arrivals) -> None:
         self.name = name
-        self._wire = _Wire(peer, host_group, device, device_group)
+        self._wire = wire
         self._arrivals = arrivals
         self._known: dict[Any, int] = {}
         self._queue: queue.SimpleQueue[tuple[Message, Any] | None] = queue.SimpleQueue()
@@ -265,17 +258,9 @@ class NetworkOutbox:
 class NetworkInbox:
     """The receiving end of a channel from another process. Same arguments as :class:`NetworkOutbox`."""
 
-    def __init__(
-        self,
-        name: str,
-        peer: int,
-        arrivals: Arrivals,
-        host_group: dist.ProcessGroup,
-        device: torch.device,
-        device_group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, name: str, wire: Wire, arrivals: Arrivals) -> None:
         self.name = name
-        self._wire = _Wire(peer, host_group, device, device_group)
+        self._wire = wire
         self._arrivals = arrivals
         self._known: list[Any] = []
         self._arrived: deque[tuple[Message, list[Any]]] = deque()
@@ -348,7 +333,7 @@ class NetworkInbox:
             if meta is not None:
                 shape, dtype, on_host = meta
                 if 0 in shape:
-                    tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host else self._wire._device)
+                    tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host else self._wire.device)
                 else:
                     tensor, event = self._wire.receive(shape, dtype, on_host)
             tensors.append(tensor)

@@ -31,6 +31,7 @@ from lightning_avgpipe.runtime.channel import (
     NetworkInbox,
     NetworkOutbox,
     Outbox,
+    Wire,
     as_bytes,
 )
 from lightning_avgpipe.runtime.message import Message
@@ -173,16 +174,17 @@ class Mesh:
         self.wiring = {}
 
     def _outbox(self, kind: str, a: int, b: int, peer: int) -> NetworkOutbox:
-        device_group = self._groups.get((f"{kind} device", a, b))
-        outbox = NetworkOutbox(kind, peer, self.arrivals, self._groups[kind, a, b], self.device, device_group)
+        outbox = NetworkOutbox(kind, self._wire(kind, a, b, peer), self.arrivals)
         self._opened.append(outbox)
         return outbox
 
     def _inbox(self, kind: str, a: int, b: int, peer: int) -> NetworkInbox:
-        device_group = self._groups.get((f"{kind} device", a, b))
-        inbox = NetworkInbox(kind, peer, self.arrivals, self._groups[kind, a, b], self.device, device_group)
+        inbox = NetworkInbox(kind, self._wire(kind, a, b, peer), self.arrivals)
         self._opened.append(inbox)
         return inbox
+
+    def _wire(self, kind: str, a: int, b: int, peer: int) -> Wire:
+        return Wire(peer, self._groups[kind, a, b], self.device, self._groups.get((f"{kind} device", a, b)))
 
     # -- news: from rank 0 to all ------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from lightning_avgpipe import tree
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
 from lightning_avgpipe.errors import StepChangedError
-from lightning_avgpipe.runtime.absent import Absent, TensorMeta
+from lightning_avgpipe.runtime.absent import Absent, Constant, TensorMeta
 from lightning_avgpipe.runtime.program import StageProgram
 from lightning_avgpipe.runtime.randomness import RandomKey, host_stream, stream
 
@@ -44,8 +44,8 @@ class Spec:
         return self.num_leaves
 
 
-# What a node returned: one tensor's description, or a tree of descriptions and other leaves.
-Entry = TensorMeta | tuple[Spec, tuple[Any, ...]]
+# What a node returned: one tensor's description, or a tree of descriptions and constants.
+Entry = TensorMeta | tuple[Spec, tuple[TensorMeta | Constant, ...]]
 
 
 @dataclass(frozen=True)
@@ -193,9 +193,10 @@ class _Replayer(StepTracer):
         filled, i = [], 0
         for leaf in leaves:
             if isinstance(leaf, TensorMeta):
-                leaf = self._stand_in(node, i, leaf, tensors)
+                filled.append(self._stand_in(node, i, leaf, tensors))
                 i += 1
-            filled.append(leaf)
+            else:
+                filled.append(leaf.value)
         return tree.unflatten(filled, spec.spec)
 
     def _stand_in(self, node: Node, i: int, meta: TensorMeta, tensors: list[Tensor]) -> Tensor:
@@ -288,4 +289,4 @@ def _entry(result: Any) -> Entry:
     if type(result) is Tensor:
         return TensorMeta.of(result)
     leaves, spec = tree.flatten(result)
-    return Spec(spec, len(leaves)), tuple(TensorMeta.of(x) if isinstance(x, Tensor) else x for x in leaves)
+    return Spec(spec, len(leaves)), tuple(TensorMeta.of(x) if isinstance(x, Tensor) else Constant(x) for x in leaves)
