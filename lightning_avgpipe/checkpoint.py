@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +15,19 @@ from lightning_avgpipe.runtime.mesh import Mesh
 __all__ = ["full_optimizer_state", "full_state_dict", "owners", "spread_parameters"]
 
 
-def owners(module: nn.Module, mesh: Mesh, stage_of: Mapping[str, int]) -> dict[str, int]:
+def owners(module: nn.Module, mesh: Mesh, stages_of: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """The rank that owns each parameter and buffer, by every name it has; rank 0 owns what no stage uses.
 
     Args:
-        stage_of: parameter or changed buffer -> stage.
+        stages_of: parameter or changed buffer -> its stages, of which the first is the owner.
     """
     canonical = {id(p): name for name, p in module.named_parameters()}
     canonical |= {id(b): name for name, b in module.named_buffers()}
     everything = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     found = {}
     for name, tensor in everything:
-        stage = stage_of.get(canonical[id(tensor)])
-        found[name] = 0 if stage is None else mesh.rank_of(stage)
+        stages = stages_of.get(canonical[id(tensor)])
+        found[name] = mesh.rank_of(stages[0]) if stages else 0
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.checkpoint import (
@@ -52,6 +52,7 @@ class Division:
         self._optimizers = optimizers
         self._final = False
         self._owner: dict[str, int] = {}
+        self._lent: set[int] = set()  # ids of the copies that belong to another process
 
     def prepare(self, step: str, run: Callable[..., Any], args: Sequence[Any], decides: bool) -> bool:
         """Make a step function runnable, if it is not. Every process calls it.
@@ -73,7 +74,7 @@ class Division:
         units = self.plan.graph.units
         with self._whole_on_rank_zero():
             graph = self._made_on_rank_zero(lambda: self._planner.capture(step, run, args, units))
-        self.pipeline.load(graph, cut_like(graph, self.plan.stage_of, self.plan.num_stages))
+        self.pipeline.load(graph, cut_like(graph, self.plan.stages_of, self.plan.num_stages))
         return False
 
     def _divide(self, step: str, run: Callable[..., Any], args: Sequence[Any], final: bool) -> None:
@@ -84,9 +85,11 @@ class Division:
         self.pipeline.load(plan.graph, plan.cuts)
         for graph in others:
             if graph.units == plan.graph.units:  # of others a new capture is made when they are run
-                self.pipeline.load(graph, cut_like(graph, plan.stage_of, plan.num_stages))
+                self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
         self.plan, self._final = plan, final
-        self._owner = owners(self._module, self._mesh, plan.stage_of)
+        self._owner = owners(self._module, self._mesh, plan.stages_of)
+        parameters = dict(self._module.named_parameters())
+        self._lent = {id(parameters[name]) for name in plan.copied if self._owner[name] != self._mesh.rank}
         self._settle()
 
     def _made_on_rank_zero(self, make: Callable[[], Any]) -> Any:
@@ -112,11 +115,23 @@ class Division:
             move_state(optimizer, device)
 
     def _foreign(self) -> set[str]:
-        """Parameters that another process owns. What no stage uses is kept by all: nobody else would have it."""
+        """Parameters that only other processes use. What no stage uses is kept by all: nobody else would have it."""
         assert self.plan is not None
-        used = self.plan.stage_of
-        names = (name for name, _ in self._module.named_parameters())
-        return {name for name in names if name in used and self._owner[name] != self._mesh.rank}
+        used = self.plan.stages_of
+        names = [name for name, _ in self._module.named_parameters() if name in used]
+        return {name for name in names if all(self._mesh.rank_of(k) != self._mesh.rank for k in used[name])}
+
+    def answers_for(self, parameter: Tensor) -> bool:
+        """Whether this process speaks for a parameter: of copies on several processes one does."""
+        return id(parameter) not in self._lent
+
+    def sum_copied_gradients(self) -> None:
+        """Where several stages use a parameter, each gets the gradient of all. Every process calls it."""
+        self.pipeline.copies("training_step").sum_gradients()
+
+    def verify_copies(self) -> None:
+        """Check that what several stages use is the same on all of them. Every process calls it."""
+        self.pipeline.copies("training_step").verify()
 
     def restore(self) -> None:
         """Every process holds the whole module again. Every process calls it."""

@@ -74,6 +74,8 @@ class AvgPipeStrategy(ParallelStrategy):
             the samples, ``"sum"`` adds them up.
         split_batch: ``(batch, num_microbatches) -> list of micro-batches`` for batches that are no trees of tensors
             with a common first dimension. A method of this name on the LightningModule does the same.
+        verify_copies: after every optimizer step check that the copies of parameters which several stages use (tied
+            embeddings) are equal bit for bit. For debugging: it reads all of them.
         start_method: how the processes of one node start: ``"popen"`` runs the script again (as ddp does),
             ``"spawn"`` and ``"fork"`` work in notebooks and tests.
         process_group_backend: of torch.distributed. Default: gloo for CPU, NCCL for CUDA.
@@ -105,6 +107,7 @@ class AvgPipeStrategy(ParallelStrategy):
         split_points: list[str] | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         split_batch: SplitBatch | None = None,
+        verify_copies: bool = False,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
@@ -132,6 +135,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self._split_points = split_points
         self._loss_reduction = loss_reduction
         self._split_batch = split_batch
+        self._verify_copies = verify_copies
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout or _DEFAULT_TIMEOUT
@@ -279,6 +283,7 @@ class AvgPipeStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run all forwards and backwards of a batch; returns what the step would have returned for it, detached."""
         assert self.lightning_module is not None
+        assert self._division is not None
         module, precision = self.lightning_module, self.precision_plugin
         parts = self._split(args[0])
         accumulate = module.trainer.accumulate_grad_batches
@@ -301,6 +306,8 @@ class AvgPipeStrategy(ParallelStrategy):
         if outputs is not None:
             result = self._merge_training(outputs, parts)
         if trains:
+            if not module.trainer.fit_loop._should_accumulate():
+                self._division.sum_copied_gradients()
             precision.post_backward(checks.loss(result), module)
         return result
 
@@ -427,7 +434,16 @@ class AvgPipeStrategy(ParallelStrategy):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over all stages; takes the place of the precision plugin's."""
         if clip_val > 0:
-            clip_by_global_norm(list(self.precision_plugin.main_params(optimizer)), float(clip_val), self.mesh)
+            assert self._division is not None
+            parameters = list(self.precision_plugin.main_params(optimizer))
+            clip_by_global_norm(parameters, float(clip_val), self.mesh, self._division.answers_for)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the closure and step."""
+        result = super().optimizer_step(*args, **kwargs)
+        if self._verify_copies and self._division is not None:
+            self._division.verify_copies()
+        return result
 
     def sigterm_received(self, trainer: pl.Trainer) -> bool:
         """Whether this process was asked to end."""

@@ -80,12 +80,6 @@ class OwnBackward(MLP):
         loss.backward()
 
 
-class Tied(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[8].weight = self.layers[0].weight
-
-
 class GradientInside(MLP):
     def loss(self, batch: Any) -> Tensor:
         x = batch[0].requires_grad_()
@@ -106,7 +100,6 @@ class Disagreeing(MLP):
         (OwnBackward, 2, ConfigurationError, r"OwnBackward overrides backward\(\)"),
         (NoLoss, 2, CaptureError, "training_step returned None instead of a loss"),
         (lambda: MLP(depth=2), 4, PartitionError, "num_stages=4 needs 3 cuts, but 2 cuts are legal in training_step"),
-        (Tied, 2, PartitionError, r"'layers\.0\.weight' is used by unit 'layers\.0' at .* and by unit 'layers\.8'"),
         (GradientInside, 2, PartitionError, r"the step calls grad\(\) itself at test_errors\.py"),
     ],
 )
@@ -157,7 +150,7 @@ def test_a_validation_step_that_goes_back_to_an_earlier_stage_is_refused() -> No
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self(self(batch[0]))
 
-    with pytest.raises(PartitionError, match=r"is used by unit 'layers\.0' .* two stages|goes back from stage 1"):
+    with pytest.raises(PartitionError, match=r"goes back from stage 1 \(unit 'layers"):
         pipeline(2, max_steps=1, num_sanity_val_steps=0, val_check_interval=1).fit(
             Twice(), loader(MLP, 8, 8), loader(MLP, 8, 8)
         )

@@ -169,14 +169,15 @@ class CallGraph:
                 if reasons[position] is None:
                     reasons[position] = reason
 
-        for first, last, reason in self.pinned:
-            forbid(range(first, min(last, len(self.nodes)) + 1), reason)
-        for name, users in self._owners.items():
+        for begin, end, reason in self.pinned:
+            forbid(range(begin, min(end, len(self.nodes)) + 1), reason)
+        for name, users in self._changers.items():
             if len(users) > 1:
-                first_user, last_user = self.nodes[users[0]], self.nodes[users[-1]]
+                first, last = self.nodes[users[0]], self.nodes[users[-1]]
                 forbid(
                     range(users[0] + 1, users[-1] + 1),
-                    f"'{name}' is used by {first_user} and by {last_user}, which a cut here would put on two stages",
+                    f"the buffer '{name}' is changed by {first} and by {last}, which a cut here would put on two "
+                    "stages",
                 )
         for group in self._aliases:
             written = [n.index for n in self.nodes for _, v, _ in n.writes if v in group]
@@ -190,11 +191,11 @@ class CallGraph:
         return tuple(reasons)
 
     @cached_property
-    def _owners(self) -> dict[str, list[int]]:
-        """Parameter or changed buffer -> nodes that use it."""
+    def _changers(self) -> dict[str, list[int]]:
+        """Changed buffer -> nodes that change it. (A parameter may be used on both sides of a cut: it is copied.)"""
         users: dict[str, list[int]] = defaultdict(list)
         for node in self.nodes:
-            for name in dict.fromkeys((*node.parameters, *node.states)):
+            for name in node.states:
                 users[name].append(node.index)
         return users
 

@@ -187,35 +187,19 @@ def cut_at(graph: CallGraph, split_points: Sequence[str], num_stages: int) -> tu
     return tuple(cuts)
 
 
-def cut_like(graph: CallGraph, stage_of: Mapping[str, int], num_stages: int) -> tuple[int, ...]:
-    """Cuts for another step function of the same module, so that every parameter is used on the stage that owns it.
+def cut_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]], num_stages: int) -> tuple[int, ...]:
+    """Cuts for another step function of the same module, so that every parameter is used where a plan has put it.
 
     Args:
         graph: of the other step function.
-        stage_of: unit, parameter or changed buffer -> the stage that a plan gave it.
+        stages_of: unit, parameter or changed buffer -> the stages that a plan gave it.
         num_stages: K.
     Returns:
         K-1 positions that do not decrease; a stage may be empty in this step.
     Raises:
         PartitionError: the step goes back to an earlier stage, or must be cut where no cut is legal.
     """
-    stages: list[int | None] = []
-    for node in graph.nodes:
-        owners = {stage_of[name] for name in (*node.parameters, *node.states) if name in stage_of}
-        if not owners and node.kind == "call" and node.name in graph.resident and node.name in stage_of:
-            owners = {stage_of[node.name]}
-        if len(owners) > 1:
-            raise PartitionError(f"{graph.step}: {node} needs parameters of stages {sorted(owners)}")
-        stages.append(owners.pop() if owners else None)
-    current, latest = 0, None
-    for node, stage in zip(graph.nodes, stages, strict=True):
-        if stage is not None and stage < current:
-            raise PartitionError(
-                f"{graph.step} goes back from stage {current} ({latest}) to stage {stage} ({node}); a step must call "
-                "units in the order in which training_step does. Use split_points to keep both on one stage"
-            )
-        if stage is not None and stage >= current:
-            current, latest = stage, node
+    stages = _stages_like(graph, stages_of)
     cuts: list[int] = []
     for k in range(1, num_stages):
         low = max((i + 1 for i, stage in enumerate(stages) if stage is not None and stage < k), default=0)
@@ -228,6 +212,31 @@ def cut_like(graph: CallGraph, stage_of: Mapping[str, int], num_stages: int) -> 
             )
         cuts.append(min(legal, key=lambda p: graph.boundary_bytes[p]))
     return tuple(cuts)
+
+
+def _stages_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> list[int | None]:
+    """For each node the first stage, not before the node before it, that has all it needs; None if it needs nothing."""
+    stages: list[int | None] = []
+    current, latest = 0, None
+    for node in graph.nodes:
+        names = [name for name in (*node.parameters, *node.states) if name in stages_of]
+        if not names and node.kind == "call" and node.name in graph.resident and node.name in stages_of:
+            names = [node.name]
+        if not names:
+            stages.append(None)
+            continue
+        able = sorted(set.intersection(*(set(stages_of[name]) for name in names)))
+        if not able:
+            owners = sorted({stage for name in names for stage in stages_of[name]})
+            raise PartitionError(f"{graph.step}: {node} needs parameters of stages {owners}")
+        if able[-1] < current:
+            raise PartitionError(
+                f"{graph.step} goes back from stage {current} ({latest}) to stage {able[-1]} ({node}); a step must "
+                "call units in the order in which training_step does. Use split_points to keep both on one stage"
+            )
+        current, latest = next(stage for stage in able if stage >= current), node
+        stages.append(current)
+    return stages
 
 
 def too_few_cuts(graph: CallGraph, num_stages: int) -> PartitionError:

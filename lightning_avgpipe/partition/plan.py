@@ -20,7 +20,7 @@ class StagePlan:
     Attributes:
         index: k, 0-based.
         units: paths of the units that it calls, in order of their first call.
-        parameters: full names of the parameters that it owns.
+        parameters: full names of the parameters that it uses; of one that other stages use too it has a copy.
         states: full names of the buffers that it changes.
         num_parameters: elements of these parameters.
         share: its part of the time of all stages, 0..1.
@@ -55,13 +55,22 @@ class Plan:
         return len(self.stages)
 
     @cached_property
-    def stage_of(self) -> dict[str, int]:
-        """Unit, parameter or changed buffer -> stage. What is missing is used by no stage, and kept by all."""
-        found: dict[str, int] = {}
+    def stages_of(self) -> dict[str, tuple[int, ...]]:
+        """Unit, parameter or changed buffer -> its stages, ascending; the first one is the owner.
+
+        What is missing is used by no stage, and kept by all.
+        """
+        found: dict[str, tuple[int, ...]] = {}
         for stage in self.stages:
             for name in (*stage.units, *stage.parameters, *stage.states):
-                found[name] = stage.index
+                found[name] = (*found.get(name, ()), stage.index)
         return found
+
+    @cached_property
+    def copied(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several stages use, each on a copy of its own -> these stages."""
+        names = {name for stage in self.stages for name in stage.parameters}
+        return {name: stages for name, stages in self.stages_of.items() if name in names and len(stages) > 1}
 
     def __str__(self) -> str:
         rows = [("stage", "units", "parameters", "time", "sends to the next")]
@@ -75,7 +84,16 @@ class Plan:
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "-" * max(len(line) for line in lines))
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._copies()])
+
+    def _copies(self) -> list[str]:
+        by_stages: dict[tuple[int, ...], list[str]] = {}
+        for name, stages in self.copied.items():
+            by_stages.setdefault(stages, []).append(name)
+        return [
+            f"copied: {_units(names)} on stages {', '.join(map(str, stages))}; their gradients are summed"
+            for stages, names in by_stages.items()
+        ]
 
 
 def make_plan(graph: CallGraph, cuts: Sequence[int], costs: Costs, sizes: Mapping[str, int]) -> Plan:

@@ -14,7 +14,7 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -100,6 +100,8 @@ class Mesh:
         self.wiring: dict[int, Wiring] = {}
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         self._control: dist.ProcessGroup | None = None
+        self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._subset_backend = f"cpu:gloo,cuda:{device_backend}" if device_backend else "gloo"
         if world_size > 1:
             self._make_groups(device_backend)
 
@@ -140,6 +142,14 @@ class Mesh:
                 if device_backend not in (None, "gloo"):
                     assert device_backend is not None
                     group(f"{direction} {k} device", a, b, device_backend)
+
+    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Connect some processes for collectives among them. Every process calls it, also those that are not named."""
+        key = tuple(ranks)
+        if key not in self._subsets:
+            timeout = self.timeout + _GRACE
+            self._subsets[key] = dist.new_group(list(key), timeout=timeout, backend=self._subset_backend)
+        return self._subsets[key]
 
     def open(self) -> None:
         """Start the channels, unless they are open."""
@@ -221,7 +231,7 @@ class Mesh:
 
     def barrier(self, what: str = "a barrier") -> None:
         """Wait for all processes."""
-        self._together(what, lambda: dist.barrier(group=self._control))
+        self.together(what, lambda: dist.barrier(group=self._control))
 
     def broadcast(self, item: T, source: int = 0) -> T:
         """Every process gets the source's item."""
@@ -230,7 +240,7 @@ class Mesh:
         if source == 0 and self.wiring:
             return pickle.loads(self.publish(pickle.dumps(item)))  # type: ignore[no-any-return]
         box = [item]
-        self._together("a broadcast", lambda: dist.broadcast_object_list(box, source, group=self._control))
+        self.together("a broadcast", lambda: dist.broadcast_object_list(box, source, group=self._control))
         return box[0]
 
     def gather_objects(self, item: T) -> list[T]:
@@ -238,7 +248,7 @@ class Mesh:
         items: list[Any] = [None] * self.world_size
         if self.world_size == 1:
             return [item]
-        self._together(
+        self.together(
             "a gathering of objects",
             lambda: dist.gather_object(item, items if self.rank == 0 else None, dst=0, group=self._control),
         )
@@ -246,7 +256,7 @@ class Mesh:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over processes, in place, for a tensor on the host."""
-        self._together("a sum", lambda: dist.all_reduce(tensor, group=self._control))
+        self.together("a sum", lambda: dist.all_reduce(tensor, group=self._control))
         return tensor
 
     def collect(self, tensors: Mapping[str, Tensor], owner: Callable[[str], int]) -> dict[str, Tensor]:
@@ -269,7 +279,7 @@ class Mesh:
                     collected[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
                     dist.recv(as_bytes(collected[name]), source, group=self._control)
 
-        self._together("a gathering of parameters", exchange)
+        self.together("a gathering of parameters", exchange)
         return collected
 
     def spread(self, tensors: Mapping[str, Tensor], owner: Callable[[str], int]) -> dict[str, Tensor]:
@@ -286,11 +296,11 @@ class Mesh:
                 if not mine:
                     spread[name] = copy
 
-        self._together("a spreading of parameters", exchange)
+        self.together("a spreading of parameters", exchange)
         return spread
 
-    def _together(self, what: str, collective: Callable[[], None]) -> None:
-        """Run a collective; while it waits, look whether another process has failed.
+    def together(self, what: str, collective: Callable[[], object]) -> None:
+        """Run a collective on the host; while it waits, look whether another process has failed.
 
         It runs in a thread, because a collective of gloo can neither be polled nor given up.
         """

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.runtime.channel import LocalChannel
+from lightning_avgpipe.runtime.copies import Copies, copied_parameters
 from lightning_avgpipe.runtime.executor import Lane, execute
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.program import stage_programs
@@ -32,6 +33,7 @@ class Pipeline:
         self._module = module
         self._stages: dict[str, list[Stage]] = {}
         self._graphs: dict[str, CallGraph] = {}
+        self._copies: dict[str, Copies] = {}
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -50,13 +52,22 @@ class Pipeline:
             cuts: K-1 positions.
         """
         programs = stage_programs(graph, cuts)
+        copies = Copies(self._module, self._mesh, copied_parameters(programs))
         self._graphs[graph.step] = graph
-        self._stages[graph.step] = [Stage(programs[k], self._module, self._mesh.device) for k in self._mesh.stages]
+        self._copies[graph.step] = copies
+        self._stages[graph.step] = [
+            Stage(programs[k], self._module, self._mesh.device, copies) for k in self._mesh.stages
+        ]
 
     def unload(self) -> None:
         """Forget all step functions."""
         self._stages.clear()
         self._graphs.clear()
+        self._copies.clear()
+
+    def copies(self, step: str) -> Copies:
+        """The parameters that several stages use in a step function."""
+        return self._copies[step]
 
     def run(self, step: str, schedule: Schedule, task: Task) -> list[Any] | None:
         """Run one iteration.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.runtime.copies import Copies
 from lightning_avgpipe.runtime.message import Message
 from lightning_avgpipe.runtime.program import StageProgram
 from lightning_avgpipe.runtime.randomness import RandomKey
@@ -70,14 +71,16 @@ class Stage:
         program: its part of the step function.
         module: the whole module; parameters of other stages may be absent.
         device: where it computes.
+        copies: parameters that other stages use as well.
 
     Attributes:
         stash: micro-batch -> what its forward keeps for its backward.
         results: on the last stage, what the step returned for each micro-batch.
     """
 
-    def __init__(self, program: StageProgram, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, program: StageProgram, module: nn.Module, device: torch.device, copies: Copies) -> None:
         self.program = program
+        self._copies = copies
         self._device = device
         self._units = {id(module.get_submodule(path)): path for path in program.graph.units}
         self._module = module
@@ -109,14 +112,13 @@ class Stage:
                     leaves.append(leaf)
                     tensor = _Enter.apply(leaf)
                 received.append(tensor)
-        glue_states = program.graph.glue_states  # such buffers may be other objects by now
-        with torch.profiler.record_function(f"avgpipe::F{micro_batch}"):
+        with torch.profiler.record_function(f"avgpipe::F{micro_batch}"), self._copies.placed(program.stage) as copies:
             replayed = replay(
                 program,
                 partial(task.run, micro_batch),
                 task.args[micro_batch],
                 self._units,
-                self._owned if not glue_states else owned_tensors(self._module, glue_states),
+                self._owned_now() | copies,
                 received,
                 message.entries if message is not None else (),
                 RandomKey(task.key.seed, task.key.iteration, task.key.pipeline, micro_batch),
@@ -133,6 +135,10 @@ class Stage:
             roots = tuple(t for t, asks in zip(replayed.sent, requires_grad, strict=True) if asks)
             self.stash[micro_batch] = _Stash(tuple(leaves), roots)
         return Message(micro_batch, tuple(t.detach() for t in replayed.sent), requires_grad, replayed.entries)
+
+    def _owned_now(self) -> dict[int, str]:
+        glue_states = self.program.graph.glue_states  # such buffers may be other objects by now
+        return owned_tensors(self._module, glue_states) if glue_states else self._owned
 
     def backward(self, micro_batch: int, message: Message | None) -> Message | None:
         """Run one backward: gradients of this stage's parameters accumulate.

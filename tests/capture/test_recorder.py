@@ -130,11 +130,23 @@ def test_values_that_share_memory_are_not_cut_before_a_write() -> None:
     assert "share memory and are changed in place" in str(graph.obstacles[cut])
 
 
-def test_a_parameter_on_both_sides_of_a_cut_forbids_it() -> None:
+def test_a_parameter_may_lie_on_both_sides_of_a_cut() -> None:
     module = Two()
     module.b.weight = module.a.weight
     graph = graph_of(module, lambda x: module.b(F.relu(module.a(x))), torch.randn(3, 4))
-    assert all("'a.weight' is used by unit 'a'" in str(graph.obstacles[p]) for p in (1, 2))
+    assert graph.obstacles[1:3] == (None, None)
+    assert [node.parameters[0] for node in graph.nodes if node.kind == "call"] == ["a.weight", "a.weight"]
+
+
+def test_a_buffer_that_is_changed_on_both_sides_of_a_cut_forbids_it() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+    module = Normed()
+    graph = graph_of(module, lambda x: module.norm(F.relu(module.norm(x))), torch.randn(3, 4))
+    assert all("the buffer 'norm.running_mean' is changed by unit 'norm'" in str(graph.obstacles[p]) for p in (1, 2))
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -78,7 +78,7 @@ def test_the_bottleneck_is_that_of_brute_force() -> None:
         assert roughness(graph, costs, found, best) == pytest.approx(
             min(roughness(graph, costs, cuts, best) for cuts in good)
         )
-    assert divided > 200 and refused > 50
+    assert divided > 200 and refused > 40
 
 
 def test_what_crosses_a_cut_is_what_is_used_after_it() -> None:
@@ -131,11 +131,11 @@ def test_another_step_is_cut_where_the_parameters_are() -> None:
     shorter = graph_of(
         [("call", "u1", [], ["u1.w"]), ("glue", "add", [0], []), ("call", "u4", [1], ["u4.w"])], [4, 1, 4], kept=[2]
     )
-    cuts = cut_like(shorter, plan.stage_of, 3)
+    cuts = cut_like(shorter, plan.stages_of, 3)
     assert cuts == (2, 2)  # stage 1 is empty, and the narrower value crosses
     backwards = graph_of([("call", "u4", [], ["u4.w"]), ("call", "u1", [0], ["u1.w"])], [4, 4], kept=[1])
     with pytest.raises(PartitionError, match=r"goes back from stage 2 \(unit 'u4' at line\) to stage 0 \(unit 'u1'"):
-        cut_like(backwards, plan.stage_of, 3)
+        cut_like(backwards, plan.stages_of, 3)
 
 
 def test_a_plan_is_a_table() -> None:
