@@ -48,12 +48,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Node:
-    """A call of a unit, or a glue operation on values or parameters.
+    """A call of a unit, a glue operation on values or parameters, or a region that is checkpointed in one piece.
 
     Attributes:
         index: position in program order.
-        kind: ``"call"`` of a unit or ``"glue"`` between calls.
-        name: path of the unit, or name of the torch function.
+        kind: ``"call"`` of a unit, ``"glue"`` between calls, or a checkpointed ``"region"``.
+        name: path of the unit, name of the torch function, or paths of the modules in the region.
         source: line of the user's code, as ``file.py:12 in forward``.
         inputs: values that it reads.
         outputs: one entry per tensor in its result: a value, or ``-1 - i`` if it is the i-th tensor argument itself.
@@ -62,11 +62,12 @@ class Node:
         parameters: full names of the parameters that it uses.
         states: full names of the buffers that it changes.
         draws: whether it draws random numbers.
+        drawn: calls inside of it of modules that draw, by path.
         flops: forward floating-point operations, an estimate.
     """
 
     index: int
-    kind: Literal["call", "glue"]
+    kind: Literal["call", "glue", "region"]
     name: str
     source: str
     inputs: tuple[int, ...] = ()
@@ -75,10 +76,12 @@ class Node:
     parameters: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
     draws: bool = False
+    drawn: tuple[str, ...] = ()
     flops: float = 0.0
 
     def __str__(self) -> str:
-        what = f"unit '{self.name}'" if self.kind == "call" else f"{self.name}()"
+        names = {"call": f"unit '{self.name}'", "glue": f"{self.name}()", "region": f"checkpoint of '{self.name}'"}
+        what = names[self.kind]
         return f"{what} at {self.source}"
 
 
@@ -94,8 +97,9 @@ class CallGraph:
         units: paths of the submodules that are never split.
         resident: units that run on one stage even when they depend on the batch alone (they own parameters or
             state, or draw random numbers); every other unit without dependence on a value is free.
-        draws: whether anything in the step draws random numbers.
-        host_draws: the same for the generators of Python and NumPy.
+        drawing: paths of the modules that draw random numbers themselves, not only through their children; "" is the
+            step's own code.
+        host_drawing: the same for the generators of Python and NumPy.
         batch_writes: whether the step changes tensors of its batch in place.
         glue_states: full names of the buffers outside of units that the step changes; operations on them are nodes.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
@@ -107,8 +111,8 @@ class CallGraph:
     kept: frozenset[int]
     units: tuple[str, ...]
     resident: frozenset[str]
-    draws: bool = False
-    host_draws: bool = False
+    drawing: frozenset[str] = frozenset()
+    host_drawing: frozenset[str] = frozenset()
     batch_writes: bool = False
     glue_states: frozenset[str] = frozenset()
     pinned: tuple[tuple[int, int, str], ...] = ()

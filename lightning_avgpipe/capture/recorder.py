@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_avgpipe import tree
+from lightning_avgpipe.capture.draws import DrawWatch, random_bits
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.snapshot import untouched
-from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
+from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.errors import CaptureError
 
 __all__ = ["capture", "owned_tensors"]
@@ -60,25 +60,22 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
     module = recorder.module
     batch = [(leaf, _version(leaf)) for leaf in tree.tensors(args)]
     with untouched(module), recorder.visiting():
-        host = _host_random_state()
-        draws = recorder.random_state()
-        with recorder.following():
+        with recorder.following(), watching(recorder.watch):
             result = run(*args)
+        recorder.watch.look()
         if step == "training_step":
             _check_loss(result)
         recorder.keep(tree.tensors(result))
         recorder.find_reassigned_buffers()
-        host_draws = host != _host_random_state()
-        anything_drawn = not torch.equal(draws, recorder.random_state())
     return CallGraph(
         step=step,
-        nodes=tuple(recorder.nodes),
+        nodes=tuple(recorder.drawn(node) for node in recorder.nodes),
         values=tuple(recorder.values),
         kept=frozenset(recorder.kept),
         units=recorder.units,
         resident=frozenset(recorder.resident),
-        draws=anything_drawn or any(node.draws for node in recorder.nodes),
-        host_draws=host_draws,
+        drawing=frozenset(recorder.watch.drawing),
+        host_drawing=frozenset(recorder.watch.host_drawing),
         batch_writes=any(_version(leaf) != version for leaf, version in batch),
         glue_states=frozenset(recorder.glue_states),
         pinned=tuple(recorder.pinned),
@@ -121,6 +118,7 @@ class _Recorder(StepTracer):
         self._glue_buffer_names = {id(b): name for name, b in self._glue_buffers.items()}
         self.glue_states = set(glue_states)
         super().__init__(self._paths, owned_tensors(module, glue_states))
+        self.watch = DrawWatch(module, device)
         self.nodes: list[Node] = []
         self.values: list[Value] = []
         self.kept: set[int] = set()
@@ -136,14 +134,13 @@ class _Recorder(StepTracer):
         tensors = tree.tensors((args, kwargs))
         inputs = self._inputs(tensors)
         parameters = tuple(self._owned[id(p)] for p in module.parameters())
-        versions = [_version(t) for t in tensors]
-        buffers = [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
-        random_before = self.random_state()
+        versions, calls = [_version(t) for t in tensors], len(self.watch.calls)
+        buffers = _copies_of_buffers(module, path)
+        random_before = random_bits(self._device)
         with self._visit(module), self._births, FlopCounterMode(display=False) as counter:
             result = run(*args, **kwargs)
-        draws = not torch.equal(random_before, self.random_state())
-        # Compared by value: batch normalisation changes its statistics without a new version.
-        states = tuple(name for name, b, before in buffers if self._buffer(name) is not b or not torch.equal(b, before))
+        draws = not torch.equal(random_before, random_bits(self._device))
+        states = self._changed(buffers)
         if parameters or states or draws:
             self.resident.add(path)
         elif not inputs:
@@ -151,10 +148,45 @@ class _Recorder(StepTracer):
         flops = float(counter.get_total_flops()) or _recurrent_flops(module, result)
         self._add(
             Node(len(self.nodes), "call", path, _source(), inputs, parameters=parameters, states=states, draws=draws,
-                 flops=flops + sum(t.numel() for t in tree.tensors(result))),
+                 drawn=tuple(self.watch.calls[calls:]), flops=flops + sum(t.numel() for t in tree.tensors(result))),
             result, tensors, versions,
         )  # fmt: skip
         return result
+
+    def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        tensors = tensor_arguments(args, kwargs)
+        versions, calls = [_version(t) for t in tensors], len(self.watch.calls)
+        outer, used = _Outermost(self.watch, self._visit), _Used()
+        random_before = random_bits(self._device)
+        with watching(outer), self._births, used, FlopCounterMode(display=False) as counter:
+            result = run(*args, **kwargs)
+        parameters = tuple(dict.fromkeys(self._owned[id(t)] for t in used.tensors if id(t) in self._owned))
+        names = dict.fromkeys(self.watch.path(module) for module in outer.modules)
+        self._add(
+            Node(len(self.nodes), "region", ", ".join(names) or "a function", _source(),
+                 self._inputs([*tensors, *used.tensors]), parameters=parameters, states=self._changed(outer.buffers),
+                 draws=not torch.equal(random_before, random_bits(self._device)), drawn=tuple(self.watch.calls[calls:]),
+                 flops=float(counter.get_total_flops()) + sum(t.numel() for t in tree.tensors(result))),
+            result, tensors, versions,
+        )  # fmt: skip
+        return result
+
+    def region(self, generator: Iterator[Any]) -> Iterator[Any]:
+        begin = len(self.nodes)
+        yield from generator
+        self.pinned.append(
+            (begin + 1, len(self.nodes) - 1, f"it lies in a region of torch.utils.checkpoint at {_source()}")
+        )
+
+    def drawn(self, node: Node) -> Node:
+        """The node, of whose inner calls only those of drawing modules are left."""
+        drawing = self.watch.drawing | self.watch.host_drawing
+        return replace(node, drawn=tuple(path for path in node.drawn if path in drawing))
+
+    def _changed(self, buffers: Sequence[tuple[str, Tensor, Tensor]]) -> tuple[str, ...]:
+        # Compared by value: batch normalisation changes its statistics without a new version.
+        changed = (name for name, b, before in buffers if self._buffer(name) is not b or not torch.equal(b, before))
+        return tuple(dict.fromkeys(changed))
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensor_arguments(args, kwargs)
@@ -163,7 +195,7 @@ class _Recorder(StepTracer):
         name = function_name(func)
         self._refuse_hidden(tensors, name)
         versions = [_version(t) for t in tensors]
-        random_before = self.random_state()
+        random_before = random_bits(self._device)
         result = func(*args, **kwargs)
         for tensor, version in zip(tensors, versions, strict=True):
             if id(tensor) in self._glue_buffer_names and _version(tensor) != version:
@@ -176,7 +208,7 @@ class _Recorder(StepTracer):
             self.pinned.append((0, _ANYWHERE, f"the step calls {name}() itself at {_source()}"))
         self._add(
             Node(len(self.nodes), "glue", name, _source(), inputs, parameters=parameters, states=states,
-                 draws=not torch.equal(random_before, self.random_state()),
+                 draws=not torch.equal(random_before, random_bits(self._device)),
                  flops=float(sum(t.numel() for t in tree.tensors(result)))),
             result, tensors, versions,
         )  # fmt: skip
@@ -248,14 +280,7 @@ class _Recorder(StepTracer):
         path, _, leaf = name.rpartition(".")
         return self.module.get_submodule(path)._buffers.get(leaf)
 
-    # -- device and random state -------------------------------------------------------------------------------------
-
-    def random_state(self) -> Tensor:
-        """State of the generators that units and glue draw from."""
-        state = torch.get_rng_state()
-        if self._device is not None and self._device.type == "cuda":
-            state = torch.cat([state, torch.cuda.get_rng_state(self._device)])
-        return state
+    # -- device -------------------------------------------------------------------------------------
 
     def visiting(self) -> Any:
         """What lies outside of units is on the device while the step is captured."""
@@ -287,6 +312,50 @@ class _Births(TorchDispatchMode):
         return made is not None and made() is tensor
 
 
+class _Outermost(CallWatcher):
+    """Passes calls on to another watcher; the outermost modules bring their parameters to the device.
+
+    Attributes:
+        modules: the outermost ones, in order.
+        buffers: theirs, as of before the call.
+    """
+
+    def __init__(self, watch: DrawWatch, visit: Callable[[nn.Module], Any]) -> None:
+        self._watch = watch
+        self._visit = visit
+        self._visits: list[Any] = []
+        self._depth = 0
+        self.modules: list[nn.Module] = []
+        self.buffers: list[tuple[str, Tensor, Tensor]] = []
+
+    def enter(self, module: nn.Module) -> None:
+        if self._depth == 0:
+            self.modules.append(module)
+            self.buffers += _copies_of_buffers(module, self._watch.path(module))
+            self._visits.append(self._visit(module))
+            self._visits[-1].__enter__()
+        self._depth += 1
+        self._watch.enter(module)
+
+    def leave(self, module: nn.Module) -> None:
+        self._watch.leave(module)
+        self._depth -= 1
+        if self._depth == 0:
+            self._visits.pop().__exit__()
+
+
+class _Used(TorchFunctionMode):
+    """Collects the tensors that torch functions take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.tensors += tensor_arguments(args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 class _Visit:
     """Tensors are on a device within this context, and at home after it."""
 
@@ -306,6 +375,11 @@ class _Visit:
             tensor.data = home
 
 
+def _copies_of_buffers(module: nn.Module, path: str) -> list[tuple[str, Tensor, Tensor]]:
+    """Full name, buffer and a copy of it, for all buffers of a module."""
+    return [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
+
+
 def _state_names(module: nn.Module, path: str) -> list[str]:
     unit = module.get_submodule(path)
     return [f"{path}.{name}" for name, _ in (*unit.named_parameters(), *unit.named_buffers())]
@@ -320,11 +394,6 @@ def _storage(tensor: Tensor) -> int:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _host_random_state() -> tuple[Any, ...]:
-    numpy_state = np.random.get_state(legacy=False)
-    return random.getstate(), str(numpy_state)
 
 
 def _recurrent_flops(unit: nn.Module, result: Any) -> float:

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
-__all__ = ["StepTracer", "function_name", "intercepting", "tensor_arguments"]
+__all__ = ["CallWatcher", "StepTracer", "function_name", "intercepting", "tensor_arguments", "watching"]
 
 # fmt: off
 _METADATA_ATTRIBUTES = (
@@ -79,7 +80,30 @@ def tensor_arguments(*arguments: Any) -> list[Tensor]:
     return found
 
 
-_following = threading.local()
+class CallWatcher:
+    """Sees every call of a module, also inside units; what it does by default is nothing."""
+
+    def enter(self, module: nn.Module) -> None:
+        """A module is called."""
+
+    def leave(self, module: nn.Module) -> None:
+        """The call has ended, perhaps by an error."""
+
+    def opaque(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A custom autograd function is called inside a unit."""
+        return run(*args, **kwargs)
+
+    def repeatable(self, function: Callable[..., Any], calls_before: int) -> Callable[..., Any]:
+        """A checkpointed function, which a backward calls again after its first ``calls_before`` calls."""
+        return function
+
+
+class _Following(threading.local):
+    tracer: StepTracer | None = None
+    watcher: CallWatcher | None = None
+
+
+_following = _Following()
 
 
 class StepTracer(TorchFunctionMode):
@@ -108,6 +132,14 @@ class StepTracer(TorchFunctionMode):
         """A torch function is called outside of any unit."""
 
     @abstractmethod
+    def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A region is checkpointed in one piece (reentrantly), whatever units it calls."""
+
+    def region(self, generator: Iterator[Any]) -> Iterator[Any]:
+        """A region is checkpointed in which calls and glue are followed; the generator brackets it."""
+        return generator
+
+    @abstractmethod
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Something that only looks at values (``self.log``, a metric) is called; ``run`` executes it."""
 
@@ -119,7 +151,7 @@ class StepTracer(TorchFunctionMode):
     @classmethod
     def current(cls) -> StepTracer | None:
         """The tracer that follows this thread's step, if one does and is not inside a unit."""
-        tracer = getattr(_following, "tracer", None)
+        tracer = _following.tracer
         return None if tracer is None or tracer._inside else tracer
 
     # -- known tensors ----------------------------------------------------------------------------------------------
@@ -185,6 +217,17 @@ class StepTracer(TorchFunctionMode):
 
 
 @contextlib.contextmanager
+def watching(watcher: CallWatcher) -> Iterator[None]:
+    """Within this context a watcher sees the calls of modules of this thread."""
+    with intercepting():
+        before, _following.watcher = _following.watcher, watcher
+        try:
+            yield
+        finally:
+            _following.watcher = before
+
+
+@contextlib.contextmanager
 def intercepting() -> Iterator[None]:
     """Within this context calls of modules and autograd functions can be followed.
 
@@ -196,6 +239,7 @@ def intercepting() -> Iterator[None]:
         if _interceptions == 0:
             nn.Module.__call__ = _call  # type: ignore[method-assign, assignment]
             torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, arg-type]
+            checkpoint._checkpoint_without_reentrant_generator = _checkpointing  # type: ignore[assignment]
         _interceptions += 1
     try:
         yield
@@ -205,16 +249,29 @@ def intercepting() -> Iterator[None]:
             if _interceptions == 0:
                 nn.Module.__call__ = _call_module  # type: ignore[method-assign]
                 torch.autograd.Function.apply = _apply_function  # type: ignore[method-assign]
+                checkpoint._checkpoint_without_reentrant_generator = _checkpointing_generator
 
 
 _lock = threading.Lock()
 _interceptions = 0
 _call_module: Callable[..., Any] = nn.Module.__call__
 _apply_function = torch.autograd.Function.__dict__["apply"]
+_checkpointing_generator: Callable[..., Iterator[Any]] = checkpoint._checkpoint_without_reentrant_generator
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    tracer = getattr(_following, "tracer", None)
+    watcher = _following.watcher
+    if watcher is None:
+        return _follow(module, args, kwargs)
+    watcher.enter(module)
+    try:
+        return _follow(module, args, kwargs)
+    finally:
+        watcher.leave(module)
+
+
+def _follow(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    tracer = _following.tracer
     if tracer is None or tracer._inside:
         return _call_module(module, *args, **kwargs)
     path = tracer._units.get(id(module))
@@ -248,12 +305,26 @@ def _call_with_hooks(tracer: StepTracer, module: nn.Module, path: str, args: Any
 
 def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     # Not a torch function: the mode would see the inside of its forward, and its backward would be lost.
-    tracer = getattr(_following, "tracer", None)
+    tracer, watcher = _following.tracer, _following.watcher
     run = _apply_function.__get__(None, function)
+    checkpoints = function is checkpoint.CheckpointFunction
+    if checkpoints and watcher is not None:
+        args = (watcher.repeatable(args[0], calls_before=1), *args[1:])
     if tracer is None or tracer._inside:
-        return run(*args, **kwargs)
+        return run(*args, **kwargs) if checkpoints or watcher is None else watcher.opaque(run, args, kwargs)
     with tracer.aside():
+        if checkpoints:
+            return tracer.on_region(run, args, kwargs)
         return tracer.on_glue(_named(run, f"{function.__name__}.apply"), args, kwargs)
+
+
+def _checkpointing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Brackets a region that is checkpointed without reentrance; ``function`` is what backwards call again."""
+    tracer, watcher = _following.tracer, _following.watcher
+    if watcher is not None:
+        function = watcher.repeatable(function, calls_before=0)
+    generator = _checkpointing_generator(function, *args, **kwargs)
+    return generator if tracer is None or tracer._inside else tracer.region(generator)
 
 
 def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ def gaps(graph: CallGraph) -> list[Gap]:
 
     A cut without parameters on one of its sides would be of no use: it counts as illegal.
     """
-    calls = [node.index for node in graph.nodes if node.kind == "call"]
+    calls = [node.index for node in graph.nodes if node.kind != "glue"]
     trained = [node.index for node in graph.nodes if node.parameters]
     found = []
     for first, second in itertools.pairwise(calls):
@@ -165,7 +165,7 @@ def cut_at(graph: CallGraph, split_points: Sequence[str], num_stages: int) -> tu
             f"split_points names {len(split_points)} units, but num_stages={num_stages} needs {num_stages - 1}: "
             "one for each stage after the first"
         )
-    calls = [node for node in graph.nodes if node.kind == "call"]
+    calls = [node for node in graph.nodes if node.kind != "glue"]
     before = {gap.before: gap for gap in reversed(gaps(graph))}
     cuts: list[int] = []
     for name in split_points:
@@ -243,7 +243,7 @@ def too_few_cuts(graph: CallGraph, num_stages: int) -> PartitionError:
     """The error that says how many cuts are legal, and what forbids the others."""
     all_gaps = gaps(graph)
     count = sum(gap.obstacle is None for gap in all_gaps)
-    calls = sum(node.kind == "call" for node in graph.nodes)
+    calls = sum(node.kind != "glue" for node in graph.nodes)
     obstacles = list(dict.fromkeys(gap.obstacle for gap in all_gaps if gap.obstacle is not None))
     because = "".join(f"\n  - {obstacle}" for obstacle in obstacles[:3])
     return PartitionError(

@@ -114,7 +114,7 @@ def make_plan(graph: CallGraph, cuts: Sequence[int], costs: Costs, sizes: Mappin
         stages.append(
             StagePlan(
                 index=k,
-                units=tuple(dict.fromkeys(node.name for node in nodes if node.kind == "call")),
+                units=tuple(dict.fromkeys(node.name for node in nodes if node.kind != "glue")),
                 parameters=parameters,
                 states=tuple(dict.fromkeys(name for node in nodes for name in node.states)),
                 num_parameters=sum(sizes[name] for name in parameters),

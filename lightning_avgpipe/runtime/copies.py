@@ -128,9 +128,13 @@ class Copies:
             return [None] * len(names)
         found = []
         for name in names:
+            gradient, parameter = None, self._parameters[name]
             copy = self._stand_ins[stage].get(name)
-            leaf = self._parameters[name] if copy is None else copy.stand_in
-            gradient, leaf.grad = leaf.grad, None
+            # the parameter itself has a gradient too if the step reached it past its module, say through a list
+            for leaf in (parameter,) if copy is None else (parameter, copy.stand_in):
+                if leaf.grad is not None:
+                    gradient = leaf.grad if gradient is None else gradient + leaf.grad
+                leaf.grad = None
             if gradient is not None and gradient.is_sparse:
                 raise ConfigurationError(
                     f"the gradient of '{name}' is sparse, and several stages use this parameter; build its embedding "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from lightning_avgpipe.capture.graph import CallGraph
 
@@ -39,11 +38,6 @@ class StageProgram:
     def is_last(self) -> bool:
         """Whether the result of the step is computed here."""
         return self.stage == self.num_stages - 1
-
-    @cached_property
-    def drawing(self) -> frozenset[tuple[str, str]]:
-        """Kind and name of the nodes that draw random numbers."""
-        return frozenset((node.kind, node.name) for node in self.graph.nodes if node.draws)
 
 
 def stage_programs(graph: CallGraph, cuts: Sequence[int]) -> tuple[StageProgram, ...]:

@@ -1,21 +1,45 @@
 """Random numbers that depend on what is computed, not on where or when.
 
-A drawing node gets a stream of its own, seeded by (seed, iteration, pipeline, micro-batch, name, occurrence), so
+Every module that draws gets numbers seeded by (seed, iteration, pipeline, micro-batch, module, occurrence), so
 partition, schedule and advance do not change a result. The process's own streams are left as they were.
+
+A module without children (a dropout layer, an LSTM) is seeded when it is called. A module with children, and the step's
+own code, is seeded anew at each drawing function that it calls: on one stage such a function may run inside a unit, on
+another as glue between units, and it must draw the same.
+
+What ``torch.utils.checkpoint`` runs again in a backward draws again what it drew in the forward.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["RandomKey", "host_stream", "stream"]
+from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
+
+__all__ = ["Drawing", "Draws", "RandomKey", "host_stream", "stream"]
+
+# fmt: off
+_DRAWING_FUNCTIONS = frozenset((
+    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout",
+    "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout", "rrelu", "rrelu_",
+    "gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward",
+    "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu", "rand", "rand_like", "randn", "randn_like",
+    "randint", "randint_like", "randperm", "bernoulli", "bernoulli_", "normal", "normal_", "multinomial", "poisson",
+    "binomial", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_",
+))
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -34,25 +58,171 @@ class RandomKey:
     pipeline: int = 0
     micro_batch: int = 0
 
-    def derive(self, name: str, occurrence: int = 0) -> int:
-        """A 63-bit seed for one drawing node of this execution."""
-        text = f"{self.seed}/{self.iteration}/{self.pipeline}/{self.micro_batch}/{name}/{occurrence}"
+    def derive(self, name: str, occurrence: int = 0, function: int = 0) -> int:
+        """A 63-bit seed for one draw of this execution: of a module's n-th call the n-th function."""
+        text = f"{self.seed}/{self.iteration}/{self.pipeline}/{self.micro_batch}/{name}/{occurrence}/{function}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """The modules of a step that draw.
+
+    Attributes:
+        paths: ``id(module) -> path``.
+        simple: paths of those without children.
+        composite: paths of the others that draw from torch's generators.
+        host: paths of those that draw from the generators of Python and NumPy.
+        step: whether the step's own code draws.
+    """
+
+    paths: Mapping[int, str]
+    simple: frozenset[str]
+    composite: frozenset[str]
+    host: frozenset[str]
+    step: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, drawing: Collection[str], host_drawing: Collection[str]) -> Drawing:
+        """Find the modules by their paths; "" is the step's own code."""
+        modules = {path: module.get_submodule(path) for path in {*drawing, *host_drawing}}
+        simple = frozenset(path for path, m in modules.items() if path and not any(True for _ in m.children()))
+        return cls(
+            {id(m): path for path, m in modules.items()},
+            simple,
+            frozenset(drawing) - simple,
+            frozenset(host_drawing),
+            "" in drawing,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.paths)
+
+
+@dataclass
+class _Scope:
+    """One call of a module: its path, the how-manieth call it is, and the drawing functions that it called so far."""
+
+    path: str
+    occurrence: int
+    seeds_functions: bool
+    functions: int = 0
+
+
+_QUIET = _Scope("", 0, False)
+
+
+class Draws(CallWatcher):
+    """Seeds the draws of one execution of a step, and remembers how far it has come."""
+
+    def __init__(self, drawing: Drawing, key: RandomKey, device: torch.device) -> None:
+        self._drawing = drawing
+        self._key = key
+        self._device = device
+        self._counts: Counter[str] = Counter()
+        self._scopes = [_Scope("<step>", 0, drawing.step)]
+        self._host_streams: list[contextlib.AbstractContextManager[None]] = []
+
+    # -- calls of modules ---------------------------------------------------------------------------------------------
+
+    def enter(self, module: nn.Module) -> None:
+        path = self._drawing.paths.get(id(module))
+        if path is None:
+            self._scopes.append(_QUIET)
+            return
+        occurrence = self._counts[path]
+        self._counts[path] += 1
+        simple = path in self._drawing.simple
+        self._scopes.append(_Scope(path, occurrence, not simple))
+        if simple:
+            _seed(self._key.derive(path, occurrence), self._device)
+        if path in self._drawing.host:
+            self._host_streams.append(host_stream(self._key.derive(path, occurrence)))
+            self._host_streams[-1].__enter__()
+
+    def leave(self, module: nn.Module) -> None:
+        scope = self._scopes.pop()
+        if scope is not _QUIET and scope.path in self._drawing.host:
+            self._host_streams.pop().__exit__(None, None, None)
+
+    def skip(self, calls: Sequence[str]) -> None:
+        """These calls happened on another stage."""
+        self._counts.update(calls)
+
+    # -- functions ----------------------------------------------------------------------------------------------------
+
+    def function(self, name: str) -> None:
+        """A torch function is about to be called, here or (as glue of an earlier stage) elsewhere."""
+        scope = self._scopes[-1]
+        if scope.seeds_functions and (name in _DRAWING_FUNCTIONS or name.endswith(".apply")):
+            _seed(self._key.derive(scope.path, scope.occurrence, 1 + scope.functions), self._device)
+            scope.functions += 1
+
+    def opaque(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.function(".apply")
+        self._scopes.append(_QUIET)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self._scopes.pop()
+
+    def functions(self, calls: Collection[str] | None) -> contextlib.AbstractContextManager[Any]:
+        """Within this context functions inside of a unit are seen, if one of its calls (None: unknown) needs it."""
+        composite = self._drawing.composite
+        needed = bool(composite) if calls is None else not composite.isdisjoint(calls)
+        return _Functions(self) if needed else contextlib.nullcontext()
+
+    # -- what backwards call again ------------------------------------------------------------------------------------
+
+    def repeatable(self, function: Callable[..., Any], calls_before: int) -> Callable[..., Any]:
+        counts, scopes, calls = self._counts.copy(), [copy.copy(scope) for scope in self._scopes], 0
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls <= calls_before:
+                return function(*args, **kwargs)
+            again = Draws(self._drawing, self._key, self._device)
+            again._counts, again._scopes = counts.copy(), [copy.copy(scope) for scope in scopes]
+            with stream(self._key.derive("again"), self._device), watching(again), _Functions(again):
+                return function(*args, **kwargs)
+
+        return call
+
+
+class _Functions(TorchFunctionMode):
+    """Announces torch functions before they run."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._draws.function(function_name(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    return generators
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    for generator in _generators(device):
+        generator.manual_seed(seed)
 
 
 @contextlib.contextmanager
 def stream(seed: int, device: torch.device) -> Iterator[None]:
     """Draw torch's random numbers from a fresh stream, then go on with the old one."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    states = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
+    states = [(generator, generator.get_state()) for generator in _generators(device)]
+    _seed(seed, device)
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
+        for generator, state in states:
             generator.set_state(state)
 
 

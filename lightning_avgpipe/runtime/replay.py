@@ -14,7 +14,6 @@ the first node of a later stage the step is left. Free glue runs wherever it sta
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +23,11 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import tree
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
+from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.runtime.absent import Absent, Constant, TensorMeta
 from lightning_avgpipe.runtime.program import StageProgram
-from lightning_avgpipe.runtime.randomness import RandomKey, host_stream, stream
+from lightning_avgpipe.runtime.randomness import Drawing, Draws, RandomKey, host_stream, stream
 
 __all__ = ["Entry", "Replayed", "Spec", "replay"]
 
@@ -76,6 +75,7 @@ def replay(
     received: Sequence[Tensor] = (),
     entries: tuple[Entry, ...] = (),
     key: RandomKey | None = None,
+    drawing: Drawing | None = None,
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
@@ -89,19 +89,22 @@ def replay(
         received: tensors for ``program.receives``, in its order.
         entries: what the nodes of earlier stages returned.
         key: names this execution, for random numbers.
+        drawing: the modules that draw; None if nothing does.
         device: of this stage.
     Raises:
         StepChangedError: the step did something else than when it was captured.
         AbsentValueError: the step needs a value that was not sent.
     """
     key = key or RandomKey(0)
-    replayer = _Replayer(program, units, owned, received, entries, key, device)
+    draws = Draws(drawing, key, device) if drawing else None
+    replayer = _Replayer(program, units, owned, received, entries, draws, device)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
     with contextlib.ExitStack() as stack:
-        if program.graph.draws:
+        if draws is not None:
             stack.enter_context(stream(key.derive("step"), device))
-        if program.graph.host_draws:
+            stack.enter_context(watching(draws))
+        if program.graph.host_drawing:
             stack.enter_context(host_stream(key.derive("host")))
         stack.enter_context(replayer.following())
         try:
@@ -121,7 +124,7 @@ class _Replayer(StepTracer):
         owned: Mapping[int, str],
         received: Sequence[Tensor],
         entries: tuple[Entry, ...],
-        key: RandomKey,
+        draws: Draws | None,
         device: torch.device,
     ) -> None:
         super().__init__(units, owned)
@@ -135,9 +138,8 @@ class _Replayer(StepTracer):
         self._sends = frozenset(program.sends)
         self._made: dict[int, Tensor] = {}  # values of this stage that will be sent
         self._position = 0
-        self._key = key
+        self._draws = draws
         self._device = device
-        self._occurrences: Counter[str] = Counter()
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
@@ -149,10 +151,15 @@ class _Replayer(StepTracer):
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensor_arguments(args, kwargs)
+        if self._draws is not None:
+            self._draws.function(function_name(func))
         for tensor in tensors:
             if id(tensor) in self._owned or self.value_of(tensor) is not None:
                 return self._at_node("glue", function_name(func), func, args, kwargs, tensors)
         return func(*args, **kwargs)
+
+    def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._at_node("region", "", run, args, kwargs, tensor_arguments(args, kwargs))
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._program.is_last:
@@ -166,7 +173,7 @@ class _Replayer(StepTracer):
         if position == program.end and not program.is_last:
             raise _StageEnd
         node = self._nodes[position] if position < program.end else None
-        if node is None or node.kind != kind or node.name != name:
+        if node is None or node.kind != kind or (node.name != name and kind != "region"):
             # On the last stage everything from its start on is at hand, so it may do what it wants.
             if not (program.is_last and position >= program.start):
                 raise self._changed(kind, name, node)
@@ -178,6 +185,8 @@ class _Replayer(StepTracer):
         return self._execute(node, kind, name, run, args, kwargs, tensors)
 
     def _skip(self, node: Node, tensors: list[Tensor]) -> Any:
+        if self._draws is not None and node.drawn:
+            self._draws.skip(node.drawn)
         for i, value, of_base in node.writes:
             target = tensors[i]._base if of_base else tensors[i]
             if target is not None and value not in self._objects and not self.is_known(target):
@@ -219,13 +228,11 @@ class _Replayer(StepTracer):
         kwargs: Any,
         tensors: list[Tensor],
     ) -> Any:
-        if (kind, name) in self._program.drawing:
-            occurrence = self._occurrences[name]
-            self._occurrences[name] += 1
-            with stream(self._key.derive(f"{kind}:{name}", occurrence), self._device):
-                result = run(*args, **kwargs)
-        else:
+        if self._draws is None or kind == "glue":
             result = run(*args, **kwargs)
+        else:
+            with self._draws.functions(None if node is None else (node.name, *node.drawn)):
+                result = run(*args, **kwargs)
         if node is None:
             return result
         leaves = [result] if type(result) is Tensor else tree.tensors(result)

@@ -15,7 +15,7 @@ from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.runtime.copies import Copies
 from lightning_avgpipe.runtime.message import Message
 from lightning_avgpipe.runtime.program import StageProgram
-from lightning_avgpipe.runtime.randomness import RandomKey
+from lightning_avgpipe.runtime.randomness import Drawing, RandomKey
 from lightning_avgpipe.runtime.replay import replay
 
 __all__ = ["Stage", "Task"]
@@ -85,6 +85,7 @@ class Stage:
         self._units = {id(module.get_submodule(path)): path for path in program.graph.units}
         self._module = module
         self._owned = owned_tensors(module, ())
+        self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
         self.stash: dict[int, _Stash] = {}
         self.results: dict[int, Any] = {}
 
@@ -122,6 +123,7 @@ class Stage:
                 received,
                 message.entries if message is not None else (),
                 RandomKey(task.key.seed, task.key.iteration, task.key.pipeline, micro_batch),
+                self._drawing,
                 self._device,
             )
             if program.is_last:
@@ -150,7 +152,8 @@ class Stage:
         """
         stash = self.stash.pop(micro_batch)
         gradients = (None,) if message is None else message.tensors
-        with torch.profiler.record_function(f"avgpipe::B{micro_batch}"):
+        # copies are in place for what is recomputed
+        with torch.profiler.record_function(f"avgpipe::B{micro_batch}"), self._copies.placed(self.program.stage):
             pairs = [
                 (root, gradient)
                 for root, gradient in zip(stash.roots, gradients, strict=True)

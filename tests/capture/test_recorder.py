@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.recorder import capture
@@ -224,7 +225,7 @@ def test_capture_puts_attributes_buffers_and_random_state_back() -> None:
     assert module.norm.num_batches_tracked == 0
     assert torch.equal(module.norm.running_mean, torch.zeros(4))
     assert graph.nodes[-1].states == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
-    assert graph.draws
+    assert graph.drawing
 
 
 def test_units_that_draw_or_own_stay_on_one_stage() -> None:
@@ -253,3 +254,35 @@ def test_containers_are_opened_and_units_are_refined() -> None:
     assert split_units(module, units, ["blocks.1.norm1"])[1] == "blocks.1.self_attn"
     with pytest.raises(PartitionError, match=r"did you mean 'blocks\.1\.norm1'"):
         split_units(module, units, ["blocks.1.nrom1"])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y = checkpoint(lambda x: self.b(x) * self.scale + h, h.relu(), use_reentrant=self.use_reentrant)
+        return self.c(y)
+
+
+def test_no_cut_lies_in_a_checkpointed_region() -> None:
+    module = Checkpointed(use_reentrant=False)
+    graph = graph_of(module, module, torch.randn(3, 4))
+    assert names(graph) == ["a", "relu", "b", "mul", "add", "c"]
+    assert [obstacle is None for obstacle in graph.obstacles[1:6]] == [True, True, False, False, True]
+    assert "it lies in a region of torch.utils.checkpoint at test_recorder.py" in str(graph.obstacles[3])
+
+
+def test_a_reentrantly_checkpointed_region_is_one_node_with_all_that_it_uses() -> None:
+    module = Checkpointed(use_reentrant=True)
+    graph = graph_of(module, module, torch.randn(3, 4))
+    assert names(graph) == ["a", "relu", "b", "c"]
+    region = graph.nodes[2]
+    assert region.kind == "region"
+    assert region.parameters == ("b.weight", "b.bias", "scale")
+    assert region.inputs == (1, 0)  # relu's result, and h through the closure
+    assert graph.live(2) == (0, 1)

@@ -1,0 +1,78 @@
+"""Who draws random numbers: found out while a step is captured, call by call, also inside units."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from lightning_avgpipe.capture.tracer import CallWatcher
+
+__all__ = ["DrawWatch", "random_bits"]
+
+
+def random_bits(device: torch.device | None) -> Tensor:
+    """State of torch's generators that units and glue draw from."""
+    state = torch.get_rng_state()
+    if device is not None and device.type == "cuda":
+        state = torch.cat([state, torch.cuda.get_rng_state(device)])
+    return state
+
+
+class DrawWatch(CallWatcher):
+    """Notes which modules draw themselves, not only through their children.
+
+    Between two events (a call begins, a call ends) only the module on top of the stack runs, so if a generator has
+    moved, it was this one.
+
+    Args:
+        module: the root; its own code has the path "".
+        device: where the step computes.
+
+    Attributes:
+        calls: paths of all calls so far, in order.
+        drawing: paths of modules that draw from torch's generators; dropout layers are among them even when they are
+            in evaluation mode now.
+        host_drawing: paths of modules that draw from the generators of Python and NumPy.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | None) -> None:
+        self._paths = {id(m): path for path, m in module.named_modules()}
+        self._device = device
+        self._stack = [""]
+        self._state = random_bits(device)
+        self._host_state = _host_bits()
+        self.calls: list[str] = []
+        self.drawing = {path for path, m in module.named_modules() if isinstance(m, _DropoutNd)}
+        self.host_drawing: set[str] = set()
+
+    def enter(self, module: nn.Module) -> None:
+        self.look()
+        path = self.path(module)
+        self.calls.append(path)
+        self._stack.append(path)
+
+    def leave(self, module: nn.Module) -> None:
+        self.look()
+        self._stack.pop()
+
+    def path(self, module: nn.Module) -> str:
+        """Where a module lies; "" if it is none of the root's."""
+        return self._paths.get(id(module), "")
+
+    def look(self) -> None:
+        """See whether generators have moved since the last event."""
+        state, host_state = random_bits(self._device), _host_bits()
+        if not torch.equal(state, self._state):
+            self.drawing.add(self._stack[-1])
+        if host_state != self._host_state:
+            self.host_drawing.add(self._stack[-1])
+        self._state, self._host_state = state, host_state
+
+
+def _host_bits() -> tuple[Any, ...]:
+    return random.getstate(), str(np.random.get_state(legacy=False))
