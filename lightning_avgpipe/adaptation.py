@@ -83,6 +83,7 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
         if not strategy.mesh.hosts_last:
             for hook in _LAST_STAGE_HOOKS:
                 undo.enter_context(_replaced(module, hook, _nothing))
+        if not strategy.mesh.reads:
             undo.enter_context(_replaced(module, "_on_before_batch_transfer", _pass_on))
         undo.enter_context(_replaced(module, "on_train_epoch_end", on_train_epoch_end))
         yield

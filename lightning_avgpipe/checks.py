@@ -31,6 +31,8 @@ def options(
     advance: Any,
     split_points: Sequence[str] | None,
     loss_reduction: str,
+    reader: str,
+    send_batch: str,
     start_method: str,
 ) -> None:
     """Check the strategy's own arguments, as far as they can be judged alone."""
@@ -42,8 +44,7 @@ def options(
         )
     if num_microbatches != "auto" and not _is_count(num_microbatches):
         raise ConfigurationError(f"num_microbatches={num_microbatches!r}: must be 'auto' or an integer of at least 1")
-    if schedule not in _SCHEDULES:
-        raise ConfigurationError(f"schedule={schedule!r}: must be one of {', '.join(map(repr, _SCHEDULES))}")
+    _check_choice("schedule", schedule, _SCHEDULES)
     if not isinstance(advance, int) or isinstance(advance, bool) or advance < 0:
         raise ConfigurationError(f"advance={advance!r}: must be an integer of at least 0; 0 is 1F1B")
     if advance and schedule != "advance_forward":
@@ -58,12 +59,15 @@ def options(
                 f"split_points names {len(split_points)} units, but num_stages={num_stages} needs {num_stages - 1}: "
                 "one for each stage after the first"
             )
-    if loss_reduction not in ("mean", "sum"):
-        raise ConfigurationError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'")
-    if start_method not in _START_METHODS:
-        raise ConfigurationError(
-            f"start_method={start_method!r}: must be one of {', '.join(map(repr, _START_METHODS))}"
-        )
+    _check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+    _check_choice("reader", reader, ("last", "first"))
+    _check_choice("send_batch", send_batch, ("needed", "all"))
+    _check_choice("start_method", start_method, _START_METHODS)
+
+
+def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{option}={value!r}: must be one of {', '.join(map(repr, choices))}")
 
 
 def processes(num_stages: int, world_size: int) -> None:

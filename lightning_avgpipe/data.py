@@ -1,20 +1,92 @@
-"""Dataloaders of a pipeline: rank 0 reads, the other processes are told when there is a batch."""
+"""Dataloaders of a pipeline: one process reads, the others get what they need of each batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from lightning_avgpipe import tree
+from lightning_avgpipe.capture.batch import leaf_names
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.runtime.feed import Feed, Needs
 from lightning_avgpipe.runtime.mesh import Mesh
 
-__all__ = ["mirror"]
+__all__ = ["Shipping", "has_transfer_hooks", "mirror"]
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def mirror(dataloader: Any, mesh: Mesh) -> Any:
+class _End:
+    """Takes the place of a batch after the last one."""
+
+
+class _Later:
+    """Takes the place of a batch that travels after its transfer hooks."""
+
+
+def has_transfer_hooks(trainer: pl.Trainer) -> bool:
+    """Whether the user's code changes batches on their way to the device."""
+    owners = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
+    return any(is_overridden(hook, owner) for owner in owners if owner is not None for hook in _TRANSFER_HOOKS)
+
+
+class Shipping:
+    """How batches of one run of the trainer come to the processes that do not read.
+
+    Args:
+        feed: to or from the other processes.
+        needs: which tensors each process gets.
+        sends: whether this process reads for others.
+        early: whether batches travel when they are read, one ahead of the work; else after the user's transfer hooks.
+    """
+
+    def __init__(self, feed: Feed, needs: Needs, sends: bool, early: bool) -> None:
+        self.feed = feed
+        self.needs = needs
+        self.early = early
+        self._sends = sends
+        self._stream = feed.begin()
+        self._sealed: list[tuple[Tensor, int]] = []
+
+    def pass_on(self, batch: Any) -> Any:
+        """The reader's batch, after its transfer hooks."""
+        return self.feed.pass_on(self._stream, batch, self.needs)
+
+    def seal(self, batch: Any) -> Any:
+        """From now on this batch must not change: it may be under way to other processes."""
+        if self._sends:
+            self._sealed = [(tensor, tensor._version) for tensor in tree.tensors(batch) if not tensor.is_inference()]
+        return batch
+
+    def check_seal(self, batch: Any) -> None:
+        """Raise if the batch is not the one that was sent.
+
+        Raises:
+            ConfigurationError: names the tensors that changed.
+        """
+        sealed, self._sealed = self._sealed, []
+        if not sealed:
+            return
+        now = [tensor for tensor in tree.tensors(batch) if not tensor.is_inference()]
+        same = len(now) == len(sealed) and all(t is old for t, (old, _) in zip(now, sealed, strict=True))
+        changed = [name for name, (t, v) in zip(leaf_names(batch), sealed, strict=False) if t._version != v]
+        if not same or changed:
+            raise ConfigurationError(
+                f"a hook changed {', '.join(changed) or 'tensors'} of the batch after it was sent to the other stages, "
+                "which would go on with the old numbers; change batches in on_after_batch_transfer, which runs once, "
+                "before they are sent"
+            )
+
+
+def mirror(dataloader: Any, mesh: Mesh, shipping: Callable[[], Shipping]) -> Any:
     """What a process iterates over in place of its dataloader.
 
     Random order, collation and augmentation happen once, so inputs and labels agree on all stages, and an iterable
-    dataset may end where it wants. Batches themselves travel after the batch transfer hooks.
+    dataset may end where it wants.
     """
     if mesh.world_size == 1:
         return dataloader
@@ -22,24 +94,41 @@ def mirror(dataloader: Any, mesh: Mesh) -> Any:
         length: int | None = len(dataloader)
     except (TypeError, NotImplementedError):  # an iterable dataset without a length
         length = None
-    length = mesh.broadcast(length)
-    if mesh.rank == 0:
-        return _SizedReader(dataloader, mesh) if length is not None else _Reader(dataloader, mesh)
-    return _SizedFollower(mesh, length) if length is not None else _Follower(mesh)
+    length = mesh.broadcast(length, mesh.reader)
+    if mesh.reads:
+        return _SizedReader(dataloader, shipping) if length is not None else _Reader(dataloader, shipping)
+    return _SizedFollower(shipping, length) if length is not None else _Follower(shipping)
 
 
 class _Reader:
-    """Rank 0's dataloader; announces each batch, and the end. Everything else is the dataloader's."""
+    """The reader's dataloader; passes each batch on, and the end. Everything else is the dataloader's."""
 
-    def __init__(self, dataloader: Any, mesh: Mesh) -> None:
-        vars(self)["_dataloader"] = dataloader
-        vars(self)["_mesh"] = mesh
+    def __init__(self, dataloader: Any, shipping: Callable[[], Shipping]) -> None:
+        vars(self).update(_dataloader=dataloader, _shipping=shipping, _stream=None)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._dataloader:
-            self._mesh.publish(True)
-            yield batch
-        self._mesh.publish(False)
+        shipping: Shipping = vars(self)["_shipping"]()
+        stream = vars(self)["_stream"] = shipping.feed.begin(vars(self)["_stream"])
+
+        def passed_on(batch: Any) -> Any:
+            if batch is _End or not shipping.early:
+                shipping.feed.pass_on(stream, _End if batch is _End else _Later)
+            else:
+                shipping.feed.pass_on(stream, batch, shipping.needs)
+            return batch
+
+        batches = iter(self._dataloader)
+        # a dataloader that can be saved must not be ahead of the training when that happens
+        ahead = shipping.early and not hasattr(self._dataloader, "state_dict")
+        batch = passed_on(next(batches, _End))
+        while batch is not _End:
+            if ahead:
+                following = passed_on(next(batches, _End))
+                yield batch
+            else:
+                yield batch
+                following = passed_on(next(batches, _End))
+            batch = following
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -56,19 +145,25 @@ class _SizedReader(_Reader):
 
 
 class _Follower:
-    """What other processes iterate over: a None for each of rank 0's batches."""
+    """What other processes iterate over: the reader's batches as far as they need them, or None for each of them."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, shipping: Callable[[], Shipping]) -> None:
+        self._shipping = shipping
+        self._stream: int | None = None
 
-    def __iter__(self) -> Iterator[None]:
-        while self._mesh.publish():
-            yield None
+    def __iter__(self) -> Iterator[Any]:
+        shipping = self._shipping()
+        stream = self._stream = shipping.feed.begin(self._stream)
+        while True:
+            item = shipping.feed.pass_on(stream, None)
+            if item is _End:
+                return
+            yield None if item is _Later else item
 
 
 class _SizedFollower(_Follower):
-    def __init__(self, mesh: Mesh, length: int) -> None:
-        super().__init__(mesh)
+    def __init__(self, shipping: Callable[[], Shipping], length: int) -> None:
+        super().__init__(shipping)
         self._length = length
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,7 +31,7 @@ from torchmetrics import Metric
 from lightning_avgpipe import checks, tree
 from lightning_avgpipe.adaptation import adapted
 from lightning_avgpipe.checkpoint import full_optimizer_state
-from lightning_avgpipe.data import mirror
+from lightning_avgpipe.data import Shipping, has_transfer_hooks, mirror
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.partition import Plan
@@ -47,6 +47,14 @@ __all__ = ["AvgPipeStrategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _MICROBATCHES_PER_STAGE = 4
+
+_STEPS = {
+    RunningStage.TRAINING: "training_step",
+    RunningStage.SANITY_CHECKING: "validation_step",
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
 
 SplitBatch = Callable[[Any, int], Sequence[Any]]
 
@@ -74,6 +82,10 @@ class AvgPipeStrategy(ParallelStrategy):
             the samples, ``"sum"`` adds them up.
         split_batch: ``(batch, num_microbatches) -> list of micro-batches`` for batches that are no trees of tensors
             with a common first dimension. A method of this name on the LightningModule does the same.
+        reader: which stage's process reads the data: ``"last"`` (global rank 0, where the loss is) or ``"first"``, so
+            that large inputs need not travel and only labels do. Rank 0's hooks and callbacks then see less of a batch.
+        send_batch: which tensors of a batch a process gets: ``"needed"`` by its stages (others are placeholders with a
+            shape), or ``"all"``, for hooks and callbacks that look at batches on every rank.
         verify_copies: after every optimizer step check that the copies of parameters which several stages use (tied
             embeddings) are equal bit for bit. For debugging: it reads all of them.
         start_method: how the processes of one node start: ``"popen"`` runs the script again (as ddp does),
@@ -107,6 +119,8 @@ class AvgPipeStrategy(ParallelStrategy):
         split_points: list[str] | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         split_batch: SplitBatch | None = None,
+        reader: Literal["last", "first"] = "last",
+        send_batch: Literal["needed", "all"] = "needed",
         verify_copies: bool = False,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         process_group_backend: str | None = None,
@@ -125,8 +139,9 @@ class AvgPipeStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         checks.options(
-            num_stages, num_pipelines, num_microbatches, schedule, advance, split_points, loss_reduction, start_method
-        )
+            num_stages, num_pipelines, num_microbatches, schedule, advance, split_points, loss_reduction, reader,
+            send_batch, start_method,
+        )  # fmt: skip
         self.num_nodes = 1
         self._wanted_stages = num_stages
         self._num_microbatches = num_microbatches
@@ -135,6 +150,8 @@ class AvgPipeStrategy(ParallelStrategy):
         self._split_points = split_points
         self._loss_reduction = loss_reduction
         self._split_batch = split_batch
+        self._reader = reader
+        self._send_batch = send_batch
         self._verify_copies = verify_copies
         self._start_method = start_method
         self._process_group_backend = process_group_backend
@@ -222,8 +239,9 @@ class AvgPipeStrategy(ParallelStrategy):
         if self._mesh is None:
             between_devices = backend if self.root_device.type == "cuda" else None
             self._mesh = Mesh(
-                self.num_stages, self.global_rank, self.world_size, self.root_device, self._timeout, between_devices
-            )
+                self.num_stages, self.global_rank, self.world_size, self.root_device, self._timeout, between_devices,
+                reader=self.world_size - 1 if self._reader == "first" else 0,
+            )  # fmt: skip
         self._mesh.open()
 
     # -- set-up and teardown -----------------------------------------------------------------------------------------
@@ -243,6 +261,8 @@ class AvgPipeStrategy(ParallelStrategy):
         self._division = Division(module, self.mesh, planner, lambda: self.optimizers)
         self._seed = self.mesh.broadcast(torch.initial_seed())
         self._log = StepLog(module, self.mesh.hosts_last)
+        sends = self.mesh.reads and self.world_size > 1
+        self._shipping = Shipping(self.mesh.feed, self._needs, sends, early=not has_transfer_hooks(trainer))
         self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -355,10 +375,15 @@ class AvgPipeStrategy(ParallelStrategy):
         return outputs
 
     def _split(self, batch: Any) -> list[MicroBatch]:
+        self._shipping.check_seal(batch)
         wanted = self._num_microbatches
         count = _MICROBATCHES_PER_STAGE * self.num_stages if wanted == "auto" else wanted
-        splitter = getattr(self.lightning_module, "split_batch", None) or self._split_batch
+        splitter = self._splitter
         return split(batch, count) if splitter is None else split_with(splitter, batch, count)
+
+    @property
+    def _splitter(self) -> SplitBatch | None:
+        return getattr(self.lightning_module, "split_batch", None) or self._split_batch
 
     def _schedule(self, num_microbatches: int, training: bool) -> Schedule:
         if not training:
@@ -398,14 +423,24 @@ class AvgPipeStrategy(ParallelStrategy):
     # -- what Lightning asks of processes ----------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Rank 0 reads, the others follow."""
-        return mirror(dataloader, self.mesh)
+        """One process reads, the others follow."""
+        return mirror(dataloader, self.mesh, lambda: self._shipping)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Rank 0's batch, after its transfer hooks, on every rank's device."""
-        if self.is_global_zero:
+        """The reader's batch, after its transfer hooks, on every rank's device."""
+        if self.world_size == 1 or self._shipping.early:
+            return self._shipping.seal(super().batch_to_device(batch, device, dataloader_idx))
+        if self.mesh.reads:
             batch = super().batch_to_device(batch, device, dataloader_idx)
-        return self.mesh.publish(batch)
+        return self._shipping.seal(self._shipping.pass_on(batch))
+
+    def _needs(self, batch: Any, rank: int) -> frozenset[str] | None:
+        """The tensors of a batch for a process; None is all of them."""
+        assert self.lightning_module is not None
+        if self._send_batch == "all" or self._splitter is not None or self._division is None:
+            return None
+        stage = self.lightning_module.trainer.state.stage
+        return None if stage is None else self._division.pipeline.leaves(_STEPS[stage], rank, batch)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""

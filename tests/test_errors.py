@@ -28,7 +28,7 @@ from tests.trainers import pipeline, trainer
         ({"schedule": "1f1b", "advance": 1}, "advance=1 has no meaning for schedule='1f1b'"),
         ({"num_stages": 3, "split_points": ["a"]}, "split_points names 1 units, but num_stages=3 needs 2"),
         ({"split_points": "layers.2"}, r"use \['layers.2'\]"),
-        ({"loss_reduction": "max"}, "loss_reduction='max': must be 'mean' or 'sum'"),
+        ({"loss_reduction": "max"}, "loss_reduction='max': must be one of 'mean', 'sum'"),
         ({"start_method": "rsh"}, "start_method='rsh'"),
     ],
 )

@@ -14,10 +14,11 @@ PACKAGE = Path(__file__).parents[1] / "lightning_avgpipe"
 ALLOWED = {
     "errors": set(),
     "tree": set(),
-    "capture": {"errors", "tree"},
+    "absent": {"errors", "tree"},
+    "capture": {"errors", "tree", "absent"},
     "partition": {"errors", "capture"},
     "schedule": {"errors"},
-    "runtime": {"errors", "tree", "capture", "partition", "schedule"},
+    "runtime": {"errors", "tree", "absent", "capture", "partition", "schedule"},
     "elastic": {"errors", "tree", "runtime"},
     "tuning": {"errors", "tree", "capture", "partition", "schedule", "runtime", "elastic"},
 }

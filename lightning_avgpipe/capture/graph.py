@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["CallGraph", "Node", "Value"]
+__all__ = ["CallGraph", "Leaf", "Node", "Value"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,26 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Leaf:
+    """A tensor of the batch, and who needs its numbers. Views of it count as itself.
+
+    Attributes:
+        name: as the step reaches it, such as ``['labels']``.
+        nbytes: of the captured micro-batch.
+        free_use: before which node free glue first computes with it, on every stage that comes so far; None if none
+            does.
+        nodes: that take it.
+        kept: whether the result, ``self.log`` or a metric needs it.
+    """
+
+    name: str
+    nbytes: int
+    free_use: int | None = None
+    nodes: tuple[int, ...] = ()
+    kept: bool = False
+
+
+@dataclass(frozen=True)
 class CallGraph:
     """What one step function does with one micro-batch.
 
@@ -100,6 +120,7 @@ class CallGraph:
         drawing: paths of the modules that draw random numbers themselves, not only through their children; "" is the
             step's own code.
         host_drawing: the same for the generators of Python and NumPy.
+        leaves: the tensors of the batch.
         batch_writes: whether the step changes tensors of its batch in place.
         glue_states: full names of the buffers outside of units that the step changes; operations on them are nodes.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
@@ -113,6 +134,7 @@ class CallGraph:
     resident: frozenset[str]
     drawing: frozenset[str] = frozenset()
     host_drawing: frozenset[str] = frozenset()
+    leaves: tuple[Leaf, ...] = ()
     batch_writes: bool = False
     glue_states: frozenset[str] = frozenset()
     pinned: tuple[tuple[int, int, str], ...] = ()
@@ -147,6 +169,16 @@ class CallGraph:
         return tuple(
             value.index for value in self.values if self.born[value.index] < position <= self.last_use[value.index]
         )
+
+    def needed_leaves(self, start: int, end: int) -> tuple[Leaf, ...]:
+        """Tensors of the batch that a stage with the nodes ``start .. end-1`` needs."""
+        last = end == len(self.nodes)
+
+        def needs(leaf: Leaf) -> bool:
+            computes = leaf.free_use is not None and leaf.free_use <= end  # up to where the stage leaves the step
+            return computes or (last and leaf.kept) or any(start <= node < end for node in leaf.nodes)
+
+        return tuple(leaf for leaf in self.leaves if self.batch_writes or needs(leaf))
 
     @cached_property
     def boundary_bytes(self) -> tuple[int, ...]:

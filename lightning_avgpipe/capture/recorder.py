@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_avgpipe import tree
+from lightning_avgpipe.capture.batch import BatchUse
 from lightning_avgpipe.capture.draws import DrawWatch, random_bits
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.snapshot import untouched
@@ -59,6 +60,8 @@ def capture(
 def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Sequence[Any]) -> CallGraph:
     module = recorder.module
     batch = [(leaf, _version(leaf)) for leaf in tree.tensors(args)]
+    if args:
+        recorder.batch.begin(args[0])
     with untouched(module), recorder.visiting():
         with recorder.following(), watching(recorder.watch):
             result = run(*args)
@@ -76,6 +79,7 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
         resident=frozenset(recorder.resident),
         drawing=frozenset(recorder.watch.drawing),
         host_drawing=frozenset(recorder.watch.host_drawing),
+        leaves=recorder.batch.leaves(),
         batch_writes=any(_version(leaf) != version for leaf, version in batch),
         glue_states=frozenset(recorder.glue_states),
         pinned=tuple(recorder.pinned),
@@ -119,6 +123,7 @@ class _Recorder(StepTracer):
         self.glue_states = set(glue_states)
         super().__init__(self._paths, owned_tensors(module, glue_states))
         self.watch = DrawWatch(module, device)
+        self.batch = BatchUse(device)
         self.nodes: list[Node] = []
         self.values: list[Value] = []
         self.kept: set[int] = set()
@@ -144,6 +149,7 @@ class _Recorder(StepTracer):
         if parameters or states or draws:
             self.resident.add(path)
         elif not inputs:
+            self.batch.computed(tensors, len(self.nodes))
             return result
         flops = float(counter.get_total_flops()) or _recurrent_flops(module, result)
         self._add(
@@ -169,6 +175,7 @@ class _Recorder(StepTracer):
                  flops=float(counter.get_total_flops()) + sum(t.numel() for t in tree.tensors(result))),
             result, tensors, versions,
         )  # fmt: skip
+        self.batch.taken(used.tensors, len(self.nodes) - 1)
         return result
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
@@ -195,12 +202,18 @@ class _Recorder(StepTracer):
         name = function_name(func)
         self._refuse_hidden(tensors, name)
         versions = [_version(t) for t in tensors]
+        free = not inputs and not parameters
+        passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
         random_before = random_bits(self._device)
         result = func(*args, **kwargs)
         for tensor, version in zip(tensors, versions, strict=True):
             if id(tensor) in self._glue_buffer_names and _version(tensor) != version:
                 self.glue_states.add(self._glue_buffer_names[id(tensor)])
-        if not inputs and not parameters:
+        if passive:
+            self.batch.passed_on(tensors, tree.tensors(result))
+        elif free:
+            self.batch.computed(tensors, len(self.nodes))
+        if free:
             return result
         states = tuple(name for name in parameters if name in self.glue_states)
         parameters = tuple(name for name in parameters if name not in self.glue_states)
@@ -219,6 +232,7 @@ class _Recorder(StepTracer):
         return run(*args, **kwargs)
 
     def _add(self, node: Node, result: Any, tensors: list[Tensor], versions: list[int]) -> None:
+        self.batch.taken(tensors, node.index)
         writes: list[tuple[int, int, bool]] = []
         for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
             if _version(tensor) == version:
@@ -258,6 +272,7 @@ class _Recorder(StepTracer):
     def keep(self, tensors: list[Tensor]) -> None:
         """These tensors are needed at the end of the step."""
         self.kept.update(self._inputs(tensors))
+        self.batch.kept(tensors)
 
     def _refuse_hidden(self, tensors: list[Tensor], name: str) -> None:
         """A tensor that was made inside a unit and came out of no node was left behind, say in an attribute."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lightning_avgpipe.capture.graph import CallGraph, Value
+from lightning_avgpipe.capture.graph import CallGraph, Leaf, Value
 from lightning_avgpipe.partition.balance import Costs
 
 __all__ = ["Plan", "StagePlan", "make_plan"]
@@ -25,6 +25,7 @@ class StagePlan:
         num_parameters: elements of these parameters.
         share: its part of the time of all stages, 0..1.
         sends: values that cross to the next stage; empty for the last.
+        leaves: tensors of the batch that it needs.
     """
 
     index: int
@@ -34,6 +35,7 @@ class StagePlan:
     num_parameters: int
     share: float
     sends: tuple[Value, ...]
+    leaves: tuple[Leaf, ...] = ()
 
     @property
     def boundary_bytes(self) -> int:
@@ -84,7 +86,15 @@ class Plan:
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "-" * max(len(line) for line in lines))
-        return "\n".join([*lines, *self._copies()])
+        return "\n".join([*lines, *self._copies(), *self._batch()])
+
+    def _batch(self) -> list[str]:
+        parts = [
+            f"{', '.join(leaf.name for leaf in stage.leaves) or 'nothing'} "
+            f"({_bytes(sum(leaf.nbytes for leaf in stage.leaves))}) for stage {stage.index}"
+            for stage in self.stages
+        ]
+        return [f"of each micro-batch: {'; '.join(parts)}"] if self.graph.leaves else []
 
     def _copies(self) -> list[str]:
         by_stages: dict[tuple[int, ...], list[str]] = {}
@@ -120,6 +130,7 @@ def make_plan(graph: CallGraph, cuts: Sequence[int], costs: Costs, sizes: Mappin
                 num_parameters=sum(sizes[name] for name in parameters),
                 share=sum(costs.node[start:end]) / total,
                 sends=tuple(graph.values[v] for v in graph.live(end)) if k < len(cuts) else (),
+                leaves=graph.needed_leaves(start, end),
             )
         )
     return Plan(tuple(stages), tuple(cuts), graph)

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_avgpipe import tree
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.runtime.channel import (
     Arrivals,
@@ -34,7 +33,8 @@ from lightning_avgpipe.runtime.channel import (
     Wire,
     as_bytes,
 )
-from lightning_avgpipe.runtime.message import Message
+from lightning_avgpipe.runtime.feed import Feed, FeedSink, FeedSource
+from lightning_avgpipe.runtime.message import pack, unpack
 
 __all__ = ["Mesh", "Wiring"]
 
@@ -67,6 +67,7 @@ class Mesh:
         device: of this process.
         timeout: longest wait for another process.
         device_backend: backend of the channels between devices, such as "nccl"; None sends over the host.
+        reader: the process that reads the data.
 
     All processes build it at the same time. With one process nothing is connected.
     """
@@ -79,6 +80,7 @@ class Mesh:
         device: torch.device,
         timeout: timedelta,
         device_backend: str | None = None,
+        reader: int = 0,
     ) -> None:
         if num_stages % world_size:
             raise ConfigurationError(
@@ -90,6 +92,7 @@ class Mesh:
         self.world_size = world_size
         self.device = device
         self.timeout = timeout
+        self.reader = reader
         self.arrivals = Arrivals()
         self._number = next(_instances)
         self._reported = False
@@ -114,7 +117,16 @@ class Mesh:
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages of this process."""
-        return tuple(k for k in range(self.num_stages) if self.rank_of(k) == self.rank)
+        return self.stages_of(self.rank)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a process."""
+        return tuple(k for k in range(self.num_stages) if self.rank_of(k) == rank)
+
+    @property
+    def reads(self) -> bool:
+        """Whether this process reads the data."""
+        return self.rank == self.reader
 
     @property
     def hosts_last(self) -> bool:
@@ -134,6 +146,9 @@ class Mesh:
         self._control = dist.new_group(list(range(self.world_size)), timeout=timeout, backend="gloo")
         for peer in range(1, self.world_size):
             group("news", 0, peer, "gloo")
+        for peer in range(self.world_size):
+            if peer != self.reader:
+                group("batches", self.reader, peer, "gloo")
         for k in range(self.num_stages - 1):
             a, b = self.rank_of(k), self.rank_of(k + 1)
             for direction in ("forward", "backward"):
@@ -171,6 +186,12 @@ class Mesh:
             elif self.rank == b:
                 self.wiring[k + 1].values = self._inbox(f"forward {k}", a, b, a)
                 self.wiring[k + 1].to_previous = self._outbox(f"backward {k}", a, b, a)
+        if self.reads:
+            peers = [peer for peer in range(self.world_size) if peer != self.rank]
+            self.feed: Feed = FeedSource({peer: self._outbox("batches", self.rank, peer, peer) for peer in peers})
+        else:
+            inbox = self._inbox("batches", self.reader, self.rank, self.reader)
+            self.feed = FeedSink(inbox, self.device, self._wait_for_batch)
         if self.rank == 0:
             self._news_out = [self._outbox("news", 0, peer, peer) for peer in range(1, self.world_size)]
         else:
@@ -178,6 +199,8 @@ class Mesh:
 
     def close(self, failed: bool = False) -> None:
         """Stop the channels and their threads; after a failure without waiting for peers."""
+        if self.wiring and not failed:
+            self.feed.close()
         for channel in self._opened:
             channel.close(join_s=0.1 if failed else self.timeout.total_seconds())
         self._opened, self._local, self._news_out, self._news_in = [], [], [], None
@@ -196,6 +219,14 @@ class Mesh:
     def _wire(self, kind: str, a: int, b: int, peer: int) -> Wire:
         return Wire(peer, self._groups[kind, a, b], self.device, self._groups.get((f"{kind} device", a, b)))
 
+    def _wait_for_batch(self, ready: Callable[[], bool]) -> None:
+        self.arrivals.wait_for(
+            ready,
+            self.timeout.total_seconds(),
+            lambda: f"rank {self.rank} (stages {self.stages}) waits for a batch from rank {self.reader}",
+            self.check_peers,
+        )
+
     # -- news: from rank 0 to all ------------------------------------------------------------------------------------
 
     def publish(self, item: T | None = None) -> T:
@@ -206,11 +237,9 @@ class Mesh:
         """
         if self.rank == 0:
             if self._news_out:
-                leaves, spec = tree.flatten(item)
-                tensors = tuple(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor))
-                rest = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                message = pack(item)
                 for outbox in self._news_out:
-                    outbox.put(Message(0, tensors, (), [rest, spec]))
+                    outbox.put(message)
             return item  # type: ignore[return-value]
         inbox = self._news_in
         assert inbox is not None
@@ -218,14 +247,10 @@ class Mesh:
         self.arrivals.wait_for(
             inbox.ready,
             self.timeout.total_seconds(),
-            lambda: f"rank {self.rank} (stages {self.stages}) waits for rank 0's batch or metrics",
+            lambda: f"rank {self.rank} (stages {self.stages}) waits for news from rank 0",
             self.check_peers,
         )
-        message = inbox.get()
-        rest, spec = message.entries
-        tensors_in = iter(message.tensors)
-        leaves = [next(tensors_in) if isinstance(leaf, str) and leaf == _TENSOR else leaf for leaf in rest]
-        return tree.unflatten(leaves, spec)  # type: ignore[no-any-return]
+        return unpack(inbox.get())  # type: ignore[no-any-return]
 
     # -- collectives on the host -------------------------------------------------------------------------------------
 
@@ -365,6 +390,3 @@ class Mesh:
         if failed:
             self._reported = True
             raise PeerError(text)
-
-
-_TENSOR = "\0tensor"

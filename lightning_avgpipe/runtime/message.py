@@ -1,4 +1,4 @@
-"""What crosses a boundary."""
+"""What crosses a boundary, or goes to another process for another reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Message"]
+from lightning_avgpipe import tree
+
+__all__ = ["Message", "pack", "unpack"]
 
 
 @dataclass(frozen=True)
@@ -26,3 +28,22 @@ class Message:
     tensors: tuple[Tensor | None, ...]
     requires_grad: tuple[bool, ...] = ()
     entries: Any = ()
+
+
+class _Tensor:
+    """Marks the place of a tensor among the other leaves."""
+
+
+def pack(item: Any) -> Message:
+    """A message with any tree of tensors and picklable leaves."""
+    leaves, spec = tree.flatten(item)
+    tensors = tuple(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor))
+    rest = [_Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return Message(0, tensors, (), [rest, spec])
+
+
+def unpack(message: Message) -> Any:
+    """The tree that was packed."""
+    rest, spec = message.entries
+    tensors = iter(message.tensors)
+    return tree.unflatten([next(tensors) if leaf is _Tensor else leaf for leaf in rest], spec)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_avgpipe.capture.batch import leaf_names
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.runtime.channel import LocalChannel
@@ -34,6 +35,7 @@ class Pipeline:
         self._stages: dict[str, list[Stage]] = {}
         self._graphs: dict[str, CallGraph] = {}
         self._copies: dict[str, Copies] = {}
+        self._leaves: dict[str, dict[int, frozenset[str]]] = {}
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -54,6 +56,10 @@ class Pipeline:
         programs = stage_programs(graph, cuts)
         copies = Copies(self._module, self._mesh, copied_parameters(programs))
         self._graphs[graph.step] = graph
+        self._leaves[graph.step] = {
+            rank: frozenset().union(*(programs[k].leaves for k in self._mesh.stages_of(rank)))
+            for rank in range(self._mesh.world_size)
+        }
         self._copies[graph.step] = copies
         self._stages[graph.step] = [
             Stage(programs[k], self._module, self._mesh.device, copies) for k in self._mesh.stages
@@ -64,6 +70,14 @@ class Pipeline:
         self._stages.clear()
         self._graphs.clear()
         self._copies.clear()
+        self._leaves.clear()
+
+    def leaves(self, step: str, rank: int, batch: Any) -> frozenset[str] | None:
+        """Names of the tensors of a batch that a process needs for a step; None if that is not known: all of them."""
+        graph = self._graphs.get(step)
+        if graph is None or leaf_names(batch) != tuple(leaf.name for leaf in graph.leaves):
+            return None
+        return self._leaves[step][rank]
 
     def copies(self, step: str) -> Copies:
         """The parameters that several stages use in a step function."""

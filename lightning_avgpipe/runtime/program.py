@@ -39,6 +39,11 @@ class StageProgram:
         """Whether the result of the step is computed here."""
         return self.stage == self.num_stages - 1
 
+    @property
+    def leaves(self) -> frozenset[str]:
+        """Names of the tensors of the batch that are needed here."""
+        return frozenset(leaf.name for leaf in self.graph.needed_leaves(self.start, self.end))
+
 
 def stage_programs(graph: CallGraph, cuts: Sequence[int]) -> tuple[StageProgram, ...]:
     """One program per stage.

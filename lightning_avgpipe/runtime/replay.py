@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe import tree
+from lightning_avgpipe.absent import Absent, Constant, TensorMeta
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.errors import StepChangedError
-from lightning_avgpipe.runtime.absent import Absent, Constant, TensorMeta
 from lightning_avgpipe.runtime.program import StageProgram
 from lightning_avgpipe.runtime.randomness import Drawing, Draws, RandomKey, host_stream, stream
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_avgpipe.absent import Absent, Constant, TensorMeta
 from lightning_avgpipe.errors import AbsentValueError
-from lightning_avgpipe.runtime.absent import Absent, Constant, TensorMeta
 
 
 class Box:
@@ -47,6 +47,17 @@ def test_an_absent_value_answers_for_its_description_only() -> None:
     absent = Absent(TensorMeta((2, 3), torch.float16, True, True), torch.device("cpu"), "encoder")
     assert absent.shape == (2, 3) and absent.dtype == torch.float16 and absent.requires_grad and len(absent) == 2
     assert repr(absent) == "Absent('encoder', shape=(2, 3))"
-    for use in (lambda: absent + 1, lambda: absent.view(-1), lambda: torch.nn.functional.relu(absent)):
+    for use in (lambda: absent + 1, lambda: absent[absent > 0], lambda: torch.nn.functional.relu(absent)):
         with pytest.raises(AbsentValueError, match="needs the value of 'encoder', which lives on an earlier stage"):
             use()
+
+
+def test_views_of_an_absent_value_are_absent() -> None:
+    absent = Absent.of_batch(TensorMeta((4, 6), torch.float32, True, False), torch.device("cpu"), "['image']")
+    parts = torch.tensor_split(absent, 3)
+    assert [tuple(part.shape) for part in parts] == [(2, 6), (1, 6), (1, 6)]
+    for view in (absent.view(2, 12), absent[:, 1:], absent.flatten(), absent.half(), absent.to("cpu"), *parts):
+        assert isinstance(view, Absent)
+    assert absent.half().dtype == torch.float16
+    with pytest.raises(AbsentValueError, match=r"of '\['image'\]', a tensor of the batch .*send_batch='all'"):
+        absent.flatten().sum()

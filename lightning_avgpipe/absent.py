@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_avgpipe import tree
 from lightning_avgpipe.errors import AbsentValueError
 
 __all__ = ["Absent", "Constant", "TensorMeta"]
@@ -29,16 +30,17 @@ class TensorMeta(NamedTuple):
 
 
 class Absent(Tensor):
-    """Stands for a value that an earlier stage produced and this stage does not need.
+    """Stands for a value that lives in another process or on another stage, and is not needed here.
 
-    It has a shape, a type and a device, so glue that asks for these goes on. Whoever computes with it gets an
-    :class:`AbsentValueError` that names the value.
+    It has a shape, a type and a device, so glue that asks for these, or makes a view, goes on. Whoever computes with it
+    gets an :class:`AbsentValueError` that names the value and says what to do.
     """
 
     _name: str
+    _advice: str
 
     @staticmethod
-    def __new__(cls, meta: TensorMeta, device: torch.device, name: str) -> Absent:
+    def __new__(cls, meta: TensorMeta, device: torch.device, name: str, advice: str | None = None) -> Absent:
         absent: Absent = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             meta.shape,
@@ -47,7 +49,13 @@ class Absent(Tensor):
             requires_grad=meta.requires_grad and (meta.dtype.is_floating_point or meta.dtype.is_complex),
         )
         absent._name = name
+        absent._advice = advice or _HIDDEN_VALUE
         return absent
+
+    @classmethod
+    def of_batch(cls, meta: TensorMeta, device: torch.device, name: str) -> Absent:
+        """Stand for a tensor of the batch that no stage of this process needs."""
+        return cls(meta, device, name, _UNSENT_LEAF)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent({self._name!r}, shape={tuple(self.shape)})"
@@ -56,12 +64,43 @@ class Absent(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        names = [a._name for a in (*args, *(kwargs or {}).values()) if isinstance(a, Absent)]
+        kwargs = kwargs or {}
+        absent = [a for a in tree.tensors((args, kwargs)) if isinstance(a, Absent)]
+        if func.overloadpacket.__name__ in _PASSIVE and len(absent) == 1:
+            return absent[0]._passed_on(func, args, kwargs)
         raise AbsentValueError(
-            f"{func} needs the value of '{', '.join(names) or '?'}', which lives on an earlier stage and was not sent: "
-            "the step did not need it when it was captured. It reached this code through an attribute or an object "
-            "that hides tensors; pass it as an argument, return it, or keep both units on one stage with split_points"
+            f"{func} needs the value of '{', '.join(a._name for a in absent)}', {absent[0]._advice if absent else ''}"
         )
+
+    def _passed_on(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a view or a copy of it looks like."""
+        device = kwargs.get("device") or self.device
+        described = tree.map_tensors(_described, (args, {**kwargs, "device": None} if "device" in kwargs else kwargs))
+        result = func(*described[0], **described[1])
+        return tree.map_tensors(
+            lambda t: Absent(TensorMeta(tuple(t.shape), t.dtype, False, False), device, self._name, self._advice),
+            result,
+        )
+
+
+def _described(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, Absent) else tensor
+
+
+# Operations that hand numbers on without looking at them.
+_PASSIVE = frozenset((
+    "_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "permute", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
+))  # fmt: skip
+_HIDDEN_VALUE = (
+    "which lives on an earlier stage and was not sent: the step did not need it when it was captured. It reached this "
+    "code through an attribute or an object that hides tensors; pass it as an argument, return it, or keep both units "
+    "on one stage with split_points"
+)
+_UNSENT_LEAF = (
+    "a tensor of the batch that was not sent to this process: its stages did not need it when the step was captured. "
+    "If a hook or a callback needs it here, use AvgPipeStrategy(send_batch='all')"
+)
 
 
 # Equal ones of these types can stand for one another; a float may change with every micro-batch (or be -0.0), and

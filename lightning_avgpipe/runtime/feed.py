@@ -1,0 +1,157 @@
+"""The feed: batches on their way from the process that reads them to the others, each of which gets what it needs.
+
+::
+
+    reader      batch 0   batch 1   compute 0     batch 2   compute 1    ...
+    others      ------->  batch 0   ---------->   batch 1 is there when compute 0 ends
+
+Several dataloaders take turns (validation in the middle of an epoch), and some are left before their end, so every
+item carries the number of its stream; the others keep what belongs to another stream for later.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_avgpipe import tree
+from lightning_avgpipe.absent import Absent, TensorMeta
+from lightning_avgpipe.runtime.channel import Inbox, Outbox
+from lightning_avgpipe.runtime.message import pack, unpack
+
+__all__ = ["Feed", "FeedSink", "FeedSource", "Needs"]
+
+# (batch, rank) -> names of the tensors that the rank needs; None: all
+Needs = Callable[[Any, int], frozenset[str] | None]
+
+
+class _Unsent:
+    """In the place of a tensor that the receiver does not need. No dataclass: those are trees, this is a leaf."""
+
+    def __init__(self, meta: TensorMeta, name: str) -> None:
+        self.meta = meta
+        self.name = name
+
+
+class _Closed:
+    """Last item of a feed."""
+
+
+class Feed(ABC):
+    """One process's end of the feed. All processes begin the same streams in the same order."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def begin(self, instead_of: int | None = None) -> int:
+        """A new stream of items, perhaps instead of one of which nothing more is wanted."""
+        return next(self._numbers)
+
+    @abstractmethod
+    def pass_on(self, stream: int, item: Any, needs: Needs | None = None) -> Any:
+        """The reader passes an item and does not wait; the others get it, with absent tensors where they need none.
+
+        Args:
+            stream: what :meth:`begin` returned.
+            item: any tree of tensors and picklable leaves; ignored on processes that do not read.
+            needs: which tensors each process needs; None: all.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing more will come. Every process calls it."""
+
+
+class FeedSource(Feed):
+    """The reader's end.
+
+    Args:
+        outboxes: rank -> channel.
+    """
+
+    def __init__(self, outboxes: Mapping[int, Outbox]) -> None:
+        super().__init__()
+        self._outboxes = outboxes
+
+    def pass_on(self, stream: int, item: Any, needs: Needs | None = None) -> Any:
+        for rank, outbox in self._outboxes.items():
+            wanted = None if needs is None else needs(item, rank)
+            outbox.put(pack((stream, _without(item, wanted))))
+        return item
+
+    def close(self) -> None:
+        for outbox in self._outboxes.values():
+            outbox.put(pack((-1, _Closed)))
+
+
+class FeedSink(Feed):
+    """The end of a process that does not read.
+
+    Args:
+        inbox: from the reader.
+        device: where absent tensors pretend to be.
+        wait: returns as soon as a condition holds; bounded.
+    """
+
+    def __init__(self, inbox: Inbox, device: torch.device, wait: Callable[[Callable[[], bool]], None]) -> None:
+        super().__init__()
+        self._inbox = inbox
+        self._device = device
+        self._wait = wait
+        self._posted = False
+        self._closed = False
+        self._items: dict[int, deque[Any]] = defaultdict(deque)
+        self._given_up: set[int] = set()
+
+    def begin(self, instead_of: int | None = None) -> int:
+        if instead_of is not None:
+            self._items.pop(instead_of, None)
+            self._given_up.add(instead_of)
+        return super().begin()
+
+    def pass_on(self, stream: int, item: Any = None, needs: Needs | None = None) -> Any:
+        while not self._items[stream]:
+            self._receive()
+        self._post()  # the next one may arrive while this one is worked on
+        return self._items[stream].popleft()
+
+    def close(self) -> None:
+        while not self._closed:
+            self._receive()
+
+    def _post(self) -> None:
+        if not self._posted:
+            self._inbox.expect(1)
+            self._posted = True
+
+    def _receive(self) -> None:
+        self._post()
+        self._wait(self._inbox.ready)
+        stream, item = unpack(self._inbox.get())
+        self._posted = False
+        if item is _Closed:
+            self._closed = True
+        elif stream not in self._given_up:
+            leaves, spec = tree.flatten(item)
+            self._items[stream].append(tree.unflatten([self._filled(leaf) for leaf in leaves], spec))
+
+    def _filled(self, leaf: Any) -> Any:
+        return Absent.of_batch(leaf.meta, self._device, leaf.name) if isinstance(leaf, _Unsent) else leaf
+
+
+def _without(item: Any, wanted: frozenset[str] | None) -> Any:
+    """The item without the numbers of tensors that are not wanted."""
+    if wanted is None:
+        return item
+    named, spec = tree.flatten_with_names(item)
+    leaves = [
+        leaf if not isinstance(leaf, Tensor) or name in wanted else _Unsent(TensorMeta.of(leaf), name)
+        for name, leaf in named
+    ]
+    return tree.unflatten(leaves, spec)
