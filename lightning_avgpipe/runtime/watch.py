@@ -27,6 +27,7 @@ _ANSWER_S = 1.0  # how long the others may take to say what they do
 _LISTEN_S = 30.0  # how long after a failure the main thread may go on with what it does
 _LOCAL_S = 2.0  # longest wait of the main thread for the thread of the watch
 _REQUESTS = ("stop", "requeue")  # from outside: to end, and to save for a later start
+_LINES = 3  # of user code, to say where a process is
 _LIBRARIES = {"torch", "lightning", "lightning_avgpipe", "threading"}
 
 
@@ -194,16 +195,15 @@ class Watch:
         return "\n".join(lines)
 
     def _doing(self) -> str:
-        """What the main thread does, and the line of user code that it is in."""
+        """What the main thread does, and the innermost lines of user code that it is in."""
         frame = sys._current_frames().get(self._main or 0)
-        code = None
-        while frame is not None:
+        lines: list[str] = []
+        while frame is not None and len(lines) < _LINES:
             if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:
-                code = frame
-                break
+                code = frame.f_code
+                lines.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}")
             frame = frame.f_back
-        where = f"{os.path.basename(code.f_code.co_filename)}:{code.f_lineno} in {code.f_code.co_name}" if code else ""
-        return f"{self.activity or 'is not in a step'} (at {where})"
+        return f"{self.activity or 'is not in a step'} (at {', called at '.join(lines)})"
 
     def _end_process(self) -> None:
         """The main thread does not listen: nobody can interrupt it, and nothing that it does is of use any more."""
