@@ -29,7 +29,7 @@ MOMENTS = {
     "forward": r"runs F\d of stage {stage}",
     "backward": r"runs B\d of stage {stage}",
     "optimizer step": "in before_step",
-    "validation": r"runs F\d of stage {stage}",
+    "validation": r"runs F\d of stage {stage}|follows a step to divide it",  # the first one is followed on rank 0
     "saving": "in on_save_checkpoint",
 }
 LIMIT_S = 30.0  # from the failure to the end of all other processes

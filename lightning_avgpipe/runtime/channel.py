@@ -67,9 +67,8 @@ class Arrivals:
         """
         if ready():
             return
-        before, watch.activity = watch.activity, doing()
-        self._wait(ready, timeout_s, f"{watch.name} {watch.activity}", watch)
-        watch.activity = before
+        with watch.during(doing()):
+            self._wait(ready, timeout_s, f"{watch.name} {watch.activity}", watch)
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float, waiting: str, watch: Watch) -> None:
         deadline = time.monotonic() + timeout_s

@@ -205,7 +205,7 @@ class Mesh:
         gloo has no way to give one up, but closes all connections of a group when a transfer in it takes too long.
         """
         groups = [group for (kind, *_), group in self._groups.items() if not kind.endswith("device")]
-        for group in (*groups, self._control):
+        for group in (*groups, *self._subsets.values(), self._control):
             members = dist.get_process_group_ranks(group) if group is not None else []
             for peer in members if self.rank in members else []:
                 if peer != self.rank:
@@ -376,12 +376,12 @@ class Mesh:
         self._collective = threading.Thread(target=work, name=f"avgpipe {what}", daemon=True)
         self._collective.start()
         doing = f"waits for the other processes in {what}"
-        self.arrivals.wait_for(done.is_set, self.timeout.total_seconds(), lambda: doing, self.watch)
-        if errors:
-            self.watch.look()
-            raise PeerError(
-                f"{self.watch.name} {doing}, but a connection broke: {errors[0]}{self.watch.account()}"
-            ) from errors[0]
+        with self.watch.during(doing):
+            self.arrivals.wait_for(done.is_set, self.timeout.total_seconds(), lambda: doing, self.watch)
+            if errors:
+                self.watch.look()
+                lost = f"{self.watch.name} {doing}, but a connection broke: {errors[0]}{self.watch.account()}"
+                raise PeerError(lost) from errors[0]
 
     # -- failure -----------------------------------------------------------------------------------------------------
 

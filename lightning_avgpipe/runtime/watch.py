@@ -7,13 +7,14 @@ failure is ended.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -82,6 +83,13 @@ class Watch:
         if self.failure is not None:
             where = f"\n\nNoticed by {self.name}" + (f", which {self.activity}" if self.activity else "")
             raise PeerError(self.failure + where)
+
+    @contextlib.contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Within this context the main thread does this; and still does, for messages, when it fails."""
+        before, self.activity = self.activity, activity
+        yield
+        self.activity = before
 
     def look(self) -> None:
         """Raise PeerError if a process has failed by now: one reports its failure before its connections break."""
