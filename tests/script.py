@@ -16,11 +16,11 @@ from tests.trainers import trainer
 
 
 class Stuck(MLP):
-    """In its second batch one process does nothing for a minute."""
+    """In its second batch one process does nothing for minutes."""
 
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 1 and self.trainer.global_rank == 1:
-            time.sleep(60)
+            time.sleep(300)
 
 
 def main(folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 60, **options) -> None:
