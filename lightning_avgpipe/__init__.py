@@ -5,6 +5,7 @@ Importing this package registers the strategy.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_avgpipe.launch import register_explanation
 from lightning_avgpipe.strategy import AvgPipeStrategy
 
 __all__ = ["AvgPipeStrategy"]
@@ -12,3 +13,4 @@ __version__ = "0.1.0"
 
 if AvgPipeStrategy.strategy_name not in StrategyRegistry:
     AvgPipeStrategy.register_strategies(StrategyRegistry)
+register_explanation(AvgPipeStrategy.strategy_name)

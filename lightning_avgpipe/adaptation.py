@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torchmetrics import Metric
 
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.loop import PipelineOptimization
 from lightning_avgpipe.metrics import StepLog, SyncedLoggerConnector, local_metrics
+from lightning_avgpipe.replaced import replaced
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy import AvgPipeStrategy
@@ -34,13 +33,12 @@ def adapted(
     """Within this context trainer and module work as a pipeline needs it.
 
     In any pipeline ``self.log`` collects over micro-batches, metrics only observe, and the optimization of a batch is
-    an iteration of the pipeline. With several processes, moreover, all ranks know the metrics of rank 0 and leave at
-    the same batch when asked to end, gradients are clipped by the norm over all stages, and hooks that need what only
-    the last stage has run there only.
+    an iteration of the pipeline. With several processes, moreover, all ranks know the metrics of rank 0, gradients are
+    clipped by the norm over all stages, and hooks that need what only the last stage has run there only.
     """
     with contextlib.ExitStack() as undo:
         undo.enter_context(intercepting())
-        undo.enter_context(_replaced(module, "log", step_log))
+        undo.enter_context(replaced(module, "log", step_log))
         undo.enter_context(local_metrics([m for m in module.modules() if isinstance(m, Metric)]))
         if fitting:
             undo.enter_context(_optimization(trainer, strategy))
@@ -74,34 +72,14 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
     with contextlib.ExitStack() as undo:
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
-        undo.enter_context(_replaced(strategy.precision_plugin, "clip_grad_by_norm", strategy.clip_grad_by_norm))
-        undo.enter_context(_replaced(trainer._signal_connector, "_sigterm_notifier_fn", partial(_on_sigterm, trainer)))
-        epoch_loop = trainer.fit_loop.epoch_loop
-        if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
-            check = partial(_raise_agreed_sigterm, strategy)
-            undo.enter_context(_replaced(epoch_loop, "_broadcast_sigterm_tensor", check))
+        undo.enter_context(replaced(strategy.precision_plugin, "clip_grad_by_norm", strategy.clip_grad_by_norm))
         if not strategy.mesh.hosts_last:
             for hook in _LAST_STAGE_HOOKS:
-                undo.enter_context(_replaced(module, hook, _nothing))
+                undo.enter_context(replaced(module, hook, _nothing))
         if not strategy.mesh.reads:
-            undo.enter_context(_replaced(module, "_on_before_batch_transfer", _pass_on))
-        undo.enter_context(_replaced(module, "on_train_epoch_end", on_train_epoch_end))
+            undo.enter_context(replaced(module, "_on_before_batch_transfer", _pass_on))
+        undo.enter_context(replaced(module, "on_train_epoch_end", on_train_epoch_end))
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """An attribute of this one object is something else within the context."""
-    attributes = vars(owner)
-    had, before = name in attributes, attributes.get(name)
-    attributes[name] = replacement
-    try:
-        yield
-    finally:
-        if had:
-            attributes[name] = before
-        else:
-            attributes.pop(name, None)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -110,17 +88,3 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:
     return batch
-
-
-def _on_sigterm(trainer: pl.Trainer, signum: Any, frame: Any) -> None:
-    """Note the signal, and pass it on to the processes that this one has started."""
-    launcher = trainer.strategy.launcher
-    if launcher is not None and not trainer.received_sigterm:
-        launcher.kill(signum)
-    trainer._signal_connector.received_sigterm = True
-
-
-def _raise_agreed_sigterm(strategy: AvgPipeStrategy) -> None:
-    """All ranks leave at the same batch, so that none waits for another."""
-    if strategy.sigterm_agreed:
-        raise SIGTERMException

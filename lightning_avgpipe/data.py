@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_avgpipe import tree
 from lightning_avgpipe.capture.batch import leaf_names
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.runtime.feed import Feed, Needs
+from lightning_avgpipe.runtime.feed import Feed, Needs, Passed
 from lightning_avgpipe.runtime.mesh import Mesh
 
 __all__ = ["Shipping", "has_transfer_hooks", "mirror"]
@@ -54,7 +54,7 @@ class Shipping:
 
     def pass_on(self, batch: Any) -> Any:
         """The reader's batch, after its transfer hooks."""
-        return self.feed.pass_on(self._stream, batch, self.needs)
+        return self.feed.accept(self.feed.pass_on(self._stream, batch, self.needs))
 
     def seal(self, batch: Any) -> Any:
         """From now on this batch must not change: it may be under way to other processes."""
@@ -110,25 +110,21 @@ class _Reader:
         shipping: Shipping = vars(self)["_shipping"]()
         stream = vars(self)["_stream"] = shipping.feed.begin(vars(self)["_stream"])
 
-        def passed_on(batch: Any) -> Any:
+        def pass_on(batch: Any) -> tuple[Any, Passed]:
             if batch is _End or not shipping.early:
-                shipping.feed.pass_on(stream, _End if batch is _End else _Later)
-            else:
-                shipping.feed.pass_on(stream, batch, shipping.needs)
-            return batch
+                return batch, shipping.feed.pass_on(stream, _End if batch is _End else _Later)
+            return batch, shipping.feed.pass_on(stream, batch, shipping.needs)
 
         batches = iter(self._dataloader)
         # a dataloader that can be saved must not be ahead of the training when that happens
         ahead = shipping.early and not hasattr(self._dataloader, "state_dict")
-        batch = passed_on(next(batches, _End))
+        batch, passed = pass_on(next(batches, _End))
         while batch is not _End:
-            if ahead:
-                following = passed_on(next(batches, _End))
-                yield batch
-            else:
-                yield batch
-                following = passed_on(next(batches, _End))
-            batch = following
+            following = pass_on(next(batches, _End)) if ahead else None
+            shipping.feed.accept(passed)
+            yield batch
+            batch, passed = following or pass_on(next(batches, _End))
+        shipping.feed.accept(passed)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -155,7 +151,7 @@ class _Follower:
         shipping = self._shipping()
         stream = self._stream = shipping.feed.begin(self._stream)
         while True:
-            item = shipping.feed.pass_on(stream, None)
+            item = shipping.feed.accept(shipping.feed.pass_on(stream))
             if item is _End:
                 return
             yield None if item is _Later else item

@@ -93,7 +93,10 @@ class Division:
         self._settle()
 
     def _made_on_rank_zero(self, make: Callable[[], Any]) -> Any:
-        made = pickle.dumps(make()) if self._mesh.rank == 0 else None
+        made = None
+        if self._mesh.rank == 0:
+            with self._mesh.watch.during("follows a step to divide it into stages"):
+                made = pickle.dumps(make())
         return pickle.loads(self._mesh.publish(made))
 
     # -- who holds what ----------------------------------------------------------------------------------------------

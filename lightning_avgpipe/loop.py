@@ -53,14 +53,9 @@ class PipelineOptimization(_AutomaticOptimization):
             return result
         news = None
         if self._strategy.is_global_zero:
-            news = {
-                "loss": result.get("loss"),
-                "metrics": connector.snapshot(),
-                "sigterm": self._strategy.sigterm_received(self.trainer),
-            }
+            news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
         news = self._strategy.mesh.publish(news)
         connector.accept(news["metrics"])
-        self._strategy.sigterm_agreed = news["sigterm"]
         return {**result, "loss": news["loss"]}
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:

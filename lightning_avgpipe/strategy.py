@@ -19,20 +19,21 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_avgpipe import checks, tree
+from lightning_avgpipe import checks, launch, tree
 from lightning_avgpipe.adaptation import adapted
 from lightning_avgpipe.checkpoint import full_optimizer_state
 from lightning_avgpipe.data import Shipping, has_transfer_hooks, mirror
 from lightning_avgpipe.division import Division
+from lightning_avgpipe.interrupts import ending_together
 from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.runtime.clipping import clip_by_global_norm
@@ -88,8 +89,9 @@ class AvgPipeStrategy(ParallelStrategy):
             shape), or ``"all"``, for hooks and callbacks that look at batches on every rank.
         verify_copies: after every optimizer step check that the copies of parameters which several stages use (tied
             embeddings) are equal bit for bit. For debugging: it reads all of them.
-        start_method: how the processes of one node start: ``"popen"`` runs the script again (as ddp does),
-            ``"spawn"`` and ``"fork"`` work in notebooks and tests.
+        start_method: how the processes of one node start: ``"popen"`` runs the script again (as ddp does), ``"spawn"``
+            and ``"fork"`` start this function only, and ``"fork"`` works in notebooks. The names ``avgpipe_spawn``,
+            ``avgpipe_fork`` and ``avgpipe_notebook`` choose one.
         process_group_backend: of torch.distributed. Default: gloo for CPU, NCCL for CUDA.
         timeout: longest wait for another process, after which training ends with an error.
         accelerator: as in every Lightning strategy.
@@ -157,16 +159,15 @@ class AvgPipeStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout or _DEFAULT_TIMEOUT
         self._mesh: Mesh | None = None
+        self._undo = contextlib.ExitStack()
         self._forget()
 
     def _forget(self) -> None:
         """Set everything that belongs to one run of the trainer."""
         self.plan: Plan | None = None
-        self.sigterm_agreed = False
         self._division: Division | None = None
-        self._failed = False
+        self.failed = False
         self._log: StepLog | None = None
-        self._undo = contextlib.ExitStack()
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -200,13 +201,7 @@ class AvgPipeStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         checks.processes(self.num_stages, self.num_processes * self.num_nodes)
-        if self.num_processes * self.num_nodes == 1:
-            return
-        if self._start_method == "popen":
-            # also where processes exist already (torchrun, SLURM): it starts none then, but limits their threads
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+        self._launcher = launch.launcher(self, self._start_method)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment who this process is."""
@@ -232,17 +227,25 @@ class AvgPipeStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         default = _get_default_process_group_backend_for_device(self.root_device)
         backend = self._process_group_backend = self._process_group_backend or default
-        if not _distributed_is_initialized():
-            # control messages travel on the host, whatever connects the devices
-            both = f"cpu:gloo,cuda:{backend}" if backend == "nccl" else backend
-            _init_dist_connection(self.cluster_environment, both, timeout=self._timeout)
-        if self._mesh is None:
-            between_devices = backend if self.root_device.type == "cuda" else None
-            self._mesh = Mesh(
-                self.num_stages, self.global_rank, self.world_size, self.root_device, self._timeout, between_devices,
-                reader=self.world_size - 1 if self._reader == "first" else 0,
-            )  # fmt: skip
-        self._mesh.open()
+        with launch.connecting(self.global_rank, self.world_size):
+            if not _distributed_is_initialized():
+                # control messages travel on the host, whatever connects the devices
+                both = f"cpu:gloo,cuda:{backend}" if backend == "nccl" else backend
+                _init_dist_connection(self.cluster_environment, both, timeout=self._timeout)
+            if self._mesh is None:
+                self._mesh = Mesh(
+                    self.num_stages,
+                    self.global_rank,
+                    self.world_size,
+                    self.root_device,
+                    self._timeout,
+                    device_backend=backend if self.root_device.type == "cuda" else None,
+                    reader=self.world_size - 1 if self._reader == "first" else 0,
+                )
+            self._mesh.open()
+        self.failed = False
+        assert self.lightning_module is not None
+        self._undo.enter_context(ending_together(self.lightning_module.trainer, self))
 
     # -- set-up and teardown -----------------------------------------------------------------------------------------
 
@@ -278,13 +281,15 @@ class AvgPipeStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """Give every process the whole module back, and stop the channels."""
         try:
-            if self._division is not None and not self._failed:
+            if self._division is not None and not self.failed:
                 self._division.restore()
             if self._mesh is not None:
-                self._mesh.close(self._failed)
+                self._mesh.close(self.failed)
         finally:
             self._undo.close()
             self._division = None
+            if self.failed:
+                self._mesh = None  # its connections are closed for good
         module = self._lightning_module
         if module is not None and any(p.is_meta for p in module.parameters()):
             # after a failure the other stages' parameters are gone, and what is gone cannot be moved
@@ -293,10 +298,12 @@ class AvgPipeStrategy(ParallelStrategy):
         self._lightning_module = module
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other processes."""
-        self._failed = True
-        if self._mesh is not None:
-            self.mesh.report(exception)
+        """Tell the other processes, unless all have agreed to end here."""
+        if self._mesh is None or (isinstance(exception, SIGTERMException) and self.mesh.agreed("stop")):
+            return
+        self.failed = True
+        self.mesh.report(exception)
+        launch.end_with_this_process(self._launcher)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -444,12 +451,12 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
-        if self._mesh is not None:
+        if self._mesh is not None and not self.failed:
             self.mesh.barrier(f"the barrier '{name}'" if name else "a barrier")
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Every rank gets the source's object."""
-        return self.mesh.broadcast(obj, src) if self._mesh is not None else obj
+        return obj if self._mesh is None or self.failed else self.mesh.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Values live on one rank only: nothing to reduce."""
@@ -461,7 +468,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decided so."""
-        if self._mesh is None or self.world_size == 1:
+        if self._mesh is None or self.failed or self.world_size == 1:
             return decision
         votes = int(self.mesh.sum(torch.tensor(int(decision))))
         return votes == self.world_size if all else votes > 0
@@ -480,13 +487,11 @@ class AvgPipeStrategy(ParallelStrategy):
             self._division.verify_copies()
         return result
 
-    def sigterm_received(self, trainer: pl.Trainer) -> bool:
-        """Whether this process was asked to end."""
-        return bool(getattr(trainer, "received_sigterm", False))
-
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make ``Trainer(strategy="avgpipe")`` known."""
-        strategy_registry.register(
-            cls.strategy_name, cls, description="Pipeline parallelism for any LightningModule (AvgPipe)"
-        )
+        """Make ``Trainer(strategy="avgpipe")`` known, and the names for other start methods."""
+        launch.register(strategy_registry, cls)
+
+    def __repr__(self) -> str:
+        # the Trainer of pytorch_lightning shows what it does not know as a strategy
+        return f"<lightning_avgpipe.{type(self).__name__} for lightning.pytorch.Trainer>"

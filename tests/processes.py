@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -26,16 +27,21 @@ def free_port() -> int:
 class Outcome:
     """What one process did: its result, or the error it ended with."""
 
-    def __init__(self, result: Any, error: str | None, exit_code: int | None) -> None:
+    def __init__(self, result: Any, error: str | None, exit_code: int | None, threads: list[str], ended: float) -> None:
         self.result = result
         self.error = error
         self.exit_code = exit_code
+        self.threads = threads  # of this package, that were left at the end
+        self.ended = ended  # by the clock that all processes share
 
 
-def run(world_size: int, function: Callable[..., Any], *args: Any, folder: Path) -> list[Outcome]:
+def run(
+    world_size: int, function: Callable[..., Any], *args: Any, folder: Path, pids: list[int] | None = None
+) -> list[Outcome]:
     """Call ``function(rank, *args)`` in each of ``world_size`` processes, as a launcher such as torchrun would.
 
-    A process that is killed has no result and no error. No process outlives this call.
+    A process that is killed has no result and no error. No process outlives this call. Their numbers are added to
+    ``pids``.
     """
     port = free_port()
     context = mp.get_context("fork")
@@ -45,6 +51,8 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, folder: Path)
     ]
     for process in processes:
         process.start()
+    if pids is not None:
+        pids.extend(process.pid for process in processes if process.pid is not None)
     deadline = time.monotonic() + LIMIT_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -57,9 +65,9 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, folder: Path)
     outcomes = []
     for rank, process in enumerate(processes):
         path = folder / f"outcome-{rank}.pickle"
-        result, error = pickle.loads(path.read_bytes()) if path.exists() else (None, None)
+        result, error, *rest = pickle.loads(path.read_bytes()) if path.exists() else (None, None, [], 0.0)
         path.unlink(missing_ok=True)
-        outcomes.append(Outcome(result, error, process.exitcode))
+        outcomes.append(Outcome(result, error, process.exitcode, *rest))
     return outcomes
 
 
@@ -80,10 +88,14 @@ def _work(rank: int, world_size: int, port: int, function: Callable[..., Any], a
         WORLD_SIZE=str(world_size),
         GLOO_SOCKET_IFNAME="lo",
     )
-    result, error = None, None
+    result, error, exit_code = None, None, 0
     try:
         result = function(rank, *args)
-    except BaseException:  # reported to the test, whatever it is
+    except BaseException as raised:  # reported to the test, whatever it is
         error = traceback.format_exc()
-    (folder / f"outcome-{rank}.pickle").write_bytes(pickle.dumps((result, error)))
-    os._exit(0 if error is None else 1)
+        exit_code = 1
+        if isinstance(raised, SystemExit):
+            exit_code = raised.code if isinstance(raised.code, int) else int(raised.code is not None)
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("avgpipe")]
+    (folder / f"outcome-{rank}.pickle").write_bytes(pickle.dumps((result, error, threads, time.monotonic())))
+    os._exit(exit_code)

@@ -24,6 +24,7 @@ ALLOWED = {
 }
 LIGHTNING_SIDE = {
     "__init__", "strategy", "adaptation", "division", "loop", "checkpoint", "checks", "metrics", "data", "callbacks",
+    "interrupts", "launch", "replaced",
 }  # fmt: skip
 
 

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.runtime.message import Message
+from lightning_avgpipe.runtime.watch import Watch
 
 __all__ = ["Arrivals", "Inbox", "LocalChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "Wire", "as_bytes"]
 
 _FRAME_BYTES = 1024  # the first message of each transfer has a fixed size, so that its receive can be posted early
 _LENGTH_BYTES = 8
 _MAX_REMEMBERED = 256
-_POLL_S = 0.5  # between two looks at whether another process has failed
+_POLL_S = 0.5  # between two looks at the clock; whatever happens wakes the wait
 
 
 class Arrivals:
@@ -52,20 +53,27 @@ class Arrivals:
         self,
         ready: Callable[[], bool],
         timeout_s: float,
-        describe: Callable[[], str],
-        check_peers: Callable[[], None] = lambda: None,
+        doing: Callable[[], str],
+        watch: Watch,
     ) -> None:
         """Block until ``ready()``.
 
         Args:
             timeout_s: longest wait, in seconds.
-            describe: who waits for what, for the error.
-            check_peers: raises if another process has reported a failure.
+            doing: says what this process does, as ``waits for the input of F0``.
+            watch: knows whether another process has failed.
         Raises:
-            PeerError: nothing arrived in time, or a channel broke.
+            PeerError: nothing arrived in time, a channel broke, or another process has failed.
         """
+        if ready():
+            return
+        with watch.during(doing()):
+            self._wait(ready, timeout_s, f"{watch.name} {watch.activity}", watch)
+
+    def _wait(self, ready: Callable[[], bool], timeout_s: float, waiting: str, watch: Watch) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
+            watch.check()
             with self.condition:
                 if ready():
                     return
@@ -74,13 +82,13 @@ class Arrivals:
                 if ready():
                     return
                 failure = self.failure
-            check_peers()
             if failure is not None:
-                raise PeerError(f"{describe()}, but the connection broke: {failure}") from failure
+                watch.look()
+                raise PeerError(f"{waiting}, but {failure}{watch.account()}") from failure
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"{describe()}, and nothing arrived for {timeout_s:.0f} s. Either a process is stuck, or the work "
-                    "takes longer than the strategy's timeout; raise timeout=... if so"
+                    f"{waiting}, and nothing arrived for {timeout_s:.0f} s. Either a process is stuck, or the work "
+                    f"takes longer than the strategy's timeout; raise timeout=... if so{watch.account()}"
                 )
 
 
@@ -149,6 +157,12 @@ class Wire:
         self._device_group = device_group
         # transfers are queued on a stream of their own, so that they overlap with compute
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def broken(self, error: Exception, doing: str) -> PeerError:
+        """What to say when the other end is gone."""
+        lost = PeerError(f"the connection to rank {self.peer} broke while {doing}: {error}")
+        lost.__cause__ = error
+        return lost
 
     def send_host(self, tensor: Tensor) -> None:
         dist.send(tensor, self.peer, group=self._host_group)
@@ -221,8 +235,7 @@ class NetworkOutbox:
             while (item := self._queue.get()) is not None:
                 self._send(*item)
         except Exception as error:  # handed to the executor, which names stage and action
-            error.add_note(f"while sending on channel '{self.name}' to rank {self._wire.peer}")
-            self._arrivals.fail(error)
+            self._arrivals.fail(self._wire.broken(error, f"sending on channel '{self.name}'"))
 
     def _send(self, message: Message, ready: Any) -> None:
         entries, reference = message.entries, None
@@ -307,8 +320,7 @@ class NetworkInbox:
                     self._arrivals.condition.notify_all()
         except Exception as error:  # handed to the executor, which names stage and action
             if not self._closing:
-                error.add_note(f"while receiving on channel '{self.name}' from rank {self._wire.peer}")
-                self._arrivals.fail(error)
+                self._arrivals.fail(self._wire.broken(error, f"receiving on channel '{self.name}'"))
 
     def _receive(self) -> tuple[Message, list[Any]]:
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)

@@ -7,12 +7,13 @@ lane can run. It knows nothing of schedules' names, of Lightning or of models.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_avgpipe.errors import AvgPipeError, StageError
 from lightning_avgpipe.runtime.channel import Arrivals, Inbox, Outbox
 from lightning_avgpipe.runtime.stage import Stage, Task
+from lightning_avgpipe.runtime.watch import Watch
 from lightning_avgpipe.schedule import Action
 
 __all__ = ["Lane", "execute"]
@@ -76,8 +77,8 @@ def execute(
     task: Task,
     arrivals: Arrivals,
     timeout_s: float,
-    rank: int = 0,
-    check_peers: Callable[[], None] = lambda: None,
+    rank: int,
+    watch: Watch,
 ) -> None:
     """Run the actions of all lanes.
 
@@ -87,23 +88,20 @@ def execute(
         arrivals: wakes this loop.
         timeout_s: longest wait for a message, in seconds.
         rank: for messages.
-        check_peers: raises if another process has reported a failure.
+        watch: knows whether another process has failed; told what this one does.
     Raises:
         StageError: user code failed in an action.
-        PeerError: nothing arrived in time, or a channel broke.
+        PeerError: nothing arrived in time, a channel broke, or another process has failed.
     """
     while pending := [lane for lane in lanes if lane.actions]:
         runnable = [lane for lane in pending if lane.ready()]
         if not runnable:
-            arrivals.wait_for(
-                lambda: any(lane.ready() for lane in pending),
-                timeout_s,
-                lambda: _waits(pending, rank),
-                check_peers,
-            )
+            arrivals.wait_for(lambda: any(lane.ready() for lane in pending), timeout_s, lambda: _waits(pending), watch)
             continue
+        watch.check()
         lane = min(runnable, key=Lane.urgency)
         action = lane.actions[0]
+        watch.activity = f"runs {action} of stage {lane.stage.program.stage}"
         try:
             lane.advance(task)
         except AvgPipeError as error:
@@ -111,6 +109,7 @@ def execute(
             raise
         except Exception as error:
             raise StageError(f"{_place(lane, rank)} failed in {action}: {type(error).__name__}: {error}") from error
+    watch.activity = ""
 
 
 def _place(lane: Lane, rank: int) -> str:
@@ -118,5 +117,6 @@ def _place(lane: Lane, rank: int) -> str:
     return f"stage {program.stage} of {program.num_stages} (rank {rank})"
 
 
-def _waits(lanes: Sequence[Lane], rank: int) -> str:
-    return "; ".join(f"{_place(lane, rank)} waits for the input of {lane.actions[0]}" for lane in lanes)
+def _waits(lanes: Sequence[Lane]) -> str:
+    inputs = (f"the input of {lane.actions[0]} on stage {lane.stage.program.stage}" for lane in lanes)
+    return f"waits for {' or '.join(inputs)}"

@@ -15,6 +15,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lightning_avgpipe.absent import Absent, TensorMeta
 from lightning_avgpipe.runtime.channel import Inbox, Outbox
 from lightning_avgpipe.runtime.message import pack, unpack
 
-__all__ = ["Feed", "FeedSink", "FeedSource", "Needs"]
+__all__ = ["Feed", "FeedSink", "FeedSource", "Needs", "Passed"]
 
 # (batch, rank) -> names of the tensors that the rank needs; None: all
 Needs = Callable[[Any, int], frozenset[str] | None]
@@ -43,18 +44,35 @@ class _Closed:
     """Last item of a feed."""
 
 
-class Feed(ABC):
-    """One process's end of the feed. All processes begin the same streams in the same order."""
+@dataclass(frozen=True)
+class Passed:
+    """An item on its way.
 
-    def __init__(self) -> None:
+    Attributes:
+        requests: what processes have been asked to do from outside, as the reader knew when it passed the item on.
+    """
+
+    item: Any
+    requests: frozenset[str]
+
+
+class Feed(ABC):
+    """One process's end of the feed. All processes begin the same streams in the same order.
+
+    Args:
+        agree: told of the requests that came with an item, at the same point of the program on all processes.
+    """
+
+    def __init__(self, agree: Callable[[frozenset[str]], None]) -> None:
         self._numbers = itertools.count()
+        self._agree = agree
 
     def begin(self, instead_of: int | None = None) -> int:
         """A new stream of items, perhaps instead of one of which nothing more is wanted."""
         return next(self._numbers)
 
     @abstractmethod
-    def pass_on(self, stream: int, item: Any, needs: Needs | None = None) -> Any:
+    def pass_on(self, stream: int, item: Any = None, needs: Needs | None = None) -> Passed:
         """The reader passes an item and does not wait; the others get it, with absent tensors where they need none.
 
         Args:
@@ -62,6 +80,11 @@ class Feed(ABC):
             item: any tree of tensors and picklable leaves; ignored on processes that do not read.
             needs: which tensors each process needs; None: all.
         """
+
+    def accept(self, passed: Passed) -> Any:
+        """The item, whose turn has come. The reader may have passed it on long before."""
+        self._agree(passed.requests)
+        return passed.item
 
     @abstractmethod
     def close(self) -> None:
@@ -73,21 +96,29 @@ class FeedSource(Feed):
 
     Args:
         outboxes: rank -> channel.
+        requests: what processes have been asked to do by now.
     """
 
-    def __init__(self, outboxes: Mapping[int, Outbox]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        outboxes: Mapping[int, Outbox],
+        agree: Callable[[frozenset[str]], None],
+        requests: Callable[[], frozenset[str]],
+    ) -> None:
+        super().__init__(agree)
         self._outboxes = outboxes
+        self._requests = requests
 
-    def pass_on(self, stream: int, item: Any, needs: Needs | None = None) -> Any:
+    def pass_on(self, stream: int, item: Any = None, needs: Needs | None = None) -> Passed:
+        requests = self._requests()
         for rank, outbox in self._outboxes.items():
             wanted = None if needs is None else needs(item, rank)
-            outbox.put(pack((stream, _without(item, wanted))))
-        return item
+            outbox.put(pack((stream, requests, _without(item, wanted))))
+        return Passed(item, requests)
 
     def close(self) -> None:
         for outbox in self._outboxes.values():
-            outbox.put(pack((-1, _Closed)))
+            outbox.put(pack((-1, frozenset(), _Closed)))
 
 
 class FeedSink(Feed):
@@ -99,14 +130,20 @@ class FeedSink(Feed):
         wait: returns as soon as a condition holds; bounded.
     """
 
-    def __init__(self, inbox: Inbox, device: torch.device, wait: Callable[[Callable[[], bool]], None]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        inbox: Inbox,
+        agree: Callable[[frozenset[str]], None],
+        device: torch.device,
+        wait: Callable[[Callable[[], bool]], None],
+    ) -> None:
+        super().__init__(agree)
         self._inbox = inbox
         self._device = device
         self._wait = wait
         self._posted = False
         self._closed = False
-        self._items: dict[int, deque[Any]] = defaultdict(deque)
+        self._items: dict[int, deque[Passed]] = defaultdict(deque)
         self._given_up: set[int] = set()
 
     def begin(self, instead_of: int | None = None) -> int:
@@ -115,7 +152,7 @@ class FeedSink(Feed):
             self._given_up.add(instead_of)
         return super().begin()
 
-    def pass_on(self, stream: int, item: Any = None, needs: Needs | None = None) -> Any:
+    def pass_on(self, stream: int, item: Any = None, needs: Needs | None = None) -> Passed:
         while not self._items[stream]:
             self._receive()
         self._post()  # the next one may arrive while this one is worked on
@@ -133,13 +170,13 @@ class FeedSink(Feed):
     def _receive(self) -> None:
         self._post()
         self._wait(self._inbox.ready)
-        stream, item = unpack(self._inbox.get())
+        stream, requests, item = unpack(self._inbox.get())
         self._posted = False
         if item is _Closed:
             self._closed = True
         elif stream not in self._given_up:
             leaves, spec = tree.flatten(item)
-            self._items[stream].append(tree.unflatten([self._filled(leaf) for leaf in leaves], spec))
+            self._items[stream].append(Passed(tree.unflatten([self._filled(leaf) for leaf in leaves], spec), requests))
 
     def _filled(self, leaf: Any) -> Any:
         return Absent.of_batch(leaf.meta, self._device, leaf.name) if isinstance(leaf, _Unsent) else leaf

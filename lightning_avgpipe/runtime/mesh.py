@@ -12,8 +12,6 @@ import contextlib
 import itertools
 import pickle
 import threading
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -35,15 +33,15 @@ from lightning_avgpipe.runtime.channel import (
 )
 from lightning_avgpipe.runtime.feed import Feed, FeedSink, FeedSource
 from lightning_avgpipe.runtime.message import pack, unpack
+from lightning_avgpipe.runtime.watch import Watch
 
 __all__ = ["Mesh", "Wiring"]
 
 T = TypeVar("T")
 
-_ACKNOWLEDGE_S = 5.0  # how long a failing process stays, so that the others can read why
-_REPORT_S = 0.2  # a process that fails reports before it closes its connections
 _GRACE = timedelta(seconds=60)
-_POLL_S = 0.5  # between two looks at whether another process has failed
+_DISCONNECTED_S = 5.0  # longest time that a thread takes to end when its connection is closed
+_NEVER_SENT = 99  # a tag of transfers
 _instances = itertools.count()
 
 
@@ -94,8 +92,14 @@ class Mesh:
         self.timeout = timeout
         self.reader = reader
         self.arrivals = Arrivals()
+        # told of a request to all processes, at the same point of the program on each of them
+        self.when_agreed: Callable[[str], None] = lambda request: None
+        stages = ([str(k) for k in range(num_stages) if self.rank_of(k) == r] for r in range(world_size))
+        self._names = [f"rank {r} (stage{'s' * (len(ks) > 1)} {', '.join(ks)})" for r, ks in enumerate(stages)]
         self._number = next(_instances)
-        self._reported = False
+        self._openings = itertools.count()
+        self._agreed: frozenset[str] = frozenset()
+        self._collective: threading.Thread | None = None
         self._opened: list[NetworkInbox | NetworkOutbox] = []
         self._local: list[LocalChannel] = []
         self._news_out: list[NetworkOutbox] = []
@@ -105,6 +109,8 @@ class Mesh:
         self._control: dist.ProcessGroup | None = None
         self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._subset_backend = f"cpu:gloo,cuda:{device_backend}" if device_backend else "gloo"
+        # there is nothing to watch before it is open
+        self.watch = Watch(rank, self._names, None, 0.0, self.arrivals.notify)
         if world_size > 1:
             self._make_groups(device_backend)
 
@@ -171,6 +177,8 @@ class Mesh:
         if self.wiring:
             return
         self.arrivals = Arrivals()
+        self.watch = self._make_watch()
+        self._agreed = frozenset()
         self.wiring = {k: Wiring() for k in self.stages}
         for k in range(self.num_stages - 1):
             a, b = self.rank_of(k), self.rank_of(k + 1)
@@ -188,23 +196,58 @@ class Mesh:
                 self.wiring[k + 1].to_previous = self._outbox(f"backward {k}", a, b, a)
         if self.reads:
             peers = [peer for peer in range(self.world_size) if peer != self.rank]
-            self.feed: Feed = FeedSource({peer: self._outbox("batches", self.rank, peer, peer) for peer in peers})
+            outboxes = {peer: self._outbox("batches", self.rank, peer, peer) for peer in peers}
+            self.feed: Feed = FeedSource(outboxes, self._agree, lambda: frozenset(self.watch.requests))
         else:
             inbox = self._inbox("batches", self.reader, self.rank, self.reader)
-            self.feed = FeedSink(inbox, self.device, self._wait_for_batch)
+            self.feed = FeedSink(inbox, self._agree, self.device, self._wait_for_batch)
         if self.rank == 0:
             self._news_out = [self._outbox("news", 0, peer, peer) for peer in range(1, self.world_size)]
         else:
             self._news_in = self._inbox("news", 0, self.rank, 0)
 
     def close(self, failed: bool = False) -> None:
-        """Stop the channels and their threads; after a failure without waiting for peers."""
-        if self.wiring and not failed:
+        """Stop the channels and their threads; after a failure without waiting for peers, and for good."""
+        if failed and self.wiring:
+            # rank 0 holds the store; and connections that break before the reason is known would look like one
+            self.watch.await_readers()
+            self._disconnect()
+        elif self.wiring:
             self.feed.close()
         for channel in self._opened:
-            channel.close(join_s=0.1 if failed else self.timeout.total_seconds())
+            channel.close(join_s=_DISCONNECTED_S if failed else self.timeout.total_seconds())
+        if self._collective is not None:
+            self._collective.join(_DISCONNECTED_S)
+        self.watch.close()
         self._opened, self._local, self._news_out, self._news_in = [], [], [], None
         self.wiring = {}
+
+    def _disconnect(self) -> None:
+        """End the transfers that wait in threads.
+
+        gloo has no way to give one up, but closes all connections of a group when a transfer in it takes too long.
+        """
+        groups = [group for (kind, *_), group in self._groups.items() if not kind.endswith("device")]
+        for group in (*groups, *self._subsets.values(), self._control):
+            members = dist.get_process_group_ranks(group) if group is not None else []
+            for peer in members if self.rank in members else []:
+                if peer != self.rank:
+                    with contextlib.suppress(RuntimeError):  # this is the purpose
+                        nothing = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT)
+                        if nothing is not None:
+                            nothing.wait(timedelta(milliseconds=1))
+
+    def _make_watch(self) -> Watch:
+        store = None
+        if self.world_size > 1:
+            shared = dist.distributed_c10d._get_default_store()
+            # a connection of its own, where torch can make one: others may wait in the store for long
+            shared = shared.clone() if hasattr(shared, "clone") else shared
+            store = dist.PrefixStore(f"avgpipe/{self._number}/{next(self._openings)}", shared)
+        announces = self.rank in (0, self.reader)
+        return Watch(
+            self.rank, self._names, store, self.timeout.total_seconds(), lambda: self.arrivals.notify(), announces
+        )
 
     def _outbox(self, kind: str, a: int, b: int, peer: int) -> NetworkOutbox:
         outbox = NetworkOutbox(kind, self._wire(kind, a, b, peer), self.arrivals)
@@ -223,8 +266,8 @@ class Mesh:
         self.arrivals.wait_for(
             ready,
             self.timeout.total_seconds(),
-            lambda: f"rank {self.rank} (stages {self.stages}) waits for a batch from rank {self.reader}",
-            self.check_peers,
+            lambda: f"waits for a batch from {self._names[self.reader]}",
+            self.watch,
         )
 
     # -- news: from rank 0 to all ------------------------------------------------------------------------------------
@@ -235,11 +278,14 @@ class Mesh:
         Args:
             item: any tree of tensors and picklable leaves; ignored on other ranks.
         """
+        self.watch.check()
         if self.rank == 0:
             if self._news_out:
-                message = pack(item)
+                requests = frozenset(self.watch.requests)
+                message = pack((item, requests))
                 for outbox in self._news_out:
                     outbox.put(message)
+                self._agree(requests)
             return item  # type: ignore[return-value]
         inbox = self._news_in
         assert inbox is not None
@@ -247,10 +293,22 @@ class Mesh:
         self.arrivals.wait_for(
             inbox.ready,
             self.timeout.total_seconds(),
-            lambda: f"rank {self.rank} (stages {self.stages}) waits for news from rank 0",
-            self.check_peers,
+            lambda: "waits for rank 0's news",
+            self.watch,
         )
-        return unpack(inbox.get())  # type: ignore[no-any-return]
+        news, requests = unpack(inbox.get())
+        self._agree(requests)
+        return news  # type: ignore[no-any-return]
+
+    def _agree(self, requests: frozenset[str]) -> None:
+        """All processes learn of a request with the same news, so all do what was asked for at the same point."""
+        for request in sorted(requests - self._agreed):
+            self.when_agreed(request)
+        self._agreed |= requests
+
+    def agreed(self, request: str) -> bool:
+        """Whether all processes know by now of what one was asked for."""
+        return request in self._agreed
 
     # -- collectives on the host -------------------------------------------------------------------------------------
 
@@ -331,6 +389,7 @@ class Mesh:
         """
         if self.world_size == 1:
             return
+        self.watch.check()
         done, errors = threading.Event(), []
 
         def work() -> None:
@@ -341,52 +400,20 @@ class Mesh:
                 errors.append(error)
             finally:
                 done.set()
+                self.arrivals.notify()
 
-        threading.Thread(target=work, name=f"avgpipe {what}", daemon=True).start()
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while not done.wait(_POLL_S):
-            self.check_peers()
-            if time.monotonic() > deadline:
-                raise PeerError(
-                    f"rank {self.rank} (stages {self.stages}) waited {self.timeout.total_seconds():.0f} s for the "
-                    f"other processes in {what}"
-                )
-        if errors:
-            time.sleep(_REPORT_S)
-            self.check_peers()
-            raise PeerError(f"rank {self.rank} lost another process in {what}: {errors[0]}") from errors[0]
+        self._collective = threading.Thread(target=work, name=f"avgpipe {what}", daemon=True)
+        self._collective.start()
+        doing = f"waits for the other processes in {what}"
+        with self.watch.during(doing):
+            self.arrivals.wait_for(done.is_set, self.timeout.total_seconds(), lambda: doing, self.watch)
+            if errors:
+                self.watch.look()
+                lost = f"{self.watch.name} {doing}, but a connection broke: {errors[0]}{self.watch.account()}"
+                raise PeerError(lost) from errors[0]
 
     # -- failure -----------------------------------------------------------------------------------------------------
 
-    def _store(self) -> dist.Store:
-        return dist.PrefixStore(f"avgpipe/{self._number}", dist.distributed_c10d._get_default_store())
-
     def report(self, error: BaseException) -> None:
-        """Tell the other processes why this one ends, and give them a moment to read it."""
-        if self.world_size == 1 or self._reported or isinstance(error, PeerError):
-            return
-        self._reported = True
-        text = "".join(traceback.format_exception(error)).rstrip()
-        with contextlib.suppress(RuntimeError):  # the store is gone if rank 0 is: nobody is left to tell
-            store = self._store()
-            store.set("failure", f"rank {self.rank} failed: {error}\n\n{text}")
-            deadline = time.monotonic() + _ACKNOWLEDGE_S
-            while store.add("read", 0) < self.world_size - 1 and time.monotonic() < deadline:
-                time.sleep(0.05)
-
-    def check_peers(self) -> None:
-        """Raise PeerError if another process has reported a failure."""
-        if self.world_size == 1 or self._reported:
-            return
-        try:
-            store = self._store()
-            failed = store.check(["failure"])
-            if failed:
-                text = store.get("failure").decode()
-                store.add("read", 1)
-        except RuntimeError as error:
-            self._reported = True
-            raise PeerError("rank 0 is gone, and with it the store that the processes share") from error
-        if failed:
-            self._reported = True
-            raise PeerError(text)
+        """Tell the other processes why this one ends."""
+        self.watch.report(error)

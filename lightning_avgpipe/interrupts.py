@@ -1,0 +1,90 @@
+"""Exceptions and signals on several processes: what one process meets, all processes end with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_avgpipe.replaced import replaced
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy import AvgPipeStrategy
+
+__all__ = ["ending_together"]
+
+_STOP, _REQUEUE = "stop", "requeue"
+
+
+@contextlib.contextmanager
+def ending_together(trainer: pl.Trainer, strategy: AvgPipeStrategy) -> Iterator[None]:
+    """Within this context, the whole run of a trainer, no process ends or goes on alone.
+
+    A signal may reach any process at any time. It is only noted; all processes learn of it with the same news from
+    rank 0, and obey at the same batch. So a checkpoint that is saved then is whole, as it takes all of them. Lightning
+    would act at once in each process, and ask all of them before every batch whether rank 0 has a signal.
+    """
+    signals = trainer._signal_connector
+    requeue = signals._slurm_sigusr_handler_fn
+    requeued: list[bool] = []
+
+    def agreed(request: str) -> None:
+        if request == _STOP:
+            signals.received_sigterm = True  # from here on Lightning's loops do the rest
+
+    def before_batch() -> None:
+        if strategy.mesh.agreed(_REQUEUE) and not requeued:
+            requeued.append(True)
+            requeue(0, None)  # type: ignore[arg-type]
+        if trainer.received_sigterm:
+            raise SIGTERMException
+
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(replaced(strategy.mesh, "when_agreed", agreed))
+        undo.enter_context(replaced(signals, "_sigterm_notifier_fn", partial(_on_sigterm, strategy)))
+        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", partial(_note, strategy, _REQUEUE)))
+        epoch_loop = trainer.fit_loop.epoch_loop
+        if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
+            undo.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", before_batch))
+        undo.enter_context(replaced(trainer, "save_checkpoint", partial(_save, strategy, trainer.save_checkpoint)))
+        first = _FirstToKnow()
+        trainer.callbacks.insert(0, first)  # type: ignore[attr-defined]
+        undo.callback(trainer.callbacks.remove, first)  # type: ignore[attr-defined]
+        yield
+
+
+class _FirstToKnow(Callback):
+    """Reports an exception before other callbacks do something about it that takes all processes."""
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        trainer.strategy.on_exception(exception)
+
+
+def _note(strategy: AvgPipeStrategy, request: str, signum: Any = None, frame: Any = None) -> None:
+    """All that a signal handler does: nothing that could wait for what it has interrupted."""
+    strategy.mesh.watch.requests.add(request)
+
+
+def _on_sigterm(strategy: AvgPipeStrategy, signum: Any, frame: Any) -> None:
+    """Note the signal, and pass it on to the processes that this one has started."""
+    if _STOP not in strategy.mesh.watch.requests and strategy.launcher is not None:
+        strategy.launcher.kill(signum)
+    _note(strategy, _STOP)
+
+
+def _save(strategy: AvgPipeStrategy, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
+    """Save, unless processes have failed: what they held is gone, or is not of the same iteration."""
+    if not strategy.failed:
+        save(filepath, *args, **kwargs)
+        return
+    rank_zero_warn(
+        f"No checkpoint is saved to {filepath} after the failure: each process holds a part of the model only, and "
+        "the processes did not stop at the same iteration. Save regularly (ModelCheckpoint(every_n_train_steps=...)), "
+        "and resume from the last checkpoint"
+    )

@@ -1,0 +1,120 @@
+"""Start and connection of the processes."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+
+from lightning_avgpipe.errors import ConfigurationError, PeerError
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy import AvgPipeStrategy
+
+__all__ = ["connecting", "end_with_this_process", "launcher", "register", "register_explanation"]
+
+_END_S = 10.0  # how long processes of a failed run may take to end by themselves
+
+# name -> start_method, beside the strategy's own name; as in ddp
+_START_METHODS = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
+
+
+def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
+    """What starts the processes of this node; None if there is only one process in all.
+
+    Raises:
+        ConfigurationError: processes cannot be started in this way here.
+    """
+    environment = strategy.cluster_environment
+    assert environment is not None
+    processes = strategy.num_processes
+    if processes * strategy.num_nodes == 1:
+        return None
+    external = environment.creates_processes_externally
+    if start_method == "popen":
+        if _IS_INTERACTIVE and not external:
+            raise ConfigurationError(
+                f"strategy='avgpipe' with {processes} processes runs the script again, but a notebook is no script. "
+                "Use strategy='avgpipe_notebook', which forks this process, or devices=1, which hosts all stages in it "
+                "(with num_stages=...)"
+            )
+        # also where processes exist already (torchrun, SLURM): it starts none then, but limits their threads
+        return _SubprocessScriptLauncher(environment, processes, strategy.num_nodes)
+    if external:
+        raise ConfigurationError(
+            f"start_method={start_method!r} starts processes, but {type(environment).__name__} says that they exist "
+            "already; use strategy='avgpipe'"
+        )
+    return _MultiProcessingLauncher(strategy, start_method=start_method)
+
+
+@contextlib.contextmanager
+def connecting(rank: int, world_size: int) -> Iterator[None]:
+    """Explain why the processes do not find each other."""
+    try:
+        yield
+    except RuntimeError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise PeerError(
+            f"rank {rank} could not connect to the other processes ({world_size} in all) at {address} in set-up: "
+            f"{error}. Either one of them failed before, or not all were started, or they were given different "
+            "MASTER_ADDR, MASTER_PORT or NODE_RANK"
+        ) from error
+
+
+def end_with_this_process(started_by: Any) -> None:
+    """After a failure no process that this one started stays when this one ends, also if it is stuck."""
+    processes = [p for p in getattr(started_by, "procs", []) if isinstance(p, subprocess.Popen)]
+    if processes:
+        # not before: the error of this process is on the screen by then
+        atexit.register(_end, processes)
+
+
+def _end(processes: Sequence[subprocess.Popen[Any]]) -> None:
+    deadline = time.monotonic() + _END_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def register(registry: Any, strategy: type[AvgPipeStrategy]) -> None:
+    """Make the names known: one for each way to start the processes."""
+    what = "Pipeline parallelism for any LightningModule (AvgPipe)"
+    registry.register(strategy.strategy_name, strategy, description=what)
+    for suffix, start_method in _START_METHODS.items():
+        registry.register(
+            f"{strategy.strategy_name}_{suffix}",
+            strategy,
+            description=f"{what}; start_method={start_method!r}",
+            start_method=start_method,
+        )
+
+
+def register_explanation(name: str) -> None:
+    """Where the names of this package are given to the other package of Lightning, say what is wrong."""
+    other = sys.modules.get("pytorch_lightning")
+    if other is None:
+        return
+
+    def explain(**_: Any) -> None:
+        raise ConfigurationError(
+            "this is the Trainer of the package pytorch_lightning, but lightning_avgpipe is for that of "
+            "lightning.pytorch, which has the same contents under another name; write 'import lightning as L' (or "
+            "'import lightning.pytorch as pl') for Trainer and LightningModule alike"
+        )
+
+    for key in (name, *(f"{name}_{suffix}" for suffix in _START_METHODS)):
+        if key not in other.strategies.StrategyRegistry:
+            other.strategies.StrategyRegistry.register(key, explain, description="for lightning.pytorch.Trainer")

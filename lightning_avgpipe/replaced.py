@@ -1,0 +1,24 @@
+"""Something else in the place of an attribute, for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["replaced"]
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """An attribute of this one object is something else within the context."""
+    attributes = vars(owner)
+    had, before = name in attributes, attributes.get(name)
+    attributes[name] = replacement
+    try:
+        yield
+    finally:
+        if had:
+            attributes[name] = before
+        else:
+            attributes.pop(name, None)

@@ -1,0 +1,187 @@
+"""Processes start in every way that Lightning knows, train the same, and leave none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.connectors import accelerator_connector
+
+from lightning_avgpipe import AvgPipeStrategy, launch
+from lightning_avgpipe.errors import ConfigurationError
+from tests.models import MLP, loader
+from tests.processes import free_port
+from tests.trainers import pipeline, trainer
+
+SCRIPT = Path(__file__).with_name("script.py")
+LIMIT_S = 100.0
+ENDING_S = 5.0  # a process that has done its work may still be about to end
+
+
+@contextmanager
+def started(*commands: tuple[Sequence[str], dict[str, str]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Commands with their environment; whatever they start is gone at the end, or the test fails."""
+    inherited = {"PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, *command], env={**os.environ, **inherited, **environment}, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+        )
+        for command, environment in commands
+    ]  # fmt: skip
+    sessions = {process.pid for process in running}
+    try:
+        yield running
+        others = [pid for pid in psutil.pids() if session(pid) in sessions and pid not in sessions]
+        _, left = psutil.wait_procs([psutil.Process(pid) for pid in others if psutil.pid_exists(pid)], timeout=ENDING_S)
+        left = [process for process in left if session(process.pid) is not None]
+        assert not left, f"processes left behind: {left}"
+    finally:
+        for pid in psutil.pids():
+            if session(pid) in sessions:
+                os.kill(pid, signal.SIGKILL)
+        for process in running:
+            process.wait()
+
+
+def session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid) if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE else None
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return None
+
+
+def options(folder: Path, **given: Any) -> list[str]:
+    return [str(folder), json.dumps({"devices": 2, **given})]
+
+
+def expected() -> dict[str, torch.Tensor]:
+    """The same training in this process."""
+    torch.manual_seed(5)
+    model = MLP()
+    pipeline(2, strategy={"num_microbatches": 2}, max_epochs=2).fit(model, loader(MLP, 24, 8, shuffle=True))
+    return model.state_dict()
+
+
+def commands(way: str, folder: Path) -> list[tuple[Sequence[str], dict[str, str]]]:
+    port = free_port()
+    if way == "script":
+        return [([str(SCRIPT), *options(folder)], {})]
+    if way == "torchrun":
+        run = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        return [([*run, str(SCRIPT), *options(folder)], {})]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        ([str(SCRIPT), *options(folder, devices=1, num_nodes=2)], {**address, "NODE_RANK": str(node)})
+        for node in range(2)
+    ]
+
+
+@pytest.mark.parametrize("way", ["script", "torchrun", "two nodes"])
+def test_every_way_to_start_processes_trains_the_same(way: str, tmp_path: Path) -> None:
+    with started(*commands(way, tmp_path)) as running:
+        for process in running:
+            _, errors = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, errors
+    for rank in range(2):
+        weights = torch.load(tmp_path / f"weights-{rank}.pt")
+        assert all(torch.equal(weights[name], value) for name, value in expected().items())
+
+
+@pytest.mark.slow
+def test_a_script_takes_its_stuck_process_with_it(tmp_path: Path) -> None:
+    with started(([str(SCRIPT), *options(tmp_path, model="Stuck", timeout_s=40)], {})) as (process,):
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode != 0
+        assert "rank 0 (stage 1) waits for the input of F" in errors
+        assert "in on_train_batch_start" in errors
+
+
+def test_sigterm_to_a_script_saves_and_ends_all_its_processes(tmp_path: Path) -> None:
+    with started(([str(SCRIPT), *options(tmp_path, epochs=10_000)], {})) as (process,):
+        deadline = time.monotonic() + LIMIT_S
+        while len(list(tmp_path.glob("pid-*"))) < 2 and process.poll() is None:
+            assert time.monotonic() < deadline, "training did not start"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, errors
+        saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
+        assert saved["global_step"] > 0
+        assert not any(value.is_meta for value in saved["state_dict"].values())
+
+
+@pytest.mark.parametrize(
+    "name", ["avgpipe_fork", "avgpipe_notebook", pytest.param("avgpipe_spawn", marks=pytest.mark.slow)]
+)
+def test_a_function_in_a_notebook_trains_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name != "avgpipe_spawn":
+        monkeypatch.setattr(launch, "_IS_INTERACTIVE", True)
+        monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    torch.manual_seed(5)
+    model = MLP()
+    runner = trainer(strategy=name, devices=2, max_epochs=2)
+    runner.strategy._num_microbatches = 2
+    runner.fit(model, loader(MLP, 24, 8, shuffle=True))
+    for parameter, value in expected().items():
+        assert torch.equal(model.state_dict()[parameter], value), parameter
+
+
+def test_the_names_choose_the_start_method() -> None:
+    found = {name: StrategyRegistry[name]["init_params"].get("start_method") for name in StrategyRegistry}
+    assert {name: method for name, method in found.items() if name.startswith("avgpipe")} == {
+        "avgpipe": None, "avgpipe_spawn": "spawn", "avgpipe_fork": "fork", "avgpipe_notebook": "fork",
+    }  # fmt: skip
+
+
+def test_a_notebook_is_told_what_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_IS_INTERACTIVE", True)
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    with pytest.raises(ConfigurationError, match=r"Use strategy='avgpipe_notebook'.* or devices=1"):
+        trainer(strategy="avgpipe", devices=2)
+    trainer(strategy="avgpipe", devices=1)
+    pipeline(4, devices=1, max_steps=1).fit(MLP(), loader(MLP, 8, 8))
+
+
+def test_processes_that_exist_are_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="LightningEnvironment says that they exist already"):
+        trainer(strategy="avgpipe_spawn", devices=2)
+
+
+def test_lightning_cli_knows_the_names() -> None:
+    options = {"accelerator": "cpu", "devices": 2, "logger": False, "strategy": "avgpipe_spawn"}
+    cli = LightningCLI(MLP, run=False, save_config_callback=None, args={"trainer": options})
+    assert isinstance(cli.trainer.strategy, AvgPipeStrategy)
+    assert cli.trainer.strategy._start_method == "spawn"
+
+
+@pytest.mark.parametrize("strategy", ["avgpipe", "avgpipe_fork", AvgPipeStrategy(num_stages=2)])
+def test_the_other_package_of_lightning_is_told_apart(strategy: Any) -> None:
+    other = pytest.importorskip("pytorch_lightning")
+    launch.register_explanation("avgpipe")  # as if it had been imported before
+    with pytest.raises(ValueError, match=r"lightning\.pytorch") as caught:
+        other.Trainer(accelerator="cpu", strategy=strategy)
+    assert "lightning_avgpipe" in str(caught.value)
+
+
+def test_a_module_of_the_other_package_is_refused_by_the_trainer() -> None:
+    other = pytest.importorskip("pytorch_lightning")
+    assert not issubclass(other.LightningModule, L.LightningModule)
+    with pytest.raises(TypeError, match="Please switch to a single import style"):
+        pipeline(2).fit(other.LightningModule())
