@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -147,8 +148,9 @@ class _Recorder(StepTracer):
             return result
         flops = float(counter.get_total_flops()) or _recurrent_flops(module, result)
         self._add(
-            Node(len(self.nodes), "call", path, source_line(), inputs, parameters=parameters, states=states, draws=draws,
-                 drawn=tuple(self.watch.calls[calls:]), flops=flops + sum(t.numel() for t in tree.tensors(result))),
+            Node(len(self.nodes), "call", path, source_line(), inputs, parameters=parameters, states=states,
+                 draws=draws, drawn=tuple(self.watch.calls[calls:]),
+                 flops=flops + sum(t.numel() for t in tree.tensors(result))),
             result, tensors, versions,
         )  # fmt: skip
         return result

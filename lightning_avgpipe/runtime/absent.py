@@ -59,10 +59,10 @@ class Absent(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         names = [a._name for a in (*args, *(kwargs or {}).values()) if isinstance(a, Absent)]
         raise AbsentValueError(
-            f"{func} at {source_line()} needs the value of '{', '.join(names) or '?'}', which lives on an earlier stage "
-            "and was not sent: "
-            "the step did not need it when it was captured. It reached this code through an attribute or an object "
-            "that hides tensors; pass it as an argument, return it, or keep both units on one stage with split_points"
+            f"{func} at {source_line()} needs the value of '{', '.join(names) or '?'}', which lives on an earlier "
+            "stage and was not sent: the step did not need it when it was captured. It reached this code through an "
+            "attribute or an object that hides tensors; pass it as an argument, return it, or keep both units on one "
+            "stage with split_points"
         )
 
 
