@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_avgpipe import tree
 from lightning_avgpipe.errors import AbsentValueError
+from lightning_avgpipe.source import source_line
 
 __all__ = ["Absent", "Constant", "TensorMeta"]
 
@@ -69,7 +70,8 @@ class Absent(Tensor):
         if func.overloadpacket.__name__ in _PASSIVE and len(absent) == 1:
             return absent[0]._passed_on(func, args, kwargs)
         raise AbsentValueError(
-            f"{func} needs the value of '{', '.join(a._name for a in absent)}', {absent[0]._advice if absent else ''}"
+            f"{func} at {source_line()} needs the value of '{', '.join(a._name for a in absent)}', "
+            f"{absent[0]._advice if absent else ''}"
         )
 
     def _passed_on(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -14,11 +14,12 @@ PACKAGE = Path(__file__).parents[1] / "lightning_avgpipe"
 ALLOWED = {
     "errors": set(),
     "tree": set(),
-    "absent": {"errors", "tree"},
-    "capture": {"errors", "tree", "absent"},
+    "source": set(),
+    "absent": {"errors", "tree", "source"},
+    "capture": {"errors", "tree", "source", "absent"},
     "partition": {"errors", "capture"},
     "schedule": {"errors"},
-    "runtime": {"errors", "tree", "absent", "capture", "partition", "schedule"},
+    "runtime": {"errors", "tree", "source", "absent", "capture", "partition", "schedule"},
     "elastic": {"errors", "tree", "runtime"},
     "tuning": {"errors", "tree", "capture", "partition", "schedule", "runtime", "elastic"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -75,4 +76,5 @@ class DrawWatch(CallWatcher):
 
 
 def _host_bits() -> tuple[Any, ...]:
-    return random.getstate(), str(np.random.get_state(legacy=False))
+    # called at every call of a module: printing NumPy's state would take longer than most modules
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))

@@ -222,8 +222,12 @@ class CallGraph:
             for position in range(min(self.born[v] for v in group) + 1, max(written) + 1):
                 alive = [v for v in group if self.born[v] < position <= self.last_use[v]]
                 if len(alive) > 1:
-                    names = " and ".join(f"'{self.values[v].name}'" for v in alive[:2])
-                    forbid([position], f"{names} share memory and are changed in place after it")
+                    one, other = (f"'{self.values[v].name}'" for v in alive[:2])
+                    forbid(
+                        [position],
+                        f"the results of {one} and {other} share memory, which {self.nodes[max(written)]} changes in "
+                        "place; clone one of them, or compute out of place",
+                    )
         return tuple(reasons)
 
     @cached_property

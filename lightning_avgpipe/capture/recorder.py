@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.errors import CaptureError
+from lightning_avgpipe.source import source_line
 
 __all__ = ["capture", "owned_tensors"]
 
@@ -142,7 +143,7 @@ class _Recorder(StepTracer):
         versions, calls = [_version(t) for t in tensors], len(self.watch.calls)
         buffers = _copies_of_buffers(module, path)
         random_before = random_bits(self._device)
-        with self._visit(module), self._births, FlopCounterMode(display=False) as counter:
+        with self._visit(module), self._births, _Flops() as counter:
             result = run(*args, **kwargs)
         draws = not torch.equal(random_before, random_bits(self._device))
         states = self._changed(buffers)
@@ -153,8 +154,9 @@ class _Recorder(StepTracer):
             return result
         flops = float(counter.get_total_flops()) or _recurrent_flops(module, result)
         self._add(
-            Node(len(self.nodes), "call", path, _source(), inputs, parameters=parameters, states=states, draws=draws,
-                 drawn=tuple(self.watch.calls[calls:]), flops=flops + sum(t.numel() for t in tree.tensors(result))),
+            Node(len(self.nodes), "call", path, source_line(), inputs, parameters=parameters, states=states,
+                 draws=draws, drawn=tuple(self.watch.calls[calls:]),
+                 flops=flops + sum(t.numel() for t in tree.tensors(result))),
             result, tensors, versions,
         )  # fmt: skip
         return result
@@ -164,12 +166,12 @@ class _Recorder(StepTracer):
         versions, calls = [_version(t) for t in tensors], len(self.watch.calls)
         outer, used = _Outermost(self.watch, self._visit), _Used()
         random_before = random_bits(self._device)
-        with watching(outer), self._births, used, FlopCounterMode(display=False) as counter:
+        with watching(outer), self._births, used, _Flops() as counter:
             result = run(*args, **kwargs)
         parameters = tuple(dict.fromkeys(self._owned[id(t)] for t in used.tensors if id(t) in self._owned))
         names = dict.fromkeys(self.watch.path(module) for module in outer.modules)
         self._add(
-            Node(len(self.nodes), "region", ", ".join(names) or "a function", _source(),
+            Node(len(self.nodes), "region", ", ".join(names) or "a function", source_line(),
                  self._inputs([*tensors, *used.tensors]), parameters=parameters, states=self._changed(outer.buffers),
                  draws=not torch.equal(random_before, random_bits(self._device)), drawn=tuple(self.watch.calls[calls:]),
                  flops=float(counter.get_total_flops()) + sum(t.numel() for t in tree.tensors(result))),
@@ -182,7 +184,7 @@ class _Recorder(StepTracer):
         begin = len(self.nodes)
         yield from generator
         self.pinned.append(
-            (begin + 1, len(self.nodes) - 1, f"it lies in a region of torch.utils.checkpoint at {_source()}")
+            (begin + 1, len(self.nodes) - 1, f"it lies in a region of torch.utils.checkpoint at {source_line()}")
         )
 
     def drawn(self, node: Node) -> Node:
@@ -218,9 +220,9 @@ class _Recorder(StepTracer):
         states = tuple(name for name in parameters if name in self.glue_states)
         parameters = tuple(name for name in parameters if name not in self.glue_states)
         if name in ("backward", "grad"):
-            self.pinned.append((0, _ANYWHERE, f"the step calls {name}() itself at {_source()}"))
+            self.pinned.append((0, _ANYWHERE, f"the step calls {name}() itself at {source_line()}"))
         self._add(
-            Node(len(self.nodes), "glue", name, _source(), inputs, parameters=parameters, states=states,
+            Node(len(self.nodes), "glue", name, source_line(), inputs, parameters=parameters, states=states,
                  draws=not torch.equal(random_before, random_bits(self._device)),
                  flops=float(sum(t.numel() for t in tree.tensors(result)))),
             result, tensors, versions,
@@ -279,7 +281,7 @@ class _Recorder(StepTracer):
         for tensor in tensors:
             if self._births.include(tensor) and self.value_of(tensor) is None:
                 self.pinned.append(
-                    (0, len(self.nodes), f"{name}() at {_source()} reads a tensor that a unit left in an attribute")
+                    (0, len(self.nodes), f"{name}() at {source_line()} reads a tensor that a unit left in an attribute")
                 )
 
     def find_reassigned_buffers(self) -> None:
@@ -371,6 +373,25 @@ class _Used(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Flops(FlopCounterMode):
+    """Counts the operations of a unit as a whole.
+
+    Torch's own per-module counts need gradient hooks, which fail where a parameter is the argument of a module and
+    gradients are off, as in a parametrization under ``torch.inference_mode``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.mod_tracker = _NoModules()  # type: ignore[assignment]
+
+
+class _NoModules(contextlib.nullcontext[None]):
+    parents = frozenset({"Global"})
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Torch passes no arguments."""
+
+
 class _Visit:
     """Tensors are on a device within this context, and at home after it."""
 
@@ -417,18 +438,3 @@ def _recurrent_flops(unit: nn.Module, result: Any) -> float:
     outputs = tree.tensors(result)
     rows = outputs[0].numel() // max(outputs[0].shape[-1], 1) if weights and outputs and outputs[0].ndim else 0
     return 2.0 * weights * rows
-
-
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = (str(Path(torch.__file__).resolve().parent), _PACKAGE)
-
-
-def _source() -> str:
-    """The innermost line of code that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(_LIBRARIES) and not path.startswith("<"):
-            return f"{Path(path).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "unknown line"

@@ -28,6 +28,7 @@ from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_a
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.runtime.program import StageProgram
 from lightning_avgpipe.runtime.randomness import Drawing, Draws, RandomKey, host_stream, stream
+from lightning_avgpipe.source import source_line
 
 __all__ = ["Entry", "Replayed", "Spec", "replay"]
 
@@ -239,7 +240,8 @@ class _Replayer(StepTracer):
         if len(leaves) != len(node.outputs):
             raise StepChangedError(
                 f"{node} returned {len(node.outputs)} tensors when {self._program.graph.step} was captured, and "
-                f"returned {len(leaves)} now; units must return the same structure for every batch"
+                f"returned {len(leaves)} now (stage {self._program.stage}); return the same structure for every batch, "
+                "with empty tensors where there is nothing to return"
             )
         for value, leaf in zip(node.outputs, leaves, strict=True):
             if value >= 0:
@@ -279,13 +281,17 @@ class _Replayer(StepTracer):
             raise self._changed(None, None, self._nodes[self._position])
 
     def _changed(self, kind: str | None, name: str | None, node: Node | None) -> StepChangedError:
-        now = "it ended" if name is None else f"it came to {'unit ' if kind == 'call' else ''}'{name}'"
+        now = "it ended" if kind is None else f"it came to {_called(kind, name)} at {source_line()}"
         then = "it ended" if node is None else f"it came to {node}"
         return StepChangedError(
             f"{self._program.graph.step} does not do what it did when it was captured: after {self._position} nodes "
             f"{then} then, {now} now (stage {self._program.stage}). What a step calls must not depend on the batch, "
             "the time or chance; move the difference into one unit, or keep it on the last stage with split_points"
         )
+
+
+def _called(kind: str, name: str | None) -> str:
+    return {"call": f"unit '{name}'", "glue": f"{name}()", "region": "a checkpoint"}[kind]
 
 
 def _same(tensor: Tensor) -> Tensor:

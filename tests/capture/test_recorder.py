@@ -128,7 +128,9 @@ def test_values_that_share_memory_are_not_cut_before_a_write() -> None:
 
     graph = graph_of(module, step, torch.randn(3, 4))
     cut = names(graph).index("b")
-    assert "share memory and are changed in place" in str(graph.obstacles[cut])
+    assert "the results of 'a' and '__getitem__' share memory, which zero_() at test_recorder.py" in str(
+        graph.obstacles[cut]
+    )
 
 
 def test_a_parameter_may_lie_on_both_sides_of_a_cut() -> None:
@@ -286,3 +288,13 @@ def test_a_reentrantly_checkpointed_region_is_one_node_with_all_that_it_uses() -
     assert region.parameters == ("b.weight", "b.bias", "scale")
     assert region.inputs == (1, 0)  # relu's result, and h through the closure
     assert graph.live(2) == (0, 1)
+
+
+def test_a_parametrization_without_gradients_can_be_captured() -> None:
+    module = Two()
+    nn.utils.parametrizations.spectral_norm(module.a)
+    module.eval()
+    with torch.inference_mode():
+        graph = graph_of(module, lambda x: module.b(module.a(x)), torch.randn(3, 4))
+    assert names(graph) == ["a", "b"]
+    assert graph.nodes[0].flops == 2 * 3 * 4 * 4 + 3 * 4

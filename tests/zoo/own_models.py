@@ -1,0 +1,542 @@
+"""LightningModules of all sorts, as anybody would write them. None of them knows of pipelines.
+
+``example(size, length)`` makes a batch; where there is no sequence, the length is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+from transformers.utils import ModelOutput
+
+from tests.models import ConvNet, LSTMStack, Regression, TinyTransformer, UNet
+
+WIDTH = 8
+
+
+def mlp(depth: int = 4, width: int = WIDTH) -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())))
+
+
+class Own(Regression):
+    """Vectors in, vectors out; predictions are returned from validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("val_loss", loss)
+        return {"loss": loss}
+
+    @staticmethod
+    def example(size: int, length: int) -> Any:
+        return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
+
+
+# -- several paths through the network -------------------------------------------------------------------------------
+
+
+class Siamese(Own):
+    """One encoder is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = mlp(1)
+        self.head = mlp(4)
+
+    def loss(self, batch: Any) -> Tensor:
+        left, right = (self.encoder(x) for x in batch)
+        return self.head((left - right).abs()).square().mean()
+
+
+class TwoTowers(Own):
+    """Contrastive, with a temperature that is a parameter of no unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = mlp(3), mlp(3)
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def loss(self, batch: Any) -> Tensor:
+        image = F.normalize(self.image(batch[0]), dim=-1)
+        text = F.normalize(self.text(batch[1]), dim=-1)
+        logits = image @ text.T * self.temperature.exp()
+        targets = torch.arange(len(logits), device=logits.device)
+        self.log("temperature", self.temperature.detach())
+        return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+
+
+class MultiTask(Own):
+    """A trunk and three heads, each with a loss of its own; all are logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = mlp(3)
+        self.heads = nn.ModuleDict({name: mlp(1) for name in ("depth", "normal", "colour")})
+
+    def loss(self, batch: Any) -> Tensor:
+        features = self.trunk(batch[0])
+        losses = {name: F.mse_loss(head(features), batch[1]) for name, head in self.heads.items()}
+        self.log_dict({f"{name}_loss": loss for name, loss in losses.items()})
+        return torch.stack(list(losses.values())).sum()
+
+
+class EarlyLoss(Own):
+    """The loss needs an activation of the first layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.auxiliary = mlp(1), mlp(4), nn.Linear(WIDTH, WIDTH)
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        early = self.stem(inputs)
+        loss = F.mse_loss(self.body(early), targets)
+        self.log("sparsity", early.detach().abs().mean())
+        return loss + 0.3 * F.mse_loss(self.auxiliary(early), targets) + 0.01 * early.abs().mean()
+
+
+class Attending(Own):
+    """A recurrent encoder, and a decoder that looks at all of its outputs at each of its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.encoder = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.decoder_embed = nn.Embedding(11, WIDTH)
+        self.decoder = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.mix = nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 11)
+
+    @staticmethod
+    def example(size: int, length: int) -> Any:
+        return {"source": torch.randint(0, 11, (size, length)), "target": torch.randint(0, 11, (size, length - 1))}
+
+    def loss(self, batch: Any) -> Tensor:
+        memory, state = self.encoder(self.embed(batch["source"]))
+        hidden, _ = self.decoder(self.decoder_embed(batch["target"][:, :-1]), state)
+        weights = (hidden @ memory.transpose(1, 2)).softmax(-1)
+        hidden = torch.tanh(self.mix(torch.cat([hidden, weights @ memory], -1)))
+        return F.cross_entropy(self.head(hidden).transpose(1, 2), batch["target"][:, 1:])
+
+
+# -- structures ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class State:
+    hidden: Tensor
+    step: int
+    history: list[Tensor]
+
+
+@dataclass
+class Output(ModelOutput):
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: State) -> State:
+        hidden = torch.tanh(self.layer(state.hidden)) + state.hidden
+        return State(hidden, state.step + 1, [*state.history, hidden])
+
+
+class Dataclasses(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(Recurrent() for _ in range(4))
+
+    def loss(self, batch: Any) -> Tensor:
+        state = State(batch[0], 0, [])
+        for cell in self.cells:
+            state = cell(state)
+        assert state.step == len(state.history) == 4
+        return F.mse_loss(state.hidden, batch[1]) + state.history[0].square().mean()
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, extra: dict[str, Any]) -> Output:
+        hidden = self.layer(hidden) * extra["scales"]["hidden"]
+        return Output(hidden=hidden, logits=self.head(hidden))
+
+
+class Structures(Own):
+    """ModelOutputs and nested dicts between the units, and as the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Headed(), Headed(), Headed()
+
+    def forward(self, inputs: Tensor) -> dict[str, Any]:
+        extra = {"scales": {"hidden": 0.5}, "nothing": None}
+        one = self.first(inputs, extra)
+        two = self.second(hidden=one.hidden, extra=extra)
+        three = self.third(two["hidden"], {**extra, "scales": {"hidden": two.logits.sigmoid()}})
+        return {"outputs": [one, two, three], "logits": three.logits + one[1]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self(batch[0])
+        return {"loss": F.mse_loss(output["logits"], batch[1]), "logits": output["logits"].detach()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+class Packed(Own):
+    """Packed by the collate function: the batch itself is a PackedSequence, which only its owner can split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LSTM(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH)
+        self.head = mlp(2)
+
+    @staticmethod
+    def example(size: int, length: int) -> Any:
+        lengths = (length - torch.arange(size)).clamp(min=1)
+        return pack_padded_sequence(torch.randn(length, size, WIDTH), lengths)
+
+    @staticmethod
+    def split_batch(batch: PackedSequence, num_microbatches: int) -> list[PackedSequence]:
+        padded, lengths = pad_packed_sequence(batch)
+        pairs = zip(padded.tensor_split(num_microbatches, 1), lengths.tensor_split(num_microbatches), strict=True)
+        return [pack_padded_sequence(part, sizes) for part, sizes in pairs]
+
+    def loss(self, batch: PackedSequence) -> Tensor:
+        hidden, state = self.first(batch)
+        hidden, _ = self.second(hidden, state)
+        padded, lengths = pad_packed_sequence(hidden)
+        return self.head(padded).square().sum() / lengths.sum()
+
+
+class PackedInside(Packed):
+    """Packed within the step, from lengths in the batch; the lengths differ from batch to batch."""
+
+    split_batch = None  # type: ignore[assignment]
+
+    @staticmethod
+    def example(size: int, length: int) -> Any:
+        return {"x": torch.randn(size, length, WIDTH), "lengths": torch.randint(1, length + 1, (size,))}
+
+    def loss(self, batch: Any) -> Tensor:
+        packed = pack_padded_sequence(batch["x"], batch["lengths"], batch_first=True, enforce_sorted=False)
+        return super().loss(packed)
+
+
+# -- what happens inside of units and around them --------------------------------------------------------------------
+
+
+class BatchNorms(Own):
+    """Statistics after every layer, one layer called twice, and one that keeps a plain average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(3))
+        self.norms.append(nn.BatchNorm1d(WIDTH, momentum=None, affine=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(norm(x) if norm is self.norms[0] else x)))
+        return x
+
+
+class OwnStatistics(Own):
+    """A running mean that the step keeps for itself, in a buffer, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(2), mlp(2)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        if self.training:
+            self.mean.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        return self.head(hidden - self.mean)
+
+
+class Dropouts(Own):
+    """Units, functions and attention drop, at several rates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.drops = nn.ModuleList(nn.Dropout(rate) for rate in (0.0, 0.1, 0.5, 0.9))
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.2)
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, drop in zip(self.layers, self.drops, strict=True):
+            x = x + drop(F.dropout(F.gelu(layer(x)), 0.1, self.training))
+        x = x + torch.randn_like(x) * 0.01
+        return self.head(self.attention(x, x, x)[0])
+
+
+class Checkpointed(Own):
+    """Activations are recomputed, in units of its own and around submodules."""
+
+    use_reentrant, rate = False, 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(*mlp(2), nn.Dropout(self.rate)) for _ in range(3))
+        self.inside = Recomputed(self.use_reentrant, self.rate)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(self.with_noise, block, x, use_reentrant=self.use_reentrant)
+        return self.head(self.inside(x))
+
+    def with_noise(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x + F.dropout(block(x), self.rate, self.training)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, use_reentrant: bool, rate: float) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.layers = nn.Sequential(*mlp(2), nn.Dropout(rate))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
+
+
+class CheckpointedReentrant(Checkpointed):
+    use_reentrant = True
+
+
+class CheckpointedDropout(Checkpointed):
+    rate = 0.3
+
+
+class CheckpointedReentrantDropout(CheckpointedReentrant):
+    rate = 0.3
+
+
+class Hooked(Own):
+    """Hooks see inputs, change them, change outputs, and collect them for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(4)
+        self.activations: list[Tensor] = []
+        self.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+        self.layers[2].register_forward_hook(lambda module, args, output: output + args[0])
+        for layer in self.layers[1::2]:
+            layer.register_forward_hook(self.collect)
+
+    def collect(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.activations.append(output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        self.activations.clear()
+        loss = super().loss(batch)
+        return loss + 0.1 * torch.stack([a.square().mean() for a in self.activations]).sum()
+
+
+class Parametrized(Own):
+    """Weights that are computed from parameters, before each use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(5)
+        for layer in self.layers[:6:2]:
+            parametrizations.weight_norm(layer)
+        parametrizations.spectral_norm(self.layers[6])
+        parametrizations.orthogonal(self.layers[8])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Frozen(Own):
+    """A pretrained backbone that is only read, in one model without, in the other with gradients passing through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = mlp(3).requires_grad_(False)
+        self.adapter, self.head = mlp(1), mlp(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.backbone(x)
+        return self.head(self.adapter(x))
+
+
+class FrozenMiddle(Frozen):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(self.adapter(x)))
+
+
+class LowRank(nn.Module):
+    """Adds a trained product of two thin matrices to a frozen layer, as LoRA does."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, layer.in_features) * 0.1)
+        self.up = nn.Parameter(torch.zeros(layer.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.down.T @ self.up.T
+
+
+class Adapted(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(LowRank(m) if isinstance(m, nn.Linear) else m for m in mlp(4)))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layers(x))
+
+
+class Configured(Own):
+    """Built from its hyper-parameters, which its step reads too."""
+
+    def __init__(self, depth: int = 4, smoothing: float = 0.1, names: tuple[str, ...] = ("left", "right")) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        for name in self.hparams.names:
+            setattr(self, name, mlp(self.hparams.depth // 2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, targets = batch
+        for name in self.hparams.names:
+            x = getattr(self, name)(x)
+        return F.cross_entropy(self.head(x), targets.argmax(-1), label_smoothing=self.hparams.smoothing)
+
+
+class Measured(Own):
+    """Metric objects, logged and called, on values from everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = mlp(2), mlp(3)
+        self.accuracy = MulticlassAccuracy(num_classes=WIDTH, average="micro")
+        self.norm = MeanMetric()
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch[0], batch[1].argmax(-1)
+        hidden = self.stem(inputs)
+        self.norm.update(hidden.detach().norm(dim=-1))
+        self.log("early", hidden.mean())
+        logits = self.body(hidden)
+        self.accuracy(logits, targets)
+        self.log("accuracy", self.accuracy)
+        self.log("largest", logits.max(), reduce_fx="max")
+        return F.cross_entropy(logits, targets)
+
+
+# -- glue ------------------------------------------------------------------------------------------------------------
+
+
+class GatedExperts(Own):
+    """Each sample goes to one expert; how many each gets depends on the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.router = mlp(1), nn.Linear(WIDTH, 3)
+        self.experts, self.head = nn.ModuleList(mlp(1) for _ in range(3)), mlp(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero().squeeze(-1)
+            out.index_add_(0, rows, expert(x[rows]) * weights[rows, None])
+        return self.head(out)
+
+
+class InPlace(Own):
+    """Residuals are added in place, rows are overwritten, and activations work in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            residual = x
+            x = layer(x)
+            x += residual
+            x = self.activation(x)
+        out = x * 2
+        out[:, 0] = x[:, 1]
+        return out
+
+
+class Branching(Own):
+    """A number is read from a value; a branch and a logged number follow from it, on whatever stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(3), mlp(2)
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        hidden = self.body(inputs)
+        scale = hidden.detach().abs().max().item()
+        output = self.head(hidden / scale if scale > 1e-6 else hidden)
+        self.log("scale", scale)
+        return F.mse_loss(output, targets) * (1.0 + self.current_epoch)
+
+
+class MixedBatch(Own):
+    """Tensors, texts, numbers and Nones in one batch, which the step takes apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(26, WIDTH), mlp(4)
+
+    @staticmethod
+    def example(size: int, length: int) -> Any:
+        words = ["".join(chr(97 + int(c)) for c in torch.randint(0, 26, (length,))) for _ in range(size)]
+        return {"words": words, "targets": torch.randn(size, WIDTH), "weight": 0.5, "nothing": None}
+
+    def loss(self, batch: Any) -> Tensor:
+        words, weight = batch.pop("words"), batch.pop("weight")
+        assert batch.pop("nothing") is None
+        tokens = torch.tensor([[ord(c) - 97 for c in word] for word in words])
+        return weight * F.mse_loss(self.body(self.embed(tokens).mean(1)), batch["targets"])
+
+
+def fixed(model: type[Regression]) -> type[Regression]:
+    """The same model with ``example(size, length)``, whose length is ignored."""
+    return type(model.__name__, (model,), {"example": staticmethod(lambda size, length: model.example(size))})
+
+
+MODELS: tuple[type[Regression], ...] = (
+    Siamese, TwoTowers, MultiTask, EarlyLoss, Attending, Dataclasses, Structures, Packed, PackedInside, BatchNorms,
+    OwnStatistics, Checkpointed, CheckpointedReentrant, Hooked, Parametrized, Frozen, FrozenMiddle, Adapted, Configured,
+    Measured, GatedExperts, InPlace, Branching, MixedBatch, *map(fixed, (UNet, ConvNet, LSTMStack, TinyTransformer)),
+)  # fmt: skip
+
+# Draw random numbers: equal to themselves however they are cut, not to a module alone.
+DRAWING: tuple[type[Regression], ...] = (Dropouts, CheckpointedDropout, CheckpointedReentrantDropout)

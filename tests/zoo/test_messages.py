@@ -1,0 +1,293 @@
+"""A step that cannot be followed says so: which module, which line of the step, which stage, and the way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_avgpipe.errors import AbsentValueError, PartitionError, StepChangedError
+from tests.models import MLP, loader
+from tests.trainers import pipeline
+from tests.zoo import transformers_models
+from tests.zoo.comparison import check
+from tests.zoo.own_models import Own, mlp
+from tests.zoo.transformers_models import HuggingFace
+
+
+def fit(model: L.LightningModule, samples: int = 16, split_points: Sequence[str] | None = None, **options: Any) -> None:
+    """Train for an epoch on batches of 8 in micro-batches of 4; the last batch may be smaller."""
+    strategy = {"num_microbatches": 2, "split_points": split_points}
+    pipeline(2, strategy=strategy, max_epochs=1, num_sanity_val_steps=0, **options).fit(model, loader(MLP, samples, 8))
+
+
+def assert_says(error: BaseException, *parts: str) -> None:
+    said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    for part in parts:
+        assert re.search(part, said), f"{part!r} is missing in: {said}"
+
+
+# -- calls that change -----------------------------------------------------------------------------------------------
+
+
+class DependsOnSize(MLP):
+    """Small batches take another path; with ``late``, only at the end."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-2]:
+            x = layer(x)
+            if len(x) < 4 and not self.late and layer is self.layers[2]:
+                x = self.layers[3](x)
+        if len(x) < 4 and self.late:
+            x = x * 2
+        return self.layers[-2](x)
+
+
+def test_a_step_whose_calls_change_with_the_shape_is_refused() -> None:
+    with pytest.raises(StepChangedError) as caught:
+        fit(DependsOnSize(late=False), samples=13)
+    assert_says(
+        caught.value,
+        r"training_step does not do what it did",
+        r"it came to unit 'layers\.4' at test_messages\.py:\d+ in forward then|"
+        r"it came to unit 'layers\.3' at test_messages\.py:\d+ in forward then",
+        r"it came to unit 'layers\.3' at test_messages\.py:\d+ in forward now \(stage 0\)",
+        r"move the difference into one unit, or keep it on the last stage with split_points",
+    )
+
+
+def test_on_the_last_stage_calls_may_change() -> None:
+    fit(DependsOnSize(late=True), samples=13)
+
+
+class Fewer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.layer(x)
+        return (y, y * 2) if len(x) == 4 else (y,)
+
+
+class ChangingStructure(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Fewer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.first(x)[0])
+
+
+def test_a_unit_that_returns_another_structure_is_refused() -> None:
+    with pytest.raises(StepChangedError) as caught:
+        fit(ChangingStructure(), samples=13, split_points=["layers.2"])
+    assert_says(
+        caught.value,
+        r"unit 'first' at test_messages\.py:\d+ in forward returned 2 tensors",
+        r"returned 1 now \(stage 0\)",
+        r"return the same structure for every batch, with empty tensors where there is nothing to return",
+    )
+
+
+class EndsEarly(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) if len(x) == 4 else self.layers[0](x)
+
+
+def test_a_step_that_ends_early_is_refused() -> None:
+    with pytest.raises(StepChangedError) as caught:
+        fit(EndsEarly(), samples=13)
+    assert_says(
+        caught.value,
+        r"it came to unit 'layers\.1' at \S+:\d+ in \w+ then, it came to \S+ at \S+:\d+ in loss now \(stage 0\)",
+        r"move the difference into one unit",
+    )
+
+
+# -- values of other stages ------------------------------------------------------------------------------------------
+
+
+class Branches(MLP):
+    """Branches on a value of the first stage, late; ``calls`` says whether the arms call something."""
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.calls = calls
+        self.taken: set[bool] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.layers[0](x)
+        x = self.layers[1:6](early)
+        positive = bool(early.sum() > 0)
+        self.taken.add(positive)
+        if self.calls and positive:
+            x = self.layers[4](x)
+        return self.layers[6:](x) * (2.0 if positive else 0.5)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_branch_on_a_value_of_another_stage_is_taken_as_there(num_stages: int) -> None:
+    model = Branches(calls=False)
+    taken: set[bool] = model.taken
+    batches = [MLP.example(4) for _ in range(4)]
+    for batch in batches:
+        model(batch[0][:2]), model(batch[0][2:])
+    assert taken == {True, False}
+    check(model, batches, num_stages)
+
+
+def test_a_branch_that_calls_other_units_is_refused() -> None:
+    with pytest.raises(StepChangedError) as caught:
+        fit(Branches(calls=True), samples=64, split_points=["layers.8"])
+    assert_says(
+        caught.value,
+        r"it came to unit 'layers\.[46]' at test_messages\.py:\d+ in forward then",
+        r"it came to unit 'layers\.[46]' at test_messages\.py:\d+ in forward now \(stage 0\)",
+        r"move the difference into one unit, or keep it on the last stage with split_points",
+    )
+
+
+class Box:
+    """Hides a tensor: no container, no dataclass."""
+
+    value: Tensor
+
+
+class Reads(nn.Module):
+    def forward(self, x: Tensor, box: Box) -> Tensor:
+        return x * 2 if box.value.sum() > 0 else x
+
+
+class HiddenBranch(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = Reads()
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = Box()
+        box.value = self.layers[0](x)
+        return self.read(self.layers[1:](box.value), box)
+
+
+def test_a_branch_on_a_hidden_value_of_another_stage_is_refused() -> None:
+    with pytest.raises(AbsentValueError) as caught:
+        fit(HiddenBranch())
+    assert_says(
+        caught.value,
+        r"sum\S* at test_messages\.py:\d+ in forward needs the value of 'layers\.0', which lives on an earlier stage",
+        r"in F0 of stage 1 of 2 \(rank 0\)",
+        r"pass it as an argument, return it, or keep both units on one stage with split_points",
+    )
+
+
+class LoggedEarly(Own):
+    """Logs what lives on the first stage, as a tensor and as a number, before and after later units are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = mlp(2), mlp(4)
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.stem(batch[0])
+        self.log("mean", hidden.mean())
+        self.log("maximum", hidden.max().item(), reduce_fx="max")
+        loss = (self.body(hidden) - batch[1]).square().mean()
+        self.log("norm", hidden.detach().norm())
+        return loss
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_value_of_another_stage_is_logged_as_by_one_process(num_stages: int) -> None:
+    model = LoggedEarly()
+    plan = check(model, [model.example(4, 1), model.example(3, 1)], num_stages)
+    assert all(not name.startswith("stem") for name in plan.stages[-1].units)
+
+
+# -- in-place writes -------------------------------------------------------------------------------------------------
+
+
+class WritesThroughView(MLP):
+    """A view of the first result is changed after all other layers; each cut would separate view and result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[0](x)
+        left = hidden[:, :4]
+        x = self.layers[1:](hidden.clone())
+        left.mul_(2)
+        return x + hidden
+
+
+def test_a_write_to_a_value_that_was_sent_is_refused() -> None:
+    with pytest.raises(PartitionError) as caught:
+        fit(WritesThroughView(), split_points=["layers.4"])
+    assert_says(
+        caught.value,
+        r"no cut may lie before split point 'layers\.4'",
+        r"the results of 'layers\.0' and '__getitem__' share memory",
+        r"mul_\(\) at test_messages\.py:\d+ in forward changes in place",
+        r"clone one of them, or compute out of place",
+    )
+
+
+# -- going back ------------------------------------------------------------------------------------------------------
+
+
+class Texts(Dataset[Any]):
+    def __init__(self) -> None:
+        self.batch = transformers_models.texts(8, 5)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> Any:
+        return {name: values[i] for name, values in self.batch.items()}
+
+
+class Generates(HuggingFace):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        prompt = batch["input_ids"]
+        return self.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False)
+
+
+def test_generation_inside_a_step_is_refused() -> None:
+    data = DataLoader(Texts(), 4)
+    runner = pipeline(2, strategy={"num_microbatches": 2}, max_epochs=1, num_sanity_val_steps=0)
+    with pytest.raises(PartitionError) as caught:
+        runner.fit(Generates(transformers_models.gpt2(tied=False)), data, data)
+    assert_says(
+        caught.value,
+        r"validation_step goes back from stage 1 \(unit 'model\.lm_head' at modeling_gpt2\.py:\d+ in forward\)",
+        r"to stage 0 \(unit 'model\.transformer\.wte' at modeling_gpt2\.py:\d+ in forward\)",
+        r"a step must call units in the order in which training_step does",
+    )
+
+
+class Recursive(Own):
+    """The same layers, again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.layers(x)
+        return x
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_training_step_may_come_back_to_its_layers(num_stages: int) -> None:
+    model = Recursive()
+    plan = check(model, [model.example(4, 1), model.example(3, 1)], num_stages)
+    assert plan.copied
