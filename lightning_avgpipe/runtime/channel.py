@@ -201,6 +201,18 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions as they lie in memory; None if that is their order, or if there are gaps.
+
+    A transposed tensor arrives transposed, without a copy: kernels may round otherwise for another layout.
+    """
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
 class NetworkOutbox:
     """The sending end of a channel to another process.
 
@@ -251,7 +263,8 @@ class NetworkOutbox:
             (
                 message.micro_batch,
                 tuple(
-                    None if t is None else (tuple(t.shape), t.dtype, t.device.type == "cpu") for t in message.tensors
+                    None if t is None else (tuple(t.shape), t.dtype, t.device.type == "cpu", _memory_order(t))
+                    for t in message.tensors
                 ),
                 message.requires_grad,
                 reference,
@@ -265,7 +278,8 @@ class NetworkOutbox:
             self._wire.send_host(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
         for tensor in message.tensors:
             if tensor is not None and tensor.numel():
-                self._wire.send(tensor, ready)
+                order = _memory_order(tensor)
+                self._wire.send(tensor if order is None else tensor.permute(order), ready)
 
 
 class NetworkInbox:
@@ -343,11 +357,14 @@ class NetworkInbox:
         for meta in metas:
             tensor, event = None, None
             if meta is not None:
-                shape, dtype, on_host = meta
+                shape, dtype, on_host, order = meta
                 if 0 in shape:
                     tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host else self._wire.device)
-                else:
+                elif order is None:
                     tensor, event = self._wire.receive(shape, dtype, on_host)
+                else:
+                    tensor, event = self._wire.receive(tuple(shape[d] for d in order), dtype, on_host)
+                    tensor = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
             tensors.append(tensor)
             events.append(event)
         return Message(micro_batch, tuple(tensors), requires_grad, entries), events

@@ -44,11 +44,22 @@ class Task:
         return self.finish is not None
 
 
+class _Gate:
+    """Where a received value enters the step, and its gradient comes out.
+
+    The gradient is what autograd found, with its strides: accumulated in a leaf it would be laid out anew, and the
+    kernels of the stage before would round otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class _Stash:
-    """What a forward keeps: the leaves that its gradients end in, and the tensors that they start from."""
+    """What a forward keeps: the gates that its gradients come out of, and the tensors that they start from."""
 
-    leaves: tuple[Tensor, ...]
+    gates: tuple[_Gate, ...]
     roots: tuple[Tensor, ...]
 
 
@@ -56,12 +67,14 @@ class _Enter(torch.autograd.Function):
     """A received leaf enters the step: without a copy, and yet such that in-place glue may change it."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, gate: _Gate) -> Tensor:
+        ctx.gate = gate
         return leaf.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
+        ctx.gate.gradient = gradients[0]
+        return None, None
 
 
 class Stage:
@@ -103,15 +116,14 @@ class Stage:
                 f"stage {program.stage} wants micro-batch {micro_batch} and received {message.micro_batch}; "
                 "the stages do not run the same schedule"
             )
-        leaves: list[Tensor] = []
+        gates: list[_Gate] = []
         received: list[Tensor] = []
         if message is not None:
             for tensor, wanted in zip(message.tensors, message.requires_grad, strict=True):
                 assert tensor is not None
                 if wanted and task.trains:
-                    leaf = tensor.detach().requires_grad_()
-                    leaves.append(leaf)
-                    tensor = _Enter.apply(leaf)
+                    gates.append(_Gate())
+                    tensor = _Enter.apply(tensor.detach().requires_grad_(), gates[-1])
                 received.append(tensor)
         with torch.profiler.record_function(f"avgpipe::F{micro_batch}"), self._copies.placed(program.stage) as copies:
             replayed = replay(
@@ -130,12 +142,12 @@ class Stage:
                 self.results[micro_batch] = replayed.result
                 if task.finish is not None:
                     loss = task.finish(micro_batch, replayed.result)
-                    self.stash[micro_batch] = _Stash(tuple(leaves), (loss,))
+                    self.stash[micro_batch] = _Stash(tuple(gates), (loss,))
                 return None
         requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
         if task.trains:
             roots = tuple(t for t, asks in zip(replayed.sent, requires_grad, strict=True) if asks)
-            self.stash[micro_batch] = _Stash(tuple(leaves), roots)
+            self.stash[micro_batch] = _Stash(tuple(gates), roots)
         return Message(micro_batch, tuple(t.detach() for t in replayed.sent), requires_grad, replayed.entries)
 
     def _owned_now(self) -> dict[int, str]:
@@ -163,7 +175,7 @@ class Stage:
                 torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         if self.program.is_first:
             return None
-        return Message(micro_batch, tuple(leaf.grad for leaf in stash.leaves))
+        return Message(micro_batch, tuple(gate.gradient for gate in stash.gates))
 
     def clear(self) -> None:
         """Forget everything about unfinished micro-batches."""
