@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lightning.fabric.utilities.types import _Stateful
+
 from lightning_avgpipe.runtime.mesh import Mesh
 
 __all__ = ["mirror"]
@@ -22,10 +24,21 @@ def mirror(dataloader: Any, mesh: Mesh) -> Any:
         length: int | None = len(dataloader)
     except (TypeError, NotImplementedError):  # an iterable dataset without a length
         length = None
-    length = mesh.broadcast(length)
+    length, resumable = mesh.broadcast((length, isinstance(dataloader, _Stateful)))
     if mesh.rank == 0:
-        return _SizedReader(dataloader, mesh) if length is not None else _Reader(dataloader, mesh)
-    return _SizedFollower(mesh, length) if length is not None else _Follower(mesh)
+        mirrored = _SizedReader(dataloader, mesh) if length is not None else _Reader(dataloader, mesh)
+        if resumable:
+            # as attributes of its own: Python 3.12 does not ask __getattr__ whether an object follows a protocol
+            vars(mirrored).update(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
+        return mirrored
+    follower = _SizedFollower(mesh, length) if length is not None else _Follower(mesh)
+    if resumable:  # Lightning compares the number of such loaders with that in the checkpoint, on every rank
+        vars(follower).update(state_dict=dict, load_state_dict=_ignore)
+    return follower
+
+
+def _ignore(state: Any) -> None:
+    """What rank 0's loader resumes from means nothing to those who follow it."""
 
 
 class _Reader:

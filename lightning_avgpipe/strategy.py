@@ -17,10 +17,8 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
 )
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
@@ -30,7 +28,6 @@ from torchmetrics import Metric
 
 from lightning_avgpipe import checks, tree
 from lightning_avgpipe.adaptation import adapted
-from lightning_avgpipe.checkpoint import full_optimizer_state
 from lightning_avgpipe.data import mirror
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.metrics import StepLog
@@ -42,6 +39,7 @@ from lightning_avgpipe.runtime.planner import Planner
 from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
 from lightning_avgpipe.schedule import Schedule, build
+from lightning_avgpipe.stateful import StatefulStrategy
 
 __all__ = ["AvgPipeStrategy"]
 
@@ -51,7 +49,7 @@ _MICROBATCHES_PER_STAGE = 4
 SplitBatch = Callable[[Any, int], Sequence[Any]]
 
 
-class AvgPipeStrategy(ParallelStrategy):
+class AvgPipeStrategy(StatefulStrategy):
     """Trains an unmodified LightningModule as a pipeline of stages.
 
     The step functions are captured on the first batch, divided into stages of about equal time, and replayed stage by
@@ -76,6 +74,9 @@ class AvgPipeStrategy(ParallelStrategy):
             with a common first dimension. A method of this name on the LightningModule does the same.
         verify_copies: after every optimizer step check that the copies of parameters which several stages use (tied
             embeddings) are equal bit for bit. For debugging: it reads all of them.
+        save_distributed_checkpoint: whether each process writes its own part of a checkpoint, a folder of
+            torch.distributed.checkpoint, at the same time as the others; otherwise rank 0 gathers everything and
+            writes one file.
         start_method: how the processes of one node start: ``"popen"`` runs the script again (as ddp does),
             ``"spawn"`` and ``"fork"`` work in notebooks and tests.
         process_group_backend: of torch.distributed. Default: gloo for CPU, NCCL for CUDA.
@@ -108,6 +109,7 @@ class AvgPipeStrategy(ParallelStrategy):
         loss_reduction: Literal["mean", "sum"] = "mean",
         split_batch: SplitBatch | None = None,
         verify_copies: bool = False,
+        save_distributed_checkpoint: bool = False,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
@@ -136,6 +138,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self._loss_reduction = loss_reduction
         self._split_batch = split_batch
         self._verify_copies = verify_copies
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout or _DEFAULT_TIMEOUT
@@ -207,6 +210,7 @@ class AvgPipeStrategy(ParallelStrategy):
         """Connect the processes; called before the module's own set-up hooks."""
         super().setup_environment()
         reset_seed()
+        self.choose_files()
         self.set_world_ranks()
         if self.world_size == 1:
             self._mesh = self._mesh or Mesh(self.num_stages, 0, 1, self.root_device, self._timeout)
@@ -233,6 +237,7 @@ class AvgPipeStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.trainer(trainer, self.world_size)
+        checks.same_checkpoint(self.mesh.gather_objects(str(trainer.ckpt_path or "")))
         if fitting:
             checks.module(self.lightning_module)
         self._forget()
@@ -241,7 +246,7 @@ class AvgPipeStrategy(ParallelStrategy):
         observers = [m for m in module.modules() if isinstance(m, Metric)]
         planner = Planner(module, self.num_stages, self._split_points, self.root_device, observers)
         self._division = Division(module, self.mesh, planner, lambda: self.optimizers)
-        self._seed = self.mesh.broadcast(torch.initial_seed())
+        self.choose_seed(self.mesh)
         self._log = StepLog(module, self.mesh.hosts_last)
         self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))
 
@@ -349,7 +354,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self.plan = division.plan
         step_log.discard()
         schedule = self._schedule(len(parts), training=finish is not None)
-        task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self._seed, self._iteration(step)))
+        task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self.seed, self._iteration(step)))
         outputs = division.pipeline.run(step, schedule, task)
         step_log.issue()
         return outputs
@@ -378,22 +383,9 @@ class AvgPipeStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if step == "training_step":
-            return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+            # of batches that are done, since one that was interrupted comes again after a resume
+            return 1 + int(trainer.fit_loop.epoch_loop.batch_progress.total.completed)
         return int(trainer._active_loop.batch_progress.total.ready)  # type: ignore[union-attr]
-
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """On rank 0 the weights of all stages. Every rank calls it."""
-        assert self.lightning_module is not None
-        return self.lightning_module.state_dict() if self._division is None else self._division.state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """On rank 0 an ordinary optimizer state. Every rank calls it."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._mesh is None or self.world_size == 1:
-            return inner.state_dict()
-        return full_optimizer_state(inner, self.mesh)
 
     # -- what Lightning asks of processes ----------------------------------------------------------------------------
 
