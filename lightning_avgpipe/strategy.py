@@ -28,6 +28,7 @@ from torchmetrics import Metric
 
 from lightning_avgpipe import checks, tree
 from lightning_avgpipe.adaptation import adapted
+from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.data import mirror
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.metrics import StepLog
@@ -81,11 +82,12 @@ class AvgPipeStrategy(StatefulStrategy):
             ``"spawn"`` and ``"fork"`` work in notebooks and tests.
         process_group_backend: of torch.distributed. Default: gloo for CPU, NCCL for CUDA.
         timeout: longest wait for another process, after which training ends with an error.
-        accelerator: as in every Lightning strategy.
-        parallel_devices: as in every Lightning strategy.
-        cluster_environment: as in every Lightning strategy.
-        checkpoint_io: as in every Lightning strategy.
-        precision_plugin: as in every Lightning strategy.
+        accelerator: what computes, as in every Lightning strategy; the Trainer's ``accelerator`` sets it.
+        parallel_devices: this node's devices, as in every Lightning strategy; the Trainer's ``devices`` sets them.
+        cluster_environment: how processes find each other, as in every Lightning strategy; found by the Trainer.
+        checkpoint_io: how checkpoint files are written and read. Default: Lightning's format, each file replaced in one
+            step.
+        precision_plugin: as in every Lightning strategy; the Trainer's ``precision`` sets it.
 
     Attributes:
         plan: the stages with their units, parameters and boundary values, known from the first batch on.
@@ -100,11 +102,11 @@ class AvgPipeStrategy(StatefulStrategy):
 
     def __init__(
         self,
-        num_stages: int | Literal["auto"] = "auto",
-        num_pipelines: int = 1,
-        num_microbatches: int | Literal["auto"] = "auto",
+        num_stages: Count | Literal["auto"] = "auto",
+        num_pipelines: Count = 1,
+        num_microbatches: Count | Literal["auto"] = "auto",
         schedule: Literal["advance_forward", "1f1b", "afab"] = "advance_forward",
-        advance: int = 0,
+        advance: Natural = 0,
         split_points: list[str] | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         split_batch: SplitBatch | None = None,

@@ -23,7 +23,7 @@ ALLOWED = {
 }
 LIGHTNING_SIDE = {
     "__init__", "strategy", "adaptation", "division", "loop", "checkpoint", "checks", "metrics", "data", "callbacks",
-    "stateful", "storage",
+    "stateful", "storage", "counts",
 }  # fmt: skip
 
 
