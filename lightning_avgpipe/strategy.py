@@ -75,9 +75,8 @@ class AvgPipeStrategy(StatefulStrategy):
             with a common first dimension. A method of this name on the LightningModule does the same.
         verify_copies: after every optimizer step check that the copies of parameters which several stages use (tied
             embeddings) are equal bit for bit. For debugging: it reads all of them.
-        save_distributed_checkpoint: whether each process writes its own part of a checkpoint, a folder of
-            torch.distributed.checkpoint, at the same time as the others; otherwise rank 0 gathers everything and
-            writes one file.
+        save_distributed_checkpoint: whether each process writes its own part of a checkpoint, all at once into a
+            folder, with torch.distributed.checkpoint. Otherwise rank 0 gathers everything and writes one file.
         start_method: how the processes of one node start: ``"popen"`` runs the script again (as ddp does),
             ``"spawn"`` and ``"fork"`` work in notebooks and tests.
         process_group_backend: of torch.distributed. Default: gloo for CPU, NCCL for CUDA.
@@ -85,8 +84,7 @@ class AvgPipeStrategy(StatefulStrategy):
         accelerator: what computes, as in every Lightning strategy; the Trainer's ``accelerator`` sets it.
         parallel_devices: this node's devices, as in every Lightning strategy; the Trainer's ``devices`` sets them.
         cluster_environment: how processes find each other, as in every Lightning strategy; found by the Trainer.
-        checkpoint_io: how checkpoint files are written and read. Default: Lightning's format, each file replaced in one
-            step.
+        checkpoint_io: how checkpoint files are written and read; a plugin of the Trainer sets it.
         precision_plugin: as in every Lightning strategy; the Trainer's ``precision`` sets it.
 
     Attributes:

@@ -22,6 +22,7 @@ from lightning_avgpipe.storage import LocalCheckpointIO
 from tests import processes
 from tests.engine import assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
+from tests.test_copies import TiedLanguageModel
 from tests.trainers import pipeline, trainer
 
 MICRO = {"num_microbatches": 4}
@@ -294,6 +295,13 @@ def in_two(rank: int, folder: Path) -> dict[str, Any]:
     seen["files"] = through(folder / "files", 2, 2).state_dict()
     for kind in ("shards", "files"):
         seen[f"resumed from {kind}"] = resumed(folder / kind / "step=3.ckpt", 2, 2).state_dict()
+    for path in (None, folder / "tied" / "step=2.ckpt"):  # a parameter with a copy on each process
+        torch.manual_seed(4)
+        tied = TiedLanguageModel("adamw")
+        saving = {"enable_checkpointing": True, "callbacks": [every_step(folder / "tied")]} if path is None else {}
+        runner = pipeline(2, 2, {**MICRO, "save_distributed_checkpoint": True}, **saving)
+        runner.fit(tied, loader(TiedLanguageModel, 16, 8), ckpt_path=path)
+        seen[f"tied from {path and path.name}"] = tied.state_dict()
     seen["refused"] = []
     for callback in (OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_on_exception=True)):
         with pytest.raises(ConfigurationError) as refused:
@@ -312,6 +320,8 @@ def test_two_processes_resume_mid_epoch_bitwise_from_files_and_shards(never_stop
     expected = never_stopped[0].state_dict()
     for rank in two_processes[0]:
         assert all("saves once something has failed" in message for message in rank.pop("refused"))
+        tied, tied_again = rank.pop("tied from None"), rank.pop("tied from step=2.ckpt")
+        assert all(torch.equal(tied_again[name], value) for name, value in tied.items())
         for what, weights in rank.items():
             assert all(torch.equal(weights[name], value) for name, value in expected.items()), what
 
