@@ -3,5 +3,7 @@
 from language_model import LanguageModel, PythonSources
 from lightning.pytorch.cli import LightningCLI
 
+import lightning_avgpipe  # noqa: F401  makes "strategy: avgpipe" known; class paths need no import
+
 if __name__ == "__main__":
     LightningCLI(LanguageModel, PythonSources)

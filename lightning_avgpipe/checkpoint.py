@@ -12,7 +12,14 @@ from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.runtime.mesh import Mesh
 
-__all__ = ["full_optimizer_state", "full_state_dict", "owners", "spread_parameters"]
+__all__ = [
+    "full_optimizer_state",
+    "full_state_dict",
+    "named_optimizer_state",
+    "own_state_dict",
+    "owners",
+    "spread_parameters",
+]
 
 
 def owners(module: nn.Module, mesh: Mesh, stages_of: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -38,6 +45,11 @@ def full_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> 
     return {**state, **mesh.collect(tensors, lambda name: owner[name])}
 
 
+def own_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
+    """The part of the module's state dict that this process answers for; what has no owner is rank 0's."""
+    return {name: value for name, value in module.state_dict().items() if owner.get(name, 0) == mesh.rank}
+
+
 def spread_parameters(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Tensor]:
     """On every rank the owners' parameters and buffers."""
     tensors: dict[str, Tensor] = {name: p.detach() for name, p in module.named_parameters()}
@@ -60,6 +72,24 @@ def full_optimizer_state(optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     return state
 
 
+def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """This process's optimizer state with the names of parameters for their numbers.
+
+    Optimizers load it as they load one with numbers, and names are what distributed checkpoints are keyed by.
+    """
+    state = optimizer.state_dict()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    name_of = {n: names.get(id(p), str(n)) for n, p in zip(numbers, parameters, strict=True)}
+    return {
+        "state": {name_of[number]: entry for number, entry in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
 def drop_foreign_state(optimizer: Optimizer, foreign: set[int]) -> None:
     """Forget the state of parameters that other processes own.
 
@@ -71,8 +101,11 @@ def drop_foreign_state(optimizer: Optimizer, foreign: set[int]) -> None:
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Optimizer state lives beside its parameter, except the step counter, which the optimizer placed itself."""
+    """Copy optimizer state to beside its parameter, except the step counter, which the optimizer placed itself.
+
+    What is there already is copied too: after loading it may be a map of a file, which must not be kept.
+    """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.device != device and value.shape == parameter.shape:
-                state[name] = value.to(device)
+            if isinstance(value, Tensor):
+                state[name] = value.to(device if value.shape == parameter.shape else value.device, copy=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, OnExceptionCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = ["module", "optimizers", "options", "processes", "trainer"]
+__all__ = ["module", "optimizers", "options", "processes", "same_checkpoint", "trainer"]
 
 _SCHEDULES = ("advance_forward", "1f1b", "afab")
 _START_METHODS = ("popen", "spawn", "fork")
@@ -143,6 +143,12 @@ def trainer(running: pl.Trainer, world_size: int) -> None:
         (StochasticWeightAveraging, "averages parameters of which each process holds a part"),
         (BatchSizeFinder, "restarts training in ways that the stages cannot follow together"),
     ]
+    on_exception = "saves once something has failed, when the weights of the other stages cannot be gathered any more"
+    refused.append((OnExceptionCheckpoint, on_exception))
+    if any(getattr(callback, "save_on_exception", False) for callback in running.callbacks):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_on_exception=True) {on_exception}; use every_n_train_steps, or devices=1"
+        )
     weight_averaging = getattr(pl.callbacks, "WeightAveraging", None)
     if weight_averaging is not None:
         refused.append((weight_averaging, "averages parameters of which each process holds a part"))
@@ -163,6 +169,20 @@ def trainer(running: pl.Trainer, world_size: int) -> None:
         )
     if running.strategy._layer_sync is not None:  # type: ignore[attr-defined]
         raise ConfigurationError("sync_batchnorm=True is for data parallelism; a stage sees the whole batch: remove it")
+
+
+def same_checkpoint(paths: Sequence[str]) -> None:
+    """Check that all ranks have loaded the same checkpoint, or none.
+
+    Args:
+        paths: by rank.
+    """
+    for rank, path in enumerate(paths):
+        if path != paths[0]:
+            raise ConfigurationError(
+                f"rank 0 has loaded {paths[0] or 'no checkpoint'}, rank {rank} {path or 'no checkpoint'}; put "
+                "checkpoints where all processes see them, or give ckpt_path as a path"
+            )
 
 
 def _is_count(value: Any) -> bool:

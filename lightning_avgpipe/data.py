@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -94,10 +95,26 @@ def mirror(dataloader: Any, mesh: Mesh, shipping: Callable[[], Shipping]) -> Any
         length: int | None = len(dataloader)
     except (TypeError, NotImplementedError):  # an iterable dataset without a length
         length = None
-    length = mesh.broadcast(length, mesh.reader)
+    length, resumable = mesh.broadcast((length, isinstance(dataloader, _Stateful)), mesh.reader)
+    if resumable and mesh.reader != 0:
+        raise ConfigurationError(
+            f"reader='first' with a {type(dataloader).__name__} that saves its state: checkpoints are saved by rank 0, "
+            "which would not know it; use reader='last'"
+        )
     if mesh.reads:
-        return _SizedReader(dataloader, shipping) if length is not None else _Reader(dataloader, shipping)
-    return _SizedFollower(shipping, length) if length is not None else _Follower(shipping)
+        mirrored = _SizedReader(dataloader, shipping) if length is not None else _Reader(dataloader, shipping)
+        if resumable:
+            # as attributes of its own: Python 3.12 does not ask __getattr__ whether an object follows a protocol
+            vars(mirrored).update(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
+        return mirrored
+    follower = _SizedFollower(shipping, length) if length is not None else _Follower(shipping)
+    if resumable:  # Lightning compares the number of such loaders with that in the checkpoint, on every rank
+        vars(follower).update(state_dict=dict, load_state_dict=_ignore)
+    return follower
+
+
+def _ignore(state: Any) -> None:
+    """What rank 0's loader resumes from means nothing to those who follow it."""
 
 
 class _Reader:

@@ -15,6 +15,7 @@ from lightning_avgpipe.checkpoint import (
     drop_foreign_state,
     full_state_dict,
     move_state,
+    own_state_dict,
     owners,
     spread_parameters,
 )
@@ -161,8 +162,10 @@ class Division:
         yield
         give_up(self._module, self._foreign())
 
-    def state_dict(self) -> dict[str, Any]:
-        """On rank 0 the weights of all stages. Every process calls it."""
+    def state_dict(self, whole: bool = True) -> dict[str, Any]:
+        """Weights: on rank 0 those of all stages, or if not ``whole`` everywhere one's own. Every process calls it."""
+        if not whole:
+            return own_state_dict(self._module, self._mesh, self._owner)
         if self._mesh.world_size == 1 or self.plan is None:
             return self._module.state_dict()
         return full_state_dict(self._module, self._mesh, self._owner)

@@ -13,6 +13,10 @@ class BatchError(AvgPipeError, ValueError):
     """A batch that cannot be split into micro-batches."""
 
 
+class CheckpointError(AvgPipeError):
+    """A checkpoint that cannot be written or read; the one before it is as it was."""
+
+
 class CaptureError(AvgPipeError):
     """A step function that cannot be followed, or that cannot be pipelined at all."""
 

@@ -17,9 +17,7 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
 )
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -30,7 +28,7 @@ from torchmetrics import Metric
 
 from lightning_avgpipe import checks, launch, tree
 from lightning_avgpipe.adaptation import adapted
-from lightning_avgpipe.checkpoint import full_optimizer_state
+from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.data import Shipping, has_transfer_hooks, mirror
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.interrupts import ending_together
@@ -43,6 +41,7 @@ from lightning_avgpipe.runtime.planner import Planner
 from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
 from lightning_avgpipe.schedule import Schedule, build
+from lightning_avgpipe.stateful import StatefulStrategy
 
 __all__ = ["AvgPipeStrategy"]
 
@@ -60,7 +59,7 @@ _STEPS = {
 SplitBatch = Callable[[Any, int], Sequence[Any]]
 
 
-class AvgPipeStrategy(ParallelStrategy):
+class AvgPipeStrategy(StatefulStrategy):
     """Trains an unmodified LightningModule as a pipeline of stages.
 
     The step functions are captured on the first batch, divided into stages of about equal time, and replayed stage by
@@ -89,16 +88,18 @@ class AvgPipeStrategy(ParallelStrategy):
             shape), or ``"all"``, for hooks and callbacks that look at batches on every rank.
         verify_copies: after every optimizer step check that the copies of parameters which several stages use (tied
             embeddings) are equal bit for bit. For debugging: it reads all of them.
+        save_distributed_checkpoint: whether each process writes its own part of a checkpoint, all at once into a
+            folder, with torch.distributed.checkpoint. Otherwise rank 0 gathers everything and writes one file.
         start_method: how the processes of one node start: ``"popen"`` runs the script again (as ddp does), ``"spawn"``
             and ``"fork"`` start this function only, and ``"fork"`` works in notebooks. The names ``avgpipe_spawn``,
             ``avgpipe_fork`` and ``avgpipe_notebook`` choose one.
         process_group_backend: of torch.distributed. Default: gloo for CPU, NCCL for CUDA.
         timeout: longest wait for another process, after which training ends with an error.
-        accelerator: as in every Lightning strategy.
-        parallel_devices: as in every Lightning strategy.
-        cluster_environment: as in every Lightning strategy.
-        checkpoint_io: as in every Lightning strategy.
-        precision_plugin: as in every Lightning strategy.
+        accelerator: what computes, as in every Lightning strategy; the Trainer's ``accelerator`` sets it.
+        parallel_devices: this node's devices, as in every Lightning strategy; the Trainer's ``devices`` sets them.
+        cluster_environment: how processes find each other, as in every Lightning strategy; found by the Trainer.
+        checkpoint_io: how checkpoint files are written and read; a plugin of the Trainer sets it.
+        precision_plugin: as in every Lightning strategy; the Trainer's ``precision`` sets it.
 
     Attributes:
         plan: the stages with their units, parameters and boundary values, known from the first batch on.
@@ -113,17 +114,18 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        num_stages: int | Literal["auto"] = "auto",
-        num_pipelines: int = 1,
-        num_microbatches: int | Literal["auto"] = "auto",
+        num_stages: Count | Literal["auto"] = "auto",
+        num_pipelines: Count = 1,
+        num_microbatches: Count | Literal["auto"] = "auto",
         schedule: Literal["advance_forward", "1f1b", "afab"] = "advance_forward",
-        advance: int = 0,
+        advance: Natural = 0,
         split_points: list[str] | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         split_batch: SplitBatch | None = None,
         reader: Literal["last", "first"] = "last",
         send_batch: Literal["needed", "all"] = "needed",
         verify_copies: bool = False,
+        save_distributed_checkpoint: bool = False,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
@@ -155,6 +157,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self._reader = reader
         self._send_batch = send_batch
         self._verify_copies = verify_copies
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout or _DEFAULT_TIMEOUT
@@ -219,6 +222,7 @@ class AvgPipeStrategy(ParallelStrategy):
         """Connect the processes; called before the module's own set-up hooks."""
         super().setup_environment()
         reset_seed()
+        self.choose_files()
         self.set_world_ranks()
         if self.world_size == 1:
             self._mesh = self._mesh or Mesh(self.num_stages, 0, 1, self.root_device, self._timeout)
@@ -254,6 +258,7 @@ class AvgPipeStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.trainer(trainer, self.world_size)
+        checks.same_checkpoint(self.mesh.gather_objects(str(trainer.ckpt_path or "")))
         if fitting:
             checks.module(self.lightning_module)
         self._forget()
@@ -262,7 +267,7 @@ class AvgPipeStrategy(ParallelStrategy):
         observers = [m for m in module.modules() if isinstance(m, Metric)]
         planner = Planner(module, self.num_stages, self._split_points, self.root_device, observers)
         self._division = Division(module, self.mesh, planner, lambda: self.optimizers)
-        self._seed = self.mesh.broadcast(torch.initial_seed())
+        self.choose_seed(self.mesh)
         self._log = StepLog(module, self.mesh.hosts_last)
         sends = self.mesh.reads and self.world_size > 1
         self._shipping = Shipping(self.mesh.feed, self._needs, sends, early=not has_transfer_hooks(trainer))
@@ -376,7 +381,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self.plan = division.plan
         step_log.discard()
         schedule = self._schedule(len(parts), training=finish is not None)
-        task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self._seed, self._iteration(step)))
+        task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self.seed, self._iteration(step)))
         outputs = division.pipeline.run(step, schedule, task)
         step_log.issue()
         return outputs
@@ -410,22 +415,9 @@ class AvgPipeStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if step == "training_step":
-            return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+            # of batches that are done, since one that was interrupted comes again after a resume
+            return 1 + int(trainer.fit_loop.epoch_loop.batch_progress.total.completed)
         return int(trainer._active_loop.batch_progress.total.ready)  # type: ignore[union-attr]
-
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """On rank 0 the weights of all stages. Every rank calls it."""
-        assert self.lightning_module is not None
-        return self.lightning_module.state_dict() if self._division is None else self._division.state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """On rank 0 an ordinary optimizer state. Every rank calls it."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._mesh is None or self.world_size == 1:
-            return inner.state_dict()
-        return full_optimizer_state(inner, self.mesh)
 
     # -- what Lightning asks of processes ----------------------------------------------------------------------------
 

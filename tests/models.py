@@ -175,6 +175,30 @@ class TinyTransformer(Regression):
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
 
 
+class Transposing(Regression):
+    """Values lie in memory in another order than their dimensions: recurrence, attention, channels in the middle."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.embed = nn.Embedding(20, 16)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 20)
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randint(0, 20, (size, 7)), torch.randint(0, 20, (size, 7))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h, _ = self.lstm(self.embed(tokens))
+        h, _ = self.attention(h, h, h, need_weights=False)
+        return self.head(self.norm(h.transpose(1, 2)).transpose(1, 2))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
 MODELS = (MLP, ConvNet, LSTMStack, UNet, TinyTransformer)
 
 

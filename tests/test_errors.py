@@ -11,7 +11,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import AvgPipeStrategy, checks
 from lightning_avgpipe.errors import AvgPipeError, BatchError, CaptureError, ConfigurationError, PartitionError
 from tests.models import MLP, loader
 from tests.trainers import pipeline, trainer
@@ -175,6 +175,15 @@ def test_lightning_cli_builds_the_strategy() -> None:
     )
     assert isinstance(cli.trainer.strategy, AvgPipeStrategy)
     assert cli.trainer.strategy.num_stages == 2
+
+
+def test_ranks_that_load_different_checkpoints_are_an_error() -> None:
+    checks.same_checkpoint(["", ""])
+    checks.same_checkpoint(["a.ckpt", "a.ckpt"])
+    with pytest.raises(
+        ConfigurationError, match=r"rank 0 has loaded last\.ckpt, rank 1 no checkpoint; put checkpoints"
+    ):
+        checks.same_checkpoint(["last.ckpt", ""])
 
 
 def test_without_errors_nothing_is_refused() -> None:

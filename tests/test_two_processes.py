@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests import processes
-from tests.models import MLP, MODELS, Regression, TinyTransformer, UNet, loader
+from tests.models import MLP, MODELS, Regression, TinyTransformer, Transposing, UNet, loader
 from tests.trainers import pipeline, trainer
 
 
@@ -23,7 +23,7 @@ def fit(rank: int, folder: Path, name: str, num_stages: int, devices: int, optio
     """Everything that a training leaves behind, from the point of view of one rank."""
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    model = {m.__name__: m for m in MODELS}[name](optimizer=options.get("optimizer", "sgd"))
+    model = {m.__name__: m for m in (*MODELS, Transposing)}[name](optimizer=options.get("optimizer", "sgd"))
     checkpoint = ModelCheckpoint(
         folder / "checkpoints", monitor="val_loss", filename="{step}-{val_loss:.2f}", save_last=True
     )
@@ -241,3 +241,14 @@ def test_a_rank_holds_the_parameters_and_states_of_its_stage_only(tmp_path: Path
     assert not set(first) & set(last)
     assert set(first_states) == set(first)
     assert set(last_states) == set(last)
+
+
+def test_the_order_of_dimensions_in_memory_survives_the_journey(tmp_path: Path) -> None:
+    (tmp_path / "two").mkdir()
+    (tmp_path / "one").mkdir()
+    outcomes = processes.run(2, fit, tmp_path / "two", "Transposing", 4, 2, {"num_microbatches": 2}, folder=tmp_path)
+    one = processes.run(1, fit, tmp_path / "one", "Transposing", 1, 1, {"num_microbatches": 2}, folder=tmp_path)
+    expected = processes.results(one)[0]
+    for rank in processes.results(outcomes):
+        for key, value in expected["weights"].items():
+            assert torch.equal(rank["weights"][key], value), key

@@ -139,6 +139,11 @@ class Mesh:
         """Whether the loss is computed here."""
         return self.rank == 0
 
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        """All processes, connected on the host; None if there is only one."""
+        return self._control
+
     # -- groups and channels -----------------------------------------------------------------------------------------
 
     def _make_groups(self, device_backend: str | None) -> None:

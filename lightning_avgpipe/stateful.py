@@ -1,0 +1,103 @@
+"""The strategy's part in checkpoints: what Lightning asks it to gather, write, read and hand out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.checkpoint import full_optimizer_state, named_optimizer_state, own_state_dict
+from lightning_avgpipe.division import Division
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.runtime.mesh import Mesh
+from lightning_avgpipe.storage import LocalCheckpointIO, is_sharded, load_shards, save_shards, with_local_files
+
+__all__ = ["StatefulStrategy"]
+
+_KEY = "AvgPipeStrategy"  # of what a checkpoint holds beside Lightning's own
+
+
+class StatefulStrategy(ParallelStrategy):
+    """A strategy whose processes each hold a part of the state.
+
+    Attributes:
+        save_distributed_checkpoint: whether each process writes its own part.
+        seed: of the random numbers that are drawn in units; a resumed run goes on with the seed of the first one.
+    """
+
+    save_distributed_checkpoint: bool
+    seed: int = 0
+    _mesh: Mesh | None
+    _division: Division | None
+
+    def choose_seed(self, mesh: Mesh) -> None:
+        """Take the seed of rank 0's process; loading may change it."""
+        self.seed = mesh.broadcast(torch.initial_seed())
+
+    def choose_files(self) -> None:
+        """Use our own files where nobody asks for others."""
+        self.checkpoint_io: CheckpointIO = with_local_files(self._checkpoint_io)
+        if self.save_distributed_checkpoint and type(self.checkpoint_io) is not LocalCheckpointIO:
+            raise ConfigurationError(
+                "save_distributed_checkpoint=True writes with torch.distributed.checkpoint and would not use "
+                f"{type(self.checkpoint_io).__name__}; remove the plugin, or the option"
+            )
+
+    # -- gathering ---------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """On rank 0 the weights of all stages; for a distributed checkpoint one's own. Every rank calls it."""
+        module = self.lightning_module
+        assert module is not None
+        whole = not self.save_distributed_checkpoint
+        if self._division is not None:
+            return self._division.state_dict(whole)
+        return module.state_dict() if whole or self._mesh is None else own_state_dict(module, self._mesh, {})
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """On rank 0 an ordinary optimizer state; for a distributed checkpoint one's own. Every rank calls it."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.save_distributed_checkpoint:
+            assert self.lightning_module is not None
+            return named_optimizer_state(inner, self.lightning_module)
+        if self._mesh is None or self.world_size == 1:
+            return inner.state_dict()
+        return full_optimizer_state(inner, self._mesh)
+
+    # -- writing and reading -----------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint: a file, or a folder of shards. Every rank calls it."""
+        if checkpoint.get("optimizer_states"):
+            checkpoint[_KEY] = {"seed": self.seed}
+        if not self.save_distributed_checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise ConfigurationError("storage_options are not supported with save_distributed_checkpoint=True")
+        if self._mesh is None:
+            raise ConfigurationError(
+                "save_distributed_checkpoint=True, but no run has connected the processes yet; fit or validate first"
+            )
+        save_shards(checkpoint, filepath, self._mesh)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of either kind."""
+        if is_sharded(checkpoint_path):
+            assert self.lightning_module is not None
+            fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+            return load_shards(checkpoint_path, optimizers=fitting, weights_only=weights_only)
+        asked = {} if weights_only is None else {"weights_only": weights_only}
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, **asked)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Hand out optimizer states. They stay on the host until it is known which process needs which."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict({"state": {}, **state})
+        self.seed = checkpoint.get(_KEY, {}).get("seed", self.seed)
