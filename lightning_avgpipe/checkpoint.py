@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.runtime.mesh import Mesh
 
-__all__ = ["full_optimizer_state", "full_state_dict", "owners", "spread_parameters"]
+__all__ = ["full_optimizer_state", "full_state_dict", "is_mappable", "owners", "spread_parameters"]
+
+
+def is_mappable(path: Any, io: CheckpointIO) -> bool:
+    """Whether torch can map a checkpoint into memory, instead of reading all of it."""
+    ordinary = type(io) is TorchCheckpointIO and isinstance(path, (str, Path)) and Path(path).is_file()
+    return ordinary and zipfile.is_zipfile(path)
 
 
 def owners(module: nn.Module, mesh: Mesh, stages_of: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -68,6 +77,18 @@ def drop_foreign_state(optimizer: Optimizer, foreign: set[int]) -> None:
     """
     for parameter in [p for p in optimizer.state if id(p) in foreign]:
         del optimizer.state[parameter]
+
+
+def load_present_state(optimizer: Optimizer, states: Mapping[int, Any]) -> None:
+    """Load the states of the parameters that have contents here.
+
+    Args:
+        states: number of the parameter -> its state.
+    """
+    current = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    present = {number: state for number, state in states.items() if not parameters[number].is_meta}
+    optimizer.load_state_dict({**current, "state": present})
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -30,14 +31,16 @@ from torchmetrics import Metric
 
 from lightning_avgpipe import checks, tree
 from lightning_avgpipe.adaptation import adapted
-from lightning_avgpipe.checkpoint import full_optimizer_state
+from lightning_avgpipe.checkpoint import full_optimizer_state, is_mappable
 from lightning_avgpipe.data import Shipping, has_transfer_hooks, mirror
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.runtime.clipping import clip_by_global_norm
+from lightning_avgpipe.runtime.materialize import Origin, on_meta
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.microbatch import MicroBatch, merge, split, split_with
+from lightning_avgpipe.runtime.ownership import to_host
 from lightning_avgpipe.runtime.planner import Planner
 from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
@@ -157,6 +160,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout or _DEFAULT_TIMEOUT
         self._mesh: Mesh | None = None
+        self._loaded_weights: Mapping[str, Tensor] | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -258,12 +262,22 @@ class AvgPipeStrategy(ParallelStrategy):
         module = self.lightning_module
         observers = [m for m in module.modules() if isinstance(m, Metric)]
         planner = Planner(module, self.num_stages, self._split_points, self.root_device, observers)
-        self._division = Division(module, self.mesh, planner, lambda: self.optimizers)
         self._seed = self.mesh.broadcast(torch.initial_seed())
+        origin = self._origin(module)
+        self._division = Division(module, self.mesh, planner, lambda: self.optimizers, origin)
         self._log = StepLog(module, self.mesh.hosts_last)
         sends = self.mesh.reads and self.world_size > 1
         self._shipping = Shipping(self.mesh.feed, self._needs, sends, early=not has_transfer_hooks(trainer))
         self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))
+
+    def _origin(self, module: pl.LightningModule) -> Origin | None:
+        """Where the contents of parameters and buffers on meta come from; None if there are none there."""
+        loaded, self._loaded_weights = self._loaded_weights, None
+        if not on_meta(module):
+            return None
+        origin = Origin(module, self._seed, self.root_device, loaded)
+        origin.fill_buffers()
+        return origin
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Build the optimizer, over all parameters: what it holds of other stages goes when the plan is made."""
@@ -286,8 +300,9 @@ class AvgPipeStrategy(ParallelStrategy):
             self._undo.close()
             self._division = None
         module = self._lightning_module
-        if module is not None and any(p.is_meta for p in module.parameters()):
-            # after a failure the other stages' parameters are gone, and what is gone cannot be moved
+        if module is not None and on_meta(module):
+            # what is without contents here (after a failure, or by choice) cannot be moved, but the rest can
+            to_host(module)
             self._lightning_module = None
         super().teardown()
         self._lightning_module = module
@@ -419,6 +434,41 @@ class AvgPipeStrategy(ParallelStrategy):
         if self._mesh is None or self.world_size == 1:
             return inner.state_dict()
         return full_optimizer_state(inner, self.mesh)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are built on the host, or with ``empty_init`` on meta: the device gets its own stages only."""
+        place = torch.device("meta") if empty_init else contextlib.nullcontext()
+        with place, self.precision_plugin.tensor_init_context():
+            yield
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; for a module on meta tensors stay in the file until they are needed."""
+        assert self.lightning_module is not None
+        if on_meta(self.lightning_module) and is_mappable(checkpoint_path, self.checkpoint_io):
+            return torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights; those for parameters on meta are kept in mind until it is known who needs them."""
+        module = self.lightning_module
+        assert module is not None
+        if on_meta(module):
+            self._loaded_weights = dict(checkpoint["state_dict"])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter", category=UserWarning)
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states; where parameters are on meta, when they have contents."""
+        assert self.lightning_module is not None
+        if not on_meta(self.lightning_module):
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        assert self._division is not None
+        states = checkpoint["optimizer_states"]
+        super().load_optimizer_state_dict({"optimizer_states": [{**state, "state": {}} for state in states]})
+        self._division.load_later(states)
 
     # -- what Lightning asks of processes ----------------------------------------------------------------------------
 
