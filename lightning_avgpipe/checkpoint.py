@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,15 +81,28 @@ def drop_foreign_state(optimizer: Optimizer, foreign: set[int]) -> None:
 
 
 def load_present_state(optimizer: Optimizer, states: Mapping[int, Any]) -> None:
-    """Load the states of the parameters that have contents here.
+    """Load the states of the parameters that have contents here, in the midst of a step.
+
+    ``Optimizer.load_state_dict`` would replace the parameter groups too, which a running step refers to.
 
     Args:
         states: number of the parameter -> its state.
     """
-    current = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    present = {number: state for number, state in states.items() if not parameters[number].is_meta}
-    optimizer.load_state_dict({**current, "state": present})
+    for number, state in states.items():
+        parameter = parameters[number]
+        if not parameter.is_meta:
+            optimizer.state[parameter] = {name: _beside(parameter, name, value) for name, value in state.items()}
+
+
+def _beside(parameter: Tensor, name: str, value: Any) -> Any:
+    """A copy of a state's entry as ``Optimizer.load_state_dict`` would place it: the step counter stays where it is."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if name == "step":
+        return value.clone()
+    dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
+    return value.to(parameter.device, dtype, copy=True)
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
