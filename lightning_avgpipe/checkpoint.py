@@ -14,9 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.runtime.lending import Lender
 from lightning_avgpipe.runtime.mesh import Mesh
 
-__all__ = ["full_optimizer_state", "full_state_dict", "is_mappable", "owners", "spread_parameters"]
+__all__ = [
+    "full_optimizer_state",
+    "full_state_dict",
+    "is_mappable",
+    "owners",
+    "scattered_state_dict",
+    "spread_parameters",
+]
 
 
 def is_mappable(path: Any, io: CheckpointIO) -> bool:
@@ -46,6 +55,24 @@ def full_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> 
     state = module.state_dict()
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name in owner}
     return {**state, **mesh.collect(tensors, lambda name: owner[name])}
+
+
+def scattered_state_dict(module: nn.Module, mesh: Mesh) -> dict[str, Any]:
+    """The same for a module that was divided before, of which every process kept its part.
+
+    Raises:
+        ConfigurationError: no process has contents for a parameter yet.
+    """
+    holders = Lender(module, mesh, None).holders()
+    canonical = {id(p): name for name, p in module.named_parameters()}
+    owner = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if canonical[id(parameter)] not in holders:
+            raise ConfigurationError(
+                f"'{name}' is on the meta device on all ranks, so there is nothing to save; run a batch first"
+            )
+        owner[name] = holders[canonical[id(parameter)]]
+    return full_state_dict(module, mesh, owner)
 
 
 def spread_parameters(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Tensor]:

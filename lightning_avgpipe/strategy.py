@@ -31,7 +31,7 @@ from torchmetrics import Metric
 
 from lightning_avgpipe import checks, tree
 from lightning_avgpipe.adaptation import adapted
-from lightning_avgpipe.checkpoint import full_optimizer_state, is_mappable
+from lightning_avgpipe.checkpoint import full_optimizer_state, is_mappable, scattered_state_dict
 from lightning_avgpipe.data import Shipping, has_transfer_hooks, mirror
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.metrics import StepLog
@@ -426,7 +426,11 @@ class AvgPipeStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """On rank 0 the weights of all stages. Every rank calls it."""
         assert self.lightning_module is not None
-        return self.lightning_module.state_dict() if self._division is None else self._division.state_dict()
+        if self._division is not None:
+            return self._division.state_dict()
+        if self._mesh is not None and self.world_size > 1 and on_meta(self.lightning_module):
+            return scattered_state_dict(self.lightning_module, self.mesh)  # after training, each rank has its part
+        return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 an ordinary optimizer state. Every rank calls it."""

@@ -1,4 +1,4 @@
-"""Modules built on the meta device: every process gets its own stages only, and the numbers are those of one process."""
+"""Modules built on the meta device: every process gets its own stages only; the numbers are those of one process."""
 
 from __future__ import annotations
 

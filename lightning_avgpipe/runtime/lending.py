@@ -75,7 +75,7 @@ class Lender:
             holders = self.holders()
             asked = mesh.broadcast(mesh.gather_objects(absent))
             held = {name: p.detach() for name, p in parameters.items()}
-            arrived = mesh.deliver(held, holders, {rank: names for rank, names in enumerate(asked)})
+            arrived = mesh.deliver(held, holders, dict(enumerate(asked)))
             take_back(self._module, {name: tensor.to(mesh.device) for name, tensor in arrived.items()})
         modules: dict[str, list[str]] = {}
         for name in absent:
