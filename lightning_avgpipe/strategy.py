@@ -68,6 +68,11 @@ class AvgPipeStrategy(ParallelStrategy):
     The step functions are captured on the first batch, divided into stages of about equal time, and replayed stage by
     stage on micro-batches. Training equals ordinary training that accumulates the same micro-batches in order.
 
+    A module built under ``torch.device("meta")``, best in ``configure_model``, is never whole anywhere: each process
+    initialises its own stages (``reset_parameters()``, or ``_init_weights(module)`` of a module above), or reads them
+    from ``ckpt_path``. The weights depend on the seed alone. After training each process keeps its own part, on the
+    host: ``fit``, ``validate``, ``test``, ``predict`` go on with it, and ``trainer.save_checkpoint`` writes all of it.
+
     Args:
         num_stages: number of stages K. ``"auto"``: one per device. A multiple of the number of devices places several
             stages on each.

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import memory
 from lightning_avgpipe.errors import ConfigurationError, StageError
 from lightning_avgpipe.runtime.materialize import Origin, on_meta
 from tests import processes
@@ -68,7 +69,7 @@ def trained(num_stages: int, tied: bool = False, **options: Any) -> Mixed:
 def test_weights_and_training_do_not_depend_on_the_number_of_stages() -> None:
     whole = trained(1)
     assert not on_meta(whole)
-    for num_stages in (2, 3, 4):
+    for num_stages in (2, 3):
         divided = trained(num_stages)
         assert_same_parameters(whole, divided)
         for (name, a), b in zip(whole.named_buffers(), divided.buffers(), strict=True):
@@ -248,7 +249,8 @@ def test_evaluation_after_training_and_alone_equals_one_process(runs: Any) -> No
     _, two, one = runs
     for rank in two:
         assert rank["tested"] == one["tested"]
-        assert rank["alone"] == one["alone"]
+        # of a value that crosses processes the strides may differ, and with them the kernel
+        assert rank["alone"] == [pytest.approx(metrics, rel=1e-6) for metrics in one["alone"]]
     for a, b in zip(two[0]["predicted"], one["predicted"], strict=True):
         assert torch.equal(a, b)
 
@@ -261,3 +263,15 @@ def test_resuming_goes_on_where_training_stopped(runs: Any) -> None:
     resumed = torch.load(folder / "two" / "resumed.ckpt", weights_only=True)["state_dict"]
     for key, tensor in through.state_dict().items():
         assert torch.equal(resumed[key], tensor), key
+
+
+@pytest.mark.slow
+def test_no_process_ever_holds_more_than_its_share_and_one_unit() -> None:
+    layers, unit = 100, 4.0  # MiB
+    rows = memory.run(2, layers, meta=True, train=False)
+    for row in rows:
+        assert row["before"] < 10
+        assert row["peak"] < row["share"] * 1.3 + unit
+    for row in memory.run(2, layers, meta=False, train=False):
+        assert row["before"] > layers * unit * 0.95
+        assert row["after"] < row["share"] * 1.1 + unit

@@ -2,8 +2,8 @@
 
 A module is initialised alone, by the conventions that exist for it: its ``reset_parameters()``, then
 ``_init_weights(module)`` of the nearest module above it that has one (transformers, nanoGPT). Its parent may adjust
-what it just got (scaled residual projections; ``nn.MultiheadAttention``). Random numbers are seeded by (seed, path of the
-module), so the weights depend neither on the number of stages nor on the process that asks for them, nor on the order.
+what it just got (scaled residual projections; ``nn.MultiheadAttention``). Random numbers are seeded by (seed, path of
+the module), so the weights depend neither on the number of stages nor on the process that asks, nor on the order.
 
 Nothing is written into the module itself: its parts are initialised in shadows, which share everything else with it.
 """
