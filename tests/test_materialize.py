@@ -251,8 +251,7 @@ def test_evaluation_after_training_and_alone_equals_one_process(runs: Any) -> No
         assert rank["tested"] == one["tested"]
         # of a value that crosses processes the strides may differ, and with them the kernel
         assert rank["alone"] == [pytest.approx(metrics, rel=1e-6) for metrics in one["alone"]]
-    for a, b in zip(two[0]["predicted"], one["predicted"], strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(two[0]["predicted"], one["predicted"], rtol=1e-5, atol=1e-6)
 
 
 def test_resuming_goes_on_where_training_stopped(runs: Any) -> None:

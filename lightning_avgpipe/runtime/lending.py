@@ -58,7 +58,8 @@ class Lender:
             mesh.publish((None, made))
             return pickle.loads(made)
         while True:
-            name, made = mesh.publish()
+            news: Any = mesh.publish()
+            name, made = news
             if name is None:
                 return pickle.loads(made)
             self._exchange(name, holders)

@@ -106,13 +106,13 @@ class Origin:
                 "of torch.device('meta')"
             )
 
-    def _ways(self, path: str, module: nn.Module) -> list[Callable[[nn.Module], object]]:
+    def _ways(self, path: str, module: nn.Module) -> list[Callable[[Any], object]]:
         """What initialises a module, in order."""
-        ways: list[Callable[[nn.Module], object]] = []
+        ways: list[Callable[[Any], object]] = []
         if isinstance(module, nn.MultiheadAttention):
             ways.append(nn.MultiheadAttention._reset_parameters)
         elif callable(getattr(type(module), "reset_parameters", None)):
-            ways.append(type(module).reset_parameters)  # type: ignore[attr-defined, arg-type]
+            ways.append(type(module).reset_parameters)  # type: ignore[attr-defined]
         above = path
         while True:
             # a module may initialise itself so, too: transformers' models own parameters such as tokens of a class
