@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.runtime.lending import Lender
 from lightning_avgpipe.runtime.mesh import Mesh
 
 __all__ = [
@@ -18,6 +21,7 @@ __all__ = [
     "named_optimizer_state",
     "own_state_dict",
     "owners",
+    "scattered_owners",
     "spread_parameters",
 ]
 
@@ -48,6 +52,24 @@ def full_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> 
 def own_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
     """The part of the module's state dict that this process answers for; what has no owner is rank 0's."""
     return {name: value for name, value in module.state_dict().items() if owner.get(name, 0) == mesh.rank}
+
+
+def scattered_owners(module: nn.Module, mesh: Mesh) -> dict[str, int]:
+    """The owners of a module that was divided before, of which every process kept its part.
+
+    Raises:
+        ConfigurationError: no process has contents for a parameter yet.
+    """
+    holders = Lender(module, mesh, None).holders()
+    canonical = {id(p): name for name, p in module.named_parameters()}
+    owner = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if canonical[id(parameter)] not in holders:
+            raise ConfigurationError(
+                f"'{name}' is on the meta device on all ranks, so there is nothing to save; run a batch first"
+            )
+        owner[name] = holders[canonical[id(parameter)]]
+    return owner
 
 
 def spread_parameters(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Tensor]:
@@ -98,6 +120,31 @@ def drop_foreign_state(optimizer: Optimizer, foreign: set[int]) -> None:
     """
     for parameter in [p for p in optimizer.state if id(p) in foreign]:
         del optimizer.state[parameter]
+
+
+def load_present_state(optimizer: Optimizer, states: Mapping[int, Any]) -> None:
+    """Load the states of the parameters that have contents here, in the midst of a step.
+
+    ``Optimizer.load_state_dict`` would replace the parameter groups too, which a running step refers to.
+
+    Args:
+        states: number of the parameter -> its state.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, state in states.items():
+        parameter = parameters[number]
+        if not parameter.is_meta:
+            optimizer.state[parameter] = {name: _beside(parameter, name, value) for name, value in state.items()}
+
+
+def _beside(parameter: Tensor, name: str, value: Any) -> Any:
+    """A copy of a state's entry as ``Optimizer.load_state_dict`` would place it: the step counter stays where it is."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if name == "step":
+        return value.clone()
+    dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
+    return value.to(parameter.device, dtype, copy=True)
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:

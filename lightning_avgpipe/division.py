@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +12,15 @@ from torch.optim import Optimizer
 from lightning_avgpipe.checkpoint import (
     drop_foreign_state,
     full_state_dict,
+    load_present_state,
     move_state,
     own_state_dict,
     owners,
     spread_parameters,
 )
 from lightning_avgpipe.partition import Plan, cut_like
+from lightning_avgpipe.runtime.lending import Lender
+from lightning_avgpipe.runtime.materialize import Origin
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.ownership import give_up, take_back
 from lightning_avgpipe.runtime.pipeline import Pipeline
@@ -32,10 +33,11 @@ class Division:
     """Plans the stages of a module, and moves parameters and optimizer states to where the plan wants them.
 
     Args:
-        module: to divide; whole on every process at first.
+        module: to divide; whole on every process, or with parameters on meta that are never brought together.
         mesh: with open channels.
         planner: makes plans for the module.
         optimizers: those that step the module, as of when it is called.
+        origin: of the contents that no process has; None if the module is whole.
 
     Attributes:
         pipeline: runs the step functions that are prepared.
@@ -43,7 +45,12 @@ class Division:
     """
 
     def __init__(
-        self, module: nn.Module, mesh: Mesh, planner: Planner, optimizers: Callable[[], Sequence[Optimizer]]
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        planner: Planner,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        origin: Origin | None = None,
     ) -> None:
         self.pipeline = Pipeline(mesh, module)
         self.plan: Plan | None = None
@@ -51,6 +58,9 @@ class Division:
         self._mesh = mesh
         self._planner = planner
         self._optimizers = optimizers
+        self._lender = Lender(module, mesh, origin)
+        self._scattered = origin is not None  # no process may hold the whole module
+        self._unloaded: Sequence[Mapping[str, Any]] = ()  # states for optimizers whose parameters have no contents yet
         self._final = False
         self._owner: dict[str, int] = {}
         self._lent: set[int] = set()  # ids of the copies that belong to another process
@@ -73,38 +83,31 @@ class Division:
             self._divide(step, run, args, decides)
             return decides
         units = self.plan.graph.units
-        with self._whole_on_rank_zero():
-            graph = self._made_on_rank_zero(lambda: self._planner.capture(step, run, args, units))
+        graph = self._lender.on_rank_zero(lambda: self._planner.capture(step, run, args, units))
         self.pipeline.load(graph, cut_like(graph, self.plan.stages_of, self.plan.num_stages))
         return False
 
     def _divide(self, step: str, run: Callable[..., Any], args: Sequence[Any], final: bool) -> None:
         units = self.plan.graph.units if self.plan is not None else ()
-        plan: Plan = self._made_on_rank_zero(lambda: self._planner.plan(step, run, args, units))
+        plan: Plan = self._lender.on_rank_zero(lambda: self._planner.plan(step, run, args, units))
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         self.pipeline.unload()
-        self.pipeline.load(plan.graph, plan.cuts)
-        for graph in others:
-            if graph.units == plan.graph.units:  # of others a new capture is made when they are run
-                self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
         self.plan, self._final = plan, final
         self._owner = owners(self._module, self._mesh, plan.stages_of)
         parameters = dict(self._module.named_parameters())
         self._lent = {id(parameters[name]) for name in plan.copied if self._owner[name] != self._mesh.rank}
         self._settle()
-
-    def _made_on_rank_zero(self, make: Callable[[], Any]) -> Any:
-        made = None
-        if self._mesh.rank == 0:
-            with self._mesh.watch.during("follows a step to divide it into stages"):
-                made = pickle.dumps(make())
-        return pickle.loads(self._mesh.publish(made))
+        self.pipeline.load(plan.graph, plan.cuts)
+        for graph in others:
+            if graph.units == plan.graph.units:  # of others a new capture is made when they are run
+                self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
 
     # -- who holds what ----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Bring the own stages to the device; if the plan is final, give the others' parameters up."""
         device, foreign = self._mesh.device, self._foreign()
+        self._lender.bring([name for name, _ in self._module.named_parameters() if name not in foreign])
         for name, parameter in self._module.named_parameters():
             if name not in foreign and parameter.device != device:
                 parameter.data = parameter.data.to(device)
@@ -115,6 +118,7 @@ class Division:
             for optimizer in self._optimizers():
                 drop_foreign_state(optimizer, ids)
             give_up(self._module, foreign)
+            self._load_optimizers()
         for optimizer in self._optimizers():
             move_state(optimizer, device)
 
@@ -137,30 +141,36 @@ class Division:
         """Check that what several stages use is the same on all of them. Every process calls it."""
         self.pipeline.copies("training_step").verify()
 
+    def load_later(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load optimizer states when the parameters are there that they belong to.
+
+        Args:
+            states: one per optimizer, of the whole module; they may be mapped from a file.
+        """
+        self._unloaded = states
+
+    def _load_optimizers(self) -> None:
+        for optimizer, state in zip(self._optimizers(), self._unloaded, strict=False):
+            load_present_state(optimizer, state["state"])
+        self._unloaded = ()
+
     def restore(self) -> None:
-        """Every process holds the whole module again. Every process calls it."""
+        """Every process holds the whole module again, unless it began on meta. Every process calls it.
+
+        What began on meta is too large for that: each process keeps its own stages, on the host, and all buffers.
+        """
         self.pipeline.unload()
         if self._mesh.world_size == 1 or self.plan is None:
             return
-        spread = spread_parameters(self._module, self._mesh, self._owner)
-        take_back(self._module, {name: spread[name] for name, _ in self._module.named_parameters()})
+        if self._scattered:
+            spread = self._mesh.spread(dict(self._module.named_buffers()), lambda name: self._owner[name])
+        else:
+            spread = spread_parameters(self._module, self._mesh, self._owner)
+            take_back(self._module, {name: spread[name] for name, _ in self._module.named_parameters()})
         with torch.no_grad():
             for name, buffer in self._module.named_buffers():
                 if self._owner[name] != self._mesh.rank:
                     buffer.copy_(spread[name])
-
-    @contextlib.contextmanager
-    def _whole_on_rank_zero(self) -> Iterator[None]:
-        """Rank 0 borrows the parameters of the other stages, to follow a step function through all of them."""
-        if not self._final or self._mesh.world_size == 1:
-            yield
-            return
-        parameters = {name: p.detach() for name, p in self._module.named_parameters()}
-        borrowed = self._mesh.collect(parameters, lambda name: self._owner[name])
-        if self._mesh.rank == 0:
-            take_back(self._module, borrowed)
-        yield
-        give_up(self._module, self._foreign())
 
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
         """Weights: on rank 0 those of all stages, or if not ``whole`` everywhere one's own. Every process calls it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +12,19 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.checkpoint import full_optimizer_state, named_optimizer_state, own_state_dict
+from lightning_avgpipe.checkpoint import (
+    full_optimizer_state,
+    full_state_dict,
+    named_optimizer_state,
+    own_state_dict,
+    scattered_owners,
+)
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.runtime.materialize import Origin, on_meta
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.storage import LocalCheckpointIO, is_sharded, load_shards, save_shards, with_local_files
 
@@ -35,10 +45,27 @@ class StatefulStrategy(ParallelStrategy):
     seed: int = 0
     _mesh: Mesh | None
     _division: Division | None
+    _loaded_weights: Mapping[str, Tensor] | None = None
 
     def choose_seed(self, mesh: Mesh) -> None:
         """Take the seed of rank 0's process; loading may change it."""
         self.seed = mesh.broadcast(torch.initial_seed())
+
+    def take_origin(self, module: nn.Module) -> Origin | None:
+        """Where the contents of parameters and buffers on meta come from; None if there are none there."""
+        loaded, self._loaded_weights = self._loaded_weights, None
+        if not on_meta(module):
+            return None
+        origin = Origin(module, self.seed, self.root_device, loaded)
+        origin.fill_buffers()
+        return origin
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are built on the host, or with ``empty_init`` on meta: the device gets its own stages only."""
+        place = torch.device("meta") if empty_init else contextlib.nullcontext()
+        with place, self.precision_plugin.tensor_init_context():
+            yield
 
     def choose_files(self) -> None:
         """Use our own files where nobody asks for others."""
@@ -58,7 +85,14 @@ class StatefulStrategy(ParallelStrategy):
         whole = not self.save_distributed_checkpoint
         if self._division is not None:
             return self._division.state_dict(whole)
-        return module.state_dict() if whole or self._mesh is None else own_state_dict(module, self._mesh, {})
+        mesh = self._mesh
+        if mesh is None:
+            return module.state_dict()
+        # after training, each rank has its part of a module that began on meta
+        owner = scattered_owners(module, mesh) if mesh.world_size > 1 and on_meta(module) else {}
+        if not whole:
+            return own_state_dict(module, mesh, owner)
+        return full_state_dict(module, mesh, owner) if owner else module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 an ordinary optimizer state; for a distributed checkpoint one's own. Every rank calls it."""
@@ -96,8 +130,23 @@ class StatefulStrategy(ParallelStrategy):
         asked = {} if weights_only is None else {"weights_only": weights_only}
         return self.checkpoint_io.load_checkpoint(checkpoint_path, **asked)
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights; those for parameters on meta are kept in mind until it is known who needs them."""
+        module = self.lightning_module
+        assert module is not None
+        if on_meta(module):
+            self._loaded_weights = dict(checkpoint["state_dict"])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter", category=UserWarning)
+            super().load_model_state_dict(checkpoint, strict)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Hand out optimizer states. They stay on the host until it is known which process needs which."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict({"state": {}, **state})
+        assert self.lightning_module is not None and self._division is not None
+        states = [{"state": {}, **state} for state in checkpoint["optimizer_states"]]
+        if on_meta(self.lightning_module):
+            self._division.load_later(states)
+            states = [{**state, "state": {}} for state in states]
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            optimizer.load_state_dict(state)
         self.seed = checkpoint.get(_KEY, {}).get("seed", self.seed)

@@ -35,8 +35,10 @@ from lightning_avgpipe.interrupts import ending_together
 from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.runtime.clipping import clip_by_global_norm
+from lightning_avgpipe.runtime.materialize import on_meta
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.microbatch import MicroBatch, merge, split, split_with
+from lightning_avgpipe.runtime.ownership import to_host
 from lightning_avgpipe.runtime.planner import Planner
 from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
@@ -64,6 +66,11 @@ class AvgPipeStrategy(StatefulStrategy):
 
     The step functions are captured on the first batch, divided into stages of about equal time, and replayed stage by
     stage on micro-batches. Training equals ordinary training that accumulates the same micro-batches in order.
+
+    A module built under ``torch.device("meta")``, best in ``configure_model``, is never whole anywhere: each process
+    initialises its own stages (``reset_parameters()``, or ``_init_weights(module)`` of a module above), or reads them
+    from ``ckpt_path``. The weights depend on the seed alone. After training each process keeps its own part, on the
+    host: ``fit``, ``validate``, ``test``, ``predict`` go on with it, and ``trainer.save_checkpoint`` writes all of it.
 
     Args:
         num_stages: number of stages K. ``"auto"``: one per device. A multiple of the number of devices places several
@@ -266,8 +273,8 @@ class AvgPipeStrategy(StatefulStrategy):
         module = self.lightning_module
         observers = [m for m in module.modules() if isinstance(m, Metric)]
         planner = Planner(module, self.num_stages, self._split_points, self.root_device, observers)
-        self._division = Division(module, self.mesh, planner, lambda: self.optimizers)
         self.choose_seed(self.mesh)
+        self._division = Division(module, self.mesh, planner, lambda: self.optimizers, self.take_origin(module))
         self._log = StepLog(module, self.mesh.hosts_last)
         sends = self.mesh.reads and self.world_size > 1
         self._shipping = Shipping(self.mesh.feed, self._needs, sends, early=not has_transfer_hooks(trainer))
@@ -296,8 +303,9 @@ class AvgPipeStrategy(StatefulStrategy):
             if self.failed:
                 self._mesh = None  # its connections are closed for good
         module = self._lightning_module
-        if module is not None and any(p.is_meta for p in module.parameters()):
-            # after a failure the other stages' parameters are gone, and what is gone cannot be moved
+        if module is not None and on_meta(module):
+            # what is without contents here (after a failure, or by choice) cannot be moved, but the rest can
+            to_host(module)
             self._lightning_module = None
         super().teardown()
         self._lightning_module = module

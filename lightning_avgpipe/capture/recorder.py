@@ -397,7 +397,8 @@ class _Visit:
 
     def __init__(self, tensors: Collection[Tensor], device: torch.device | None) -> None:
         moves = device is not None and device.type != "cpu"
-        self._tensors = [t for t in tensors if moves and t.device != device]
+        # what has no contents here is lent, if it is needed
+        self._tensors = [t for t in tensors if moves and t.device != device and not t.is_meta]
         self._device = device
 
     def __enter__(self) -> None:

@@ -24,7 +24,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-__all__ = ["CallWatcher", "StepTracer", "function_name", "intercepting", "tensor_arguments", "watching"]
+__all__ = [
+    "DEVICE_QUESTIONS",
+    "METADATA",
+    "CallWatcher",
+    "StepTracer",
+    "function_name",
+    "intercepting",
+    "tensor_arguments",
+    "watching",
+]
 
 # fmt: off
 _METADATA_ATTRIBUTES = (
@@ -55,7 +64,14 @@ def _metadata_functions() -> frozenset[Any]:
     return frozenset(found)
 
 
-_METADATA = _metadata_functions()
+METADATA = _metadata_functions()
+# What a tensor says of its place.
+DEVICE_QUESTIONS = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta")),
+        Tensor.get_device,
+    )
+)
 
 
 def function_name(func: Any) -> str:
@@ -180,7 +196,7 @@ class StepTracer(TorchFunctionMode):
     # -- the two hooks ----------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._inside or func in _METADATA:
+        if self._inside or func in METADATA:
             return func(*args, **(kwargs or {}))
         self._inside = True  # the mode itself is off the stack while it handles a function
         try:

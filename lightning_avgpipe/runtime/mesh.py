@@ -370,6 +370,33 @@ class Mesh:
         self.together("a gathering of parameters", exchange)
         return collected
 
+    def deliver(
+        self, tensors: Mapping[str, Tensor], holders: Mapping[str, int], wanted: Mapping[int, Sequence[str]]
+    ) -> dict[str, Tensor]:
+        """What this process wants and others hold, as copies on the host.
+
+        Args:
+            tensors: the same names, shapes and types on every process.
+            holders: name -> rank that holds it; what nobody holds is not delivered. The same on every process.
+            wanted: rank -> names that it lacks. The same on every process.
+        """
+        delivered: dict[str, Tensor] = {}
+
+        def exchange() -> None:
+            for receiver, names in wanted.items():
+                for name in names:
+                    tensor = tensors[name]
+                    if name not in holders or tensor.numel() == 0:
+                        continue
+                    if self.rank == holders[name]:
+                        dist.send(as_bytes(tensor.cpu().contiguous()), receiver, group=self._control)
+                    elif self.rank == receiver:
+                        delivered[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                        dist.recv(as_bytes(delivered[name]), holders[name], group=self._control)
+
+        self.together("a delivery of parameters", exchange)
+        return delivered
+
     def spread(self, tensors: Mapping[str, Tensor], owner: Callable[[str], int]) -> dict[str, Tensor]:
         """On every process all owners' tensors; those of other processes as copies on the host."""
         spread = dict(tensors)

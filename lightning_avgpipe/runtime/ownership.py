@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-__all__ = ["give_up", "take_back"]
+__all__ = ["give_up", "take_back", "to_host"]
 
 
 def give_up(module: nn.Module, names: Iterable[str]) -> None:
@@ -28,6 +28,17 @@ def take_back(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if parameters[name].is_meta:
             _replace(parameters[name], tensor)
+
+
+def to_host(module: nn.Module) -> None:
+    """Move what has contents to the host, and leave the rest."""
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.cpu()
+            parameter.grad = None if parameter.grad is None else parameter.grad.cpu()
+    for buffer in module.buffers():
+        if not buffer.is_meta:
+            buffer.data = buffer.data.cpu()
 
 
 def _replace(parameter: nn.Parameter, tensor: Tensor) -> None:

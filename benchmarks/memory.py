@@ -1,0 +1,198 @@
+"""Resident memory of each process before the plan is made, after it, and at its peak.
+
+Trains a stack of linear layers for a few batches in two (or more) processes on the CPU: built in ``__init__``, so that
+every process starts with the whole module, and built on the meta device in ``configure_model``, so that none ever holds
+it. Prints MiB above what the process held before the module was built; ``share`` is the size of the parameters that the
+process owns when the plan is made. Plain SGD: no optimizer states; gradients count, and are as large as the parameters,
+so they are not computed unless asked for (``--train``): the measured run validates.
+
+    python benchmarks/memory.py --megabytes 400 --processes 2 --json memory.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import socket
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_avgpipe import AvgPipeStrategy
+
+MIB = 2**20
+WIDTH = 1024
+LIMIT_S = 500.0
+
+
+class Tower(L.LightningModule):
+    """Linear layers of 4 MiB each."""
+
+    def __init__(self, layers: int, meta: bool) -> None:
+        super().__init__()
+        self.depth = layers
+        self.layers: nn.Sequential | None = None
+        if not meta:
+            self.layers = self._build()
+
+    def _build(self) -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(self.depth)))
+
+    def configure_model(self) -> None:
+        """Built here, if it is not yet."""
+        if self.layers is None:
+            with torch.device("meta"):
+                self.layers = self._build()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Regression."""
+        assert self.layers is not None
+        x, y = batch
+        return F.mse_loss(self.layers(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """The same without gradients."""
+        self.log("loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """No states."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Resident:
+    """Memory of this process that belongs to no file, in MiB: now, and the largest since the start."""
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._peak = 0.0
+        self._base = self._read()
+        self._thread = threading.Thread(target=self._watch, name="resident memory", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _read() -> float:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) / 1024
+        raise RuntimeError("/proc/self/status has no RssAnon; this benchmark needs Linux")
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(0.002):
+            self._peak = max(self._peak, self._read())
+
+    def now(self) -> float:
+        """MiB above the start."""
+        value = self._read()
+        self._peak = max(self._peak, value)
+        return value - self._base
+
+    def peak(self) -> float:
+        """Largest MiB above the start; ends the watch."""
+        self._stopped.set()
+        self._thread.join()
+        self.now()
+        return self._peak - self._base
+
+
+class Report(L.Callback):
+    """Reads the memory before the first batch and after each."""
+
+    def __init__(self, resident: Resident) -> None:
+        self.resident = resident
+        self.before = 0.0
+        self.after = 0.0
+        self.share = 0.0
+
+    def _start(self, *_: Any) -> None:
+        self.before = self.resident.now()
+
+    def _end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        self.after = self.resident.now()
+        self.share = sum(p.nbytes for p in module.parameters() if not p.is_meta) / MIB
+
+    on_train_start = on_validation_start = _start
+    on_train_batch_end = on_validation_batch_end = _end
+
+
+def measure(rank: int, processes: int, port: int, layers: int, meta: bool, train: bool, folder: str) -> None:
+    """Run one process and leave its figures in a file."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0",
+        WORLD_SIZE=str(processes), GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    F.linear(torch.randn(8, 8), torch.randn(8, 8))  # libraries are loaded before the first reading
+    data = DataLoader(TensorDataset(torch.randn(32, WIDTH), torch.randn(32, WIDTH)), batch_size=16)
+    resident = Resident()
+    report = Report(resident)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=processes, strategy=AvgPipeStrategy(num_microbatches=4), callbacks=[report],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
+    )  # fmt: skip
+    model = Tower(layers, meta)
+    # validation decides on the plan as training does, when it runs alone
+    trainer.fit(model, data) if train else trainer.validate(model, data, verbose=False)
+    figures = {
+        "rank": rank, "share": report.share, "before": report.before, "after": report.after, "peak": resident.peak(),
+    }  # fmt: skip
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(figures))
+    os._exit(0)
+
+
+def run(processes: int, layers: int, meta: bool, train: bool) -> list[dict[str, float]]:
+    """The figures of each rank."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            context.Process(target=measure, args=(rank, processes, port, layers, meta, train, folder))
+            for rank in range(processes)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(LIMIT_S)
+        for process in started:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        if any(process.exitcode for process in started):
+            raise RuntimeError(f"exit codes {[process.exitcode for process in started]}")
+        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(processes)]
+
+
+def main() -> None:
+    """Measure both ways and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=400, help="size of all parameters in MiB (default: 400)")
+    parser.add_argument("--processes", type=int, default=2, help="number of processes, and of stages (default: 2)")
+    parser.add_argument("--train", action="store_true", help="train; gradients are as large as the parameters")
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    options = parser.parse_args()
+    layers = max(options.processes, options.megabytes * MIB // (4 * WIDTH * WIDTH))
+    rows = []
+    for meta in (False, True):
+        for figures in run(options.processes, layers, meta, options.train):
+            rows.append({"built": "on meta" if meta else "in __init__", **figures})
+    print(f"{'built':12s} {'rank':>4s} {'share':>8s} {'before':>8s} {'after':>8s} {'peak':>8s} {'peak/share':>10s}")
+    for row in rows:
+        numbers = " ".join(f"{row[key]:8.0f}" for key in ("share", "before", "after", "peak"))
+        print(f"{row['built']:12s} {row['rank']:4d} {numbers} {row['peak'] / row['share']:10.2f}")
+    if options.json:
+        options.json.write_text(json.dumps({"unit": "MiB", "layers": layers, "rows": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
