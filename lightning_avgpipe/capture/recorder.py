@@ -21,6 +21,7 @@ from lightning_avgpipe.capture.draws import DrawWatch, random_bits
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, tensor_arguments, watching
+from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.errors import CaptureError
 
 __all__ = ["capture", "owned_tensors"]
@@ -301,10 +302,10 @@ class _Recorder(StepTracer):
         """What lies outside of units is on the device while the step is captured."""
         outside: list[Tensor] = [p for name, p in self.module.named_parameters() if name not in self._inside_units]
         outside += [b for name, b in self.module.named_buffers() if name not in self._inside_units]
-        return _Visit(outside, self._device)
+        return Visit(outside, self._device)
 
     def _visit(self, module: nn.Module) -> Any:
-        return _Visit([*module.parameters(), *module.buffers()], self._device)
+        return Visit([*module.parameters(), *module.buffers()], self._device)
 
 
 class _Births(TorchDispatchMode):
@@ -369,25 +370,6 @@ class _Used(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.tensors += tensor_arguments(args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-
-class _Visit:
-    """Tensors are on a device within this context, and at home after it."""
-
-    def __init__(self, tensors: Collection[Tensor], device: torch.device | None) -> None:
-        moves = device is not None and device.type != "cpu"
-        self._tensors = [t for t in tensors if moves and t.device != device]
-        self._device = device
-
-    def __enter__(self) -> None:
-        self._homes = [t.data for t in self._tensors]
-        for tensor in self._tensors:
-            tensor.data = tensor.data.to(self._device)
-
-    def __exit__(self, *exc_info: object) -> None:
-        for tensor, home in zip(self._tensors, self._homes, strict=True):
-            home.copy_(tensor.data)
-            tensor.data = home
 
 
 def _copies_of_buffers(module: nn.Module, path: str) -> list[tuple[str, Tensor, Tensor]]:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.runtime.channel import (
     Arrivals,
@@ -94,6 +95,7 @@ class Mesh:
         self.timeout = timeout
         self.reader = reader
         self.arrivals = Arrivals()
+        self.links: tuple[Link, ...] | None = None  # of the hops, once they are measured
         self._number = next(_instances)
         self._reported = False
         self._opened: list[NetworkInbox | NetworkOutbox] = []

@@ -41,19 +41,19 @@ def random_graph(rng: random.Random) -> tuple[CallGraph, Costs]:
         shared = ["shared"] if rng.random() < 0.15 else []
         nodes.append(("call" if call else "glue", f"n{i}", inputs, [f"n{i}.w", *shared] if call else []))
     graph = graph_of(nodes, [rng.choice([1, 4, 16]) for _ in range(count)], kept=[count - 1])
-    return graph, Costs(tuple(rng.uniform(0, 10) for _ in range(count)), rng.choice([0.0, 0.2, 2.0]))
+    return graph, Costs.of_nodes(tuple(rng.uniform(0, 10) for _ in range(count)), rng.choice([0.0, 0.2, 2.0]))
 
 
 def bottleneck(graph: CallGraph, costs: Costs, cuts: Sequence[int]) -> float:
     bounds = [0, *cuts, len(graph.nodes)]
     stages = [sum(costs.node[a:b]) for a, b in itertools.pairwise(bounds)]
-    return max([*stages, *(costs.per_byte * graph.boundary_bytes[cut] for cut in cuts)])
+    return max([*stages, *(costs.link(0).per_byte * graph.boundary_bytes[cut] for cut in cuts)])
 
 
 def roughness(graph: CallGraph, costs: Costs, cuts: Sequence[int], best: float) -> float:
     bounds = [0, *cuts, len(graph.nodes)]
     squares = sum(sum(costs.node[a:b]) ** 2 for a, b in itertools.pairwise(bounds)) / (best * 1.02)
-    return squares + sum(costs.per_byte * graph.boundary_bytes[cut] for cut in cuts)
+    return squares + sum(costs.link(0).per_byte * graph.boundary_bytes[cut] for cut in cuts)
 
 
 def test_the_bottleneck_is_that_of_brute_force() -> None:
@@ -92,28 +92,28 @@ def test_what_crosses_a_cut_is_what_is_used_after_it() -> None:
 
 
 def test_equal_units_are_divided_equally() -> None:
-    assert cut_balanced(chain(12), Costs((1.0,) * 12), 4) == (3, 6, 9)
+    assert cut_balanced(chain(12), Costs.of_nodes((1.0,) * 12), 4) == (3, 6, 9)
 
 
 def test_stages_share_what_one_heavy_unit_leaves() -> None:
-    assert cut_balanced(chain(5), Costs((8.0, 1.0, 1.0, 1.0, 1.0)), 3) == (1, 3)
+    assert cut_balanced(chain(5), Costs.of_nodes((8.0, 1.0, 1.0, 1.0, 1.0)), 3) == (1, 3)
 
 
 def test_a_narrow_boundary_is_preferred_where_balance_allows() -> None:
     graph = chain(200, [4 if i == 99 else 64 for i in range(200)])
-    assert cut_balanced(graph, Costs((1.0,) * 200, per_byte=0.01), 2) == (100,)
+    assert cut_balanced(graph, Costs.of_nodes((1.0,) * 200, per_byte=0.01), 2) == (100,)
 
 
 def test_a_wide_boundary_is_avoided_where_the_link_is_slow() -> None:
     graph = chain(4, [64, 64, 4, 4])
-    assert cut_balanced(graph, Costs((1.0,) * 4), 2) == (2,)
-    assert cut_balanced(graph, Costs((1.0,) * 4, per_byte=1.0), 2) == (3,)
+    assert cut_balanced(graph, Costs.of_nodes((1.0,) * 4), 2) == (2,)
+    assert cut_balanced(graph, Costs.of_nodes((1.0,) * 4, per_byte=1.0), 2) == (3,)
 
 
 def test_a_thousand_calls_and_64_stages_are_planned() -> None:
     rng = random.Random(2)
     graph = chain(1000)
-    cuts = cut_balanced(graph, Costs(tuple(rng.uniform(1, 2) for _ in range(1000)), 0.01), 64)
+    cuts = cut_balanced(graph, Costs.of_nodes(tuple(rng.uniform(1, 2) for _ in range(1000)), 0.01), 64)
     assert len(cuts) == 63 and list(cuts) == sorted(set(cuts))
 
 
@@ -126,7 +126,7 @@ def test_split_points_may_name_a_unit_or_what_holds_it() -> None:
 
 def test_another_step_is_cut_where_the_parameters_are() -> None:
     train = chain(6)
-    plan = make_plan(train, (2, 4), Costs((1.0,) * 6), {f"u{i}.w": 3 for i in range(6)})
+    plan = make_plan(train, (2, 4), Costs.of_nodes((1.0,) * 6), {f"u{i}.w": 3 for i in range(6)})
     assert [stage.num_parameters for stage in plan.stages] == [6, 6, 6]
     shorter = graph_of(
         [("call", "u1", [], ["u1.w"]), ("glue", "add", [0], []), ("call", "u4", [1], ["u4.w"])], [4, 1, 4], kept=[2]
@@ -139,7 +139,7 @@ def test_another_step_is_cut_where_the_parameters_are() -> None:
 
 
 def test_a_plan_is_a_table() -> None:
-    plan = make_plan(chain(4), (1,), Costs((3.0, 1.0, 1.0, 1.0)), {f"u{i}.w": 1500 for i in range(4)})
+    plan = make_plan(chain(4), (1,), Costs.of_nodes((3.0, 1.0, 1.0, 1.0)), {f"u{i}.w": 1500 for i in range(4)})
     assert str(plan).splitlines() == [
         "stage  units         parameters  time  sends to the next",
         "-----------------------------------------------------------------",
