@@ -41,6 +41,7 @@ __all__ = ["Samples", "measure"]
 _ROUNDS = 5  # runs of the step
 _CALLS = 2  # equal calls that are measured in one of them
 _REPETITIONS = 3
+_CALIBRATIONS = 20
 _SHORT_S = 0.02  # repetitions of one call end after this time
 _PATIENCE_S = 2.0  # a longer measurement shows its progress
 
@@ -107,6 +108,7 @@ def measure(
             timer = _Timer(graph, module, device, kinds, samples, begin + budget_s, number == 0, bar)
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
             timer.exclude(tree.tensors(batch))
+            timer.calibrate()
             with untouched(module), timer.visiting(), timer.following():
                 run(*batch)
             if number == 0:
@@ -148,6 +150,7 @@ class _Timer(StepTracer):
         self._deadline = deadline
         self._counts = counts  # what is saved; it is the same in every run
         self._bar = bar
+        self._call_s = 0.0
         self._position = 0
         self._measured: dict[Hashable, int] = defaultdict(int)
         self._excluded = {_storage(t) for t in _tensors_of(module)}
@@ -158,6 +161,18 @@ class _Timer(StepTracer):
     def exclude(self, tensors: Sequence[Tensor]) -> None:
         """These are in memory whatever is stashed."""
         self._excluded.update(map(_storage, tensors))
+
+    def calibrate(self) -> None:
+        """Find out what it takes to start a backward, which each node alone does and a stage does once."""
+        leaf = torch.zeros(1, device=self._device, requires_grad=True)
+        one = torch.ones(1, device=self._device)
+
+        def nothing() -> float:
+            view = leaf.view(1)
+            return self._timed(lambda: torch.autograd.grad(view, leaf, one))[1]
+
+        with torch.enable_grad():
+            self._call_s = statistics.median(nothing() for _ in range(_CALIBRATIONS))
 
     def visiting(self) -> Visit:
         """What lies outside of units is on the device while the step is measured."""
@@ -308,7 +323,7 @@ class _Timer(StepTracer):
 
             with torch.autocast(self._device.type, enabled=False):
                 _, backward_s = self._timed(backward)
-        return Sample(forward_s, backward_s)
+        return Sample(forward_s, max(0.0, backward_s - self._call_s))
 
     def _timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
         if self._device.type != "cuda":
