@@ -15,7 +15,8 @@ class Memory:
 
     Attributes:
         limit: bytes that each stage may use; infinite by default.
-        weights: full name of each parameter or buffer -> its bytes.
+        weights: full name of each parameter or buffer -> its bytes, which cross a link once in an iteration where
+            several stages use it; empty: that is not counted.
         held: full name -> bytes that a stage which uses it holds for it: weight, gradient, optimizer state.
         in_flight: micro-batches that each stage stashes at most, shape ``(K,)``; empty: one on every stage.
         num_microbatches: M, over which work that is done once in an iteration is spread.

@@ -116,6 +116,8 @@ class Planner:
         conditions = conditions or Conditions()
         what = _Step(step, run, args)
         memory = memory_of(self.module, conditions.schedule, conditions.state_copies, self.memory_limit)
+        if not self.measures:  # the price of a byte is a guess then, and no reason to avoid a copy
+            memory = replace(memory, weights={})
         units = tuple(units) or initial_units(self.module, self.observers)
         costs_of = Costs.from_flops
         measured = partial(self._measured, what, conditions.links, Samples())
@@ -127,8 +129,8 @@ class Planner:
             plan = make_plan(graph, cuts, costs, self._sizes(), memory)
         else:
             graph = self.capture(step, run, args, units)
-            unlimited = replace(memory, limit=math.inf)
-            plan, costs = self._refined(what, graph, costs_of, unlimited if self.measures else memory)
+            counted = replace(memory, limit=math.inf, weights={}) if self.measures else memory
+            plan, costs = self._refined(what, graph, costs_of, counted)
             if self.measures:
                 plan, costs = self._refined(what, plan.graph, measured, memory)
         return replace(plan, forecast=_forecast(plan, costs, conditions.schedule))
