@@ -111,6 +111,7 @@ def measure(
             timer.calibrate()
             with untouched(module), timer.visiting(), timer.following():
                 run(*batch)
+            timer.check_finished()
             if number == 0:
                 internal, saved = timer.internal, timer.saved
             now = time.perf_counter()
@@ -178,6 +179,14 @@ class _Timer(StepTracer):
         """What lies outside of units is on the device while the step is measured."""
         inside = {id(t) for p in self._graph.units for t in _tensors_of(self._module.get_submodule(p))}
         return Visit([t for t in _tensors_of(self._module) if id(t) not in inside], self._device)
+
+    def check_finished(self) -> None:
+        """Raise if the step ended before its last node."""
+        if self._position < len(self._graph.nodes):
+            raise StepChangedError(
+                f"{self._graph.step} ended before {self._graph.nodes[self._position]}, which it called when it was "
+                "captured; a step must do the same for every batch"
+            )
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 

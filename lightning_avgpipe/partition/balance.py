@@ -28,7 +28,7 @@ from lightning_avgpipe.partition.ranges import Ranges, evenest, least_bottleneck
 __all__ = ["Gap", "cut_at", "cut_balanced", "cut_like", "gaps"]
 
 # Among partitions within this share of the best bottleneck the evenest with the least traffic is taken.
-_SLACK = 0.02
+_SLACK = 0.01
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,14 @@ __all__ = ["Conditions", "Planner"]
 _log = logging.getLogger(__name__)
 
 # Refining ends when the slowest stage is within this share of a perfect balance ...
-_BALANCED = 1.1
-# ... and opens only units that weigh more than this part of a stage's fair share.
+_BALANCED = 1.03
+# ... and opens only units that weigh more than this part of a stage's fair share,
 _HEAVY = 0.25
-_WORTH = 0.98
+# then, so many times, those next to a cut that could move it by more than this part.
+_NEAR_CUTS = 3
+_MOVES = 0.03
+# Finer units must make the slowest stage or the unevenness smaller by this factor.
+_WORTH = 0.99
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,7 @@ class Planner:
     ) -> tuple[Plan, Costs]:
         """The best plan for this graph, or for a finer one where that is better."""
         best: tuple[Plan, Costs] | None = None
+        closer = _NEAR_CUTS
         while True:
             costs = costs_of(graph)
             fair = sum(costs.node) / self.num_stages
@@ -155,6 +160,11 @@ class Planner:
                 if _slowest(plan) * self.num_stages <= _BALANCED:
                     return best
             heavy = self._heavy_units(graph, costs, fair * _HEAVY if plan is not None else 0.0)
+            if not heavy and plan is not None and closer > 0:
+                closer -= 1
+                stages = plan.stages
+                near = {u for s in stages[:-1] for u in s.units[-1:]} | {u for s in stages[1:] for u in s.units[:1]}
+                heavy = [name for name in self._heavy_units(graph, costs, fair * _MOVES) if name in near]
             if not heavy:
                 if best is None:
                     assert failure is not None
