@@ -45,7 +45,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("lightning_avgpipe.capture.measure.time", SimpleNamespace(perf_counter=clock.perf_counter))
+    fake = SimpleNamespace(perf_counter=clock.perf_counter, thread_time=clock.perf_counter)
+    monkeypatch.setattr("lightning_avgpipe.capture.measure.time", fake)
     return clock
 
 
