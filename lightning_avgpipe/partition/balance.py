@@ -194,10 +194,13 @@ def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int
     bounds = [0, *chosen, len(positions) - 1]
     need, limit = ranges.need(k, bounds[k], bounds[k + 1]), ranges.memory.limit
     units = [n.name for n in graph.nodes[positions[bounds[k]] : positions[bounds[k + 1]]] if n.kind == "call"]
+    first_to_last = " .. ".join(dict.fromkeys([units[0], units[-1]]))
+    count = ranges.memory.stashes(k)
+    flying, them = ("1 micro-batch in flight", "it") if count == 1 else (f"{count} micro-batches in flight", "them")
     parts = {
         f"{nbytes(need.held)} of weights, gradients and optimizer states": need.held,
-        f"{nbytes(need.stash)} that {ranges.memory.stashes(k)} micro-batches in flight stash": need.stash,
-        f"{nbytes(need.boundary)} of values that they received": need.boundary,
+        f"{nbytes(need.stash)} stashed by {flying}": need.stash,
+        f"{nbytes(need.boundary)} of values received for {them}": need.boundary,
     }
     advice = "use more stages"
     if need.held < need.total / 2:
@@ -205,7 +208,7 @@ def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int
     return PartitionError(
         f"{graph.step} does not fit into num_stages={ranges.num_stages} stages with memory_limit={nbytes(limit)}: "
         f"however it is cut, a stage needs at least {nbytes(need.total)}, which is {nbytes(need.total - limit)} too "
-        f"much. That is stage {k} ({units[0]} .. {units[-1]}), with {', '.join(p for p, n in parts.items() if n)}; "
+        f"much. That is stage {k} ({first_to_last}), with {', '.join(p for p, n in parts.items() if n)}; "
         f"{advice}, or raise memory_limit"
     )
 

@@ -128,8 +128,8 @@ class Planner:
         if self.split_points is not None:
             units = split_units(self.module, units, self.split_points, self.observers)
             graph = self.capture(step, run, args, units)
-            costs = (measured if self.measures else costs_of)(graph)
             cuts = cut_at(graph, self.split_points, self.num_stages)
+            costs = (measured if self.measures else costs_of)(graph)
             plan = make_plan(graph, cuts, costs, self._sizes(), memory)
         else:
             graph = self.capture(step, run, args, units)

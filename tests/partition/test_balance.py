@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import pytest
 
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.partition import Costs, cut_at, cut_balanced, cut_like, make_plan
+from lightning_avgpipe.partition import Costs, Link, Memory, cut_at, cut_balanced, cut_like, make_plan
 from lightning_avgpipe.partition.balance import gaps
 
 
@@ -79,6 +80,90 @@ def test_the_bottleneck_is_that_of_brute_force() -> None:
             min(roughness(graph, costs, cuts, best) for cuts in good)
         )
     assert divided > 200 and refused > 40
+
+
+def copied_graph(rng: random.Random) -> tuple[CallGraph, Costs, Memory, int]:
+    """Parameters with several users, a link of its own for every hop, and a limit on memory that may matter."""
+    count, num_stages = rng.randint(4, 9), rng.randint(2, 4)
+    nodes = []
+    for i in range(count):
+        inputs = sorted({i - 1, *rng.sample(range(i), k=min(i, rng.randint(0, 1)))}) if i else []
+        nodes.append(("call", f"n{i}", inputs, [f"n{i}.w", *rng.sample(["a", "b", "c"], rng.choice([0, 0, 0, 1, 2]))]))
+    graph = graph_of(nodes, [rng.choice([1, 4, 16]) for _ in range(count)], kept=[count - 1])
+    costs = Costs(
+        tuple(rng.uniform(0, 5) for _ in range(count)),
+        tuple(rng.uniform(0, 5) for _ in range(count)),
+        tuple(rng.randint(0, 20) for _ in range(count)),
+        tuple(Link(rng.choice([0.0, 0.1, 1.0])) for _ in range(num_stages - 1)),
+    )
+    names = {name for node in graph.nodes for name in node.parameters}
+    weights = {name: rng.randint(1, 30) for name in sorted(names)}
+    flights = tuple(sorted((rng.randint(1, 4) for _ in range(num_stages)), reverse=True))
+    limit = rng.choice([math.inf, rng.uniform(50, 400)])
+    return graph, costs, Memory(limit, weights, {n: 4 * w for n, w in weights.items()}, flights, 2), num_stages
+
+
+def stage_costs(graph: CallGraph, costs: Costs, memory: Memory, cuts: Sequence[int]) -> list[tuple[float, float]]:
+    """Seconds and bytes of each stage, from the definitions."""
+    bounds = [0, *cuts, len(graph.nodes)]
+    used = [{n for node in graph.nodes[a:b] for n in node.parameters} for a, b in itertools.pairwise(bounds)]
+    slowest = max(link.per_byte for link in costs.links)
+    found = []
+    for k, (a, b) in enumerate(itertools.pairwise(bounds)):
+        copies = used[k] & set().union(*(other for i, other in enumerate(used) if i != k))
+        summing = sum(memory.weights[name] for name in copies) * slowest / memory.num_microbatches
+        stash = sum(costs.stash_bytes[a:b]) + (graph.boundary_bytes[a] if k else 0)
+        held = sum(memory.held[name] for name in used[k])
+        found.append((sum(costs.node[a:b]) + summing, held + stash * memory.in_flight[k]))
+    return found
+
+
+def test_copies_links_and_memory_are_those_of_brute_force() -> None:
+    rng = random.Random(3)
+    divided = refused = limited = 0
+    for _ in range(500):
+        graph, costs, memory, num_stages = copied_graph(rng)
+        legal = [gap.position for gap in gaps(graph) if gap.obstacle is None]
+        if len(legal) < num_stages - 1:
+            continue
+        every = {
+            cuts: stage_costs(graph, costs, memory, cuts) for cuts in itertools.combinations(legal, num_stages - 1)
+        }
+        fitting = {c: s for c, s in every.items() if all(nbytes <= memory.limit for _, nbytes in s)}
+        if not fitting:
+            refused += 1
+            least = min(max(nbytes for _, nbytes in stages) for stages in every.values())
+            with pytest.raises(PartitionError, match=f"a stage needs at least {least:.0f} B, which is"):
+                cut_balanced(graph, costs, num_stages, memory)
+            continue
+
+        def pace(cuts: tuple[int, ...], stages: list[tuple[float, float]]) -> float:
+            sent = [costs.link(k).per_byte * graph.boundary_bytes[cut] for k, cut in enumerate(cuts)]  # noqa: B023
+            return max([*(seconds for seconds, _ in stages), *sent])
+
+        divided += 1
+        limited += len(fitting) < len(every)
+        found = cut_balanced(graph, costs, num_stages, memory)
+        assert found in fitting
+        assert pace(found, fitting[found]) <= min(itertools.starmap(pace, fitting.items())) * 1.01 + 1e-9
+        sizes = dict.fromkeys(memory.weights, 1)
+        plan = make_plan(graph, found, costs, sizes, memory)
+        assert [stage.memory.total for stage in plan.stages] == [nbytes for _, nbytes in fitting[found]]
+    assert divided > 200 and refused > 30 and limited > 30
+
+
+def test_too_little_memory_says_how_much_is_missing_where() -> None:
+    graph = chain(4)
+    weights = {f"u{i}.w": 1024 * (5 if i == 3 else 1) for i in range(4)}
+    costs = Costs((1.0,) * 4, (2.0,) * 4, (256,) * 4)
+    with pytest.raises(PartitionError) as error:
+        cut_balanced(graph, costs, 2, Memory(2048, weights, weights, (2, 1)))
+    assert str(error.value) == (
+        "training_step does not fit into num_stages=2 stages with memory_limit=2.0 KiB: however it is cut, a stage "
+        "needs at least 5.3 KiB, which is 3.3 KiB too much. That is stage 1 (u3), with 5.0 KiB of weights, gradients "
+        "and optimizer states, 256 B stashed by 1 micro-batch in flight, 4 B of values received for it; use more "
+        "stages, or raise memory_limit"
+    )
 
 
 def test_what_crosses_a_cut_is_what_is_used_after_it() -> None:
