@@ -232,7 +232,7 @@ def compare(name: str, stages: Sequence[int], runs: int, say: Callable[[str], No
     graph = capture(STEP, module.training_step, args, module, leaves(module))
     costs = median_costs(graph, module, args, runs)
     called = capture(STEP, module.training_step, args, module, initial_units(module)).nodes
-    layers = list(dict.fromkeys(node.name for node in called if node.kind == "call"))
+    layers = list(dict.fromkeys(node.name for node in called if node.kind != "glue"))
     rows = []
     for num_stages in stages:
         splits = {

@@ -43,6 +43,7 @@ _CALLS = 2  # equal calls that are measured in one of them
 _REPETITIONS = 3
 _CALIBRATIONS = 20
 _SHORT_S = 0.02  # repetitions of one call end after this time
+_REGION_BACKWARD = 3.0  # the forward once more, and a backward of two forwards
 _PATIENCE_S = 2.0  # a longer measurement shows its progress
 
 
@@ -203,6 +204,13 @@ class _Timer(StepTracer):
             return func(*args, **kwargs)
         return self._node("glue", function_name(func), None, func, args, kwargs, tensors, _map_arguments)
 
+    def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        nodes, position = self._graph.nodes, self._position
+        named = nodes[position].name.split(", ") if position < len(nodes) else []
+        inside = [t for m in self._module.named_modules() if m[0] and m[0] in named for t in _tensors_of(m[1])]
+        with Visit(inside, self._device):
+            return self._node("region", "", None, run, args, kwargs, tensor_arguments(args, kwargs), _map_arguments)
+
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return run(*args, **kwargs)
 
@@ -222,23 +230,27 @@ class _Timer(StepTracer):
     ) -> Any:
         index, nodes = self._position, self._graph.nodes
         node = nodes[index] if index < len(nodes) else None
-        if node is None or (node.kind, node.name) != (kind, name):
+        if node is None or node.kind != kind or (node.name != name and kind != "region"):
             raise StepChangedError(
                 f"{self._graph.step} calls {name} where it called {node.name if node else 'nothing'} when it was "
                 "captured; a step must do the same for every batch"
             )
         self._position += 1
         self._bar.update()
-        if kind == "call" or not (node.writes or node.states):
+        if kind == "call" or (kind == "glue" and not (node.writes or node.states)):
             self._measure(node, module, run, lambda copy: map_tensors(copy, (args, kwargs)))
             with saved_tensors_hooks(_drop, _dropped):
                 result = run(*args, **kwargs)
         else:
-            # What is written to may be a view of anything, so there is no copy to practise on.
+            # What glue writes to may be a view of anything, so there is no copy to practise on; and the gradients of a
+            # checkpointed region cannot be asked for. The backwards are estimated.
             with saved_tensors_hooks(_drop, _dropped):
                 result, seconds = self._timed(lambda: run(*args, **kwargs))
             trains = any(t.requires_grad for t in tree.tensors(result))
-            self._samples.found[self._kinds[index]].append(Sample(seconds, seconds if trains else 0.0))
+            factor = _REGION_BACKWARD if kind == "region" else 1.0
+            self._samples.found[self._kinds[index]].append(Sample(seconds, factor * seconds if trains else 0.0))
+            if kind == "region" and trains:
+                self.saved.update(node.inputs)
         self._remember(node, result, tensors)
         return result
 
@@ -309,14 +321,18 @@ class _Timer(StepTracer):
         with untouched(module) if module is not None else random_state():
             args, kwargs = arguments(copy)
             torch.clear_autocast_cache()  # in training every micro-batch casts the weights anew
+            kept: list[Tensor] = []
+
+            def note(tensor: Tensor) -> Tensor:
+                kept.append(tensor)
+                return tensor
+
+            # hooks of our own, so that those of a checkpointed region around this node do not act
+            with saved_tensors_hooks(note if counts else _keep, _keep):
+                result, forward_s = self._timed(lambda: run(*args, **kwargs))
             if counts:
-                kept: list[Tensor] = []
-                with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-                    result, forward_s = self._timed(lambda: run(*args, **kwargs))
                 aliases = {_storage(given): self._storage_value(tensor) for tensor, _, given in copies.values()}
                 self._count(node, module, kept, tree.tensors(result), aliases)
-            else:
-                result, forward_s = self._timed(lambda: run(*args, **kwargs))
             outputs = list({id(t): t for t in tree.tensors(result) if t.requires_grad}.values())
             sources = [leaf for _, leaf, _ in copies.values() if leaf.requires_grad] + weights
             if not outputs or not sources:
@@ -425,6 +441,10 @@ def _nbytes(tensor: Tensor) -> int:
         return int(tensor.untyped_storage().nbytes())
     except (RuntimeError, NotImplementedError):
         return tensor.numel() * tensor.element_size()
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _drop(tensor: Tensor) -> None:

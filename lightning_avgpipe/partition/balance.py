@@ -193,7 +193,7 @@ def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int
     chosen, k = ranges.leanest()
     bounds = [0, *chosen, len(positions) - 1]
     need, limit = ranges.need(k, bounds[k], bounds[k + 1]), ranges.memory.limit
-    units = [n.name for n in graph.nodes[positions[bounds[k]] : positions[bounds[k + 1]]] if n.kind == "call"]
+    units = [n.name for n in graph.nodes[positions[bounds[k]] : positions[bounds[k + 1]]] if n.kind != "glue"]
     first_to_last = " .. ".join(dict.fromkeys([units[0], units[-1]]))
     count = ranges.memory.stashes(k)
     flying, them = ("1 micro-batch in flight", "it") if count == 1 else (f"{count} micro-batches in flight", "them")

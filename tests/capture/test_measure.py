@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe import tree
 from lightning_avgpipe.capture.costs import Costs
@@ -226,3 +227,26 @@ def test_a_step_that_ends_early_is_refused() -> None:
     graph = graph_of(module, args)
     with pytest.raises(StepChangedError, match=r"training_step ended before unit 'layers\.0' at"):
         measure(graph, lambda batch, index: batch[0].sum(), args, module)
+
+
+class Checkpointed(MODELS[0]):  # type: ignore[misc, valid-type]
+    """A region that is recomputed, in one piece or with its calls followed."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[:2](x)
+        x = checkpoint(self.layers[2:6], x, use_reentrant=self.reentrant)
+        return self.layers[6:](x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_regions_have_costs(reentrant: bool) -> None:
+    module = Checkpointed()
+    module.reentrant = reentrant
+    graph, costs = measured(module, (Checkpointed.example(4), 0))
+    regions = [node.index for node in graph.nodes if node.kind == "region"]
+    assert len(regions) == reentrant
+    for index in regions:
+        assert costs.backward[index] == pytest.approx(3 * costs.forward[index])
+    assert sum(costs.backward) > 0
