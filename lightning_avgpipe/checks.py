@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,10 +17,12 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import LBFGS, Optimizer
 
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.runtime.memory import parse_limit
 
-__all__ = ["module", "optimizers", "options", "processes", "same_checkpoint", "trainer"]
+__all__ = ["module", "optimizers", "options", "partition_options", "processes", "same_checkpoint", "trainer"]
 
 _SCHEDULES = ("advance_forward", "1f1b", "afab")
+_COSTS = ("measured", "flops")
 _START_METHODS = ("popen", "spawn", "fork")
 
 
@@ -68,6 +71,17 @@ def options(
 def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ConfigurationError(f"{option}={value!r}: must be one of {', '.join(map(repr, choices))}")
+
+
+def partition_options(costs: str, costs_cache: Any, memory_limit: Any) -> None:
+    """Check what the strategy's arguments say about costs and memory."""
+    if costs not in _COSTS:
+        raise ConfigurationError(f"costs={costs!r}: must be one of {', '.join(map(repr, _COSTS))}")
+    if costs_cache is not None and not isinstance(costs_cache, (str, os.PathLike)):
+        raise ConfigurationError(
+            f"costs_cache={costs_cache!r}: must be a directory, 'auto' for the user's cache directory, or None for none"
+        )
+    parse_limit(memory_limit)
 
 
 def processes(num_stages: int, world_size: int) -> None:

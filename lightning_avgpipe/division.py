@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ from lightning_avgpipe.checkpoint import (
 )
 from lightning_avgpipe.partition import Plan, cut_like
 from lightning_avgpipe.runtime.lending import Lender
+from lightning_avgpipe.runtime.link import measure_links
 from lightning_avgpipe.runtime.materialize import Origin
+from lightning_avgpipe.runtime.memory import state_copies
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.ownership import give_up, take_back
 from lightning_avgpipe.runtime.pipeline import Pipeline
-from lightning_avgpipe.runtime.planner import Planner
+from lightning_avgpipe.runtime.planner import Conditions, Planner
+from lightning_avgpipe.schedule import Schedule
 
 __all__ = ["Division"]
 
@@ -65,7 +69,9 @@ class Division:
         self._owner: dict[str, int] = {}
         self._lent: set[int] = set()  # ids of the copies that belong to another process
 
-    def prepare(self, step: str, run: Callable[..., Any], args: Sequence[Any], decides: bool) -> bool:
+    def prepare(
+        self, step: str, run: Callable[..., Any], args: Sequence[Any], decides: bool, schedule: Schedule
+    ) -> bool:
         """Make a step function runnable, if it is not. Every process calls it.
 
         Args:
@@ -74,22 +80,26 @@ class Division:
             args: arguments of one micro-batch.
             decides: whether the plan is made for this step. In training ``training_step`` decides; a validation that
                 comes before it (a sanity check) runs on a provisional plan, for which nobody gives anything up.
+            schedule: that it will run with.
         Returns:
             Whether a plan was made that stays.
         """
         if step in self.pipeline.steps and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
-            self._divide(step, run, args, decides)
+            self._divide(step, run, args, decides, schedule)
             return decides
         units = self.plan.graph.units
         graph = self._lender.on_rank_zero(lambda: self._planner.capture(step, run, args, units))
         self.pipeline.load(graph, cut_like(graph, self.plan.stages_of, self.plan.num_stages))
         return False
 
-    def _divide(self, step: str, run: Callable[..., Any], args: Sequence[Any], final: bool) -> None:
+    def _divide(self, step: str, run: Callable[..., Any], args: Sequence[Any], final: bool, schedule: Schedule) -> None:
         units = self.plan.graph.units if self.plan is not None else ()
-        plan: Plan = self._lender.on_rank_zero(lambda: self._planner.plan(step, run, args, units))
+        planner = self._planner if final else replace(self._planner, costs="flops")
+        links = measure_links(self._mesh) if planner.measures else ()
+        conditions = Conditions(schedule, links, state_copies(self._optimizers()))
+        plan: Plan = self._lender.on_rank_zero(lambda: planner.plan(step, run, args, units, conditions))
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         self.pipeline.unload()
         self.plan, self._final = plan, final

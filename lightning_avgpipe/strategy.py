@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -28,6 +29,7 @@ from torchmetrics import Metric
 
 from lightning_avgpipe import checks, launch, tree
 from lightning_avgpipe.adaptation import adapted
+from lightning_avgpipe.capture.cache import CostCache, default_directory
 from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.data import Shipping, has_transfer_hooks, mirror
 from lightning_avgpipe.division import Division
@@ -36,6 +38,7 @@ from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.runtime.clipping import clip_by_global_norm
 from lightning_avgpipe.runtime.materialize import on_meta
+from lightning_avgpipe.runtime.memory import limit_of
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.microbatch import MicroBatch, merge, split, split_with
 from lightning_avgpipe.runtime.ownership import to_host
@@ -84,7 +87,15 @@ class AvgPipeStrategy(StatefulStrategy):
         advance: h of advance forward propagation: stage k starts ``(K-1-k) * (1+h)`` forwards ahead of its first
             backward. 0 is 1F1B; a larger value hides slow links at the price of memory.
         split_points: names of the units (submodules) at which the stages 1..K-1 begin, in order. None: balanced by
-            counted operations.
+            ``costs``.
+        costs: ``"measured"`` times each submodule's forward and backward on the device before training, which takes
+            from an instant to half a minute, and the links between the processes. ``"flops"`` counts operations: the
+            same plan on every machine.
+        costs_cache: directory in which measured costs are kept for the next run of the same model on the same device.
+            ``"auto"``: ``lightning_avgpipe`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. None: nothing is kept or read.
+        memory_limit: what each stage may use, estimated from its weights, gradients, optimizer states, and what the
+            micro-batches in flight keep for their backwards: bytes, a size such as ``"10GB"`` or ``"512MiB"``, or a
+            fraction up to 1.0 of the device's memory for all of its stages together. None: no limit.
         loss_reduction: how the loss depends on the batch: ``"mean"`` weights each micro-batch's loss by its share of
             the samples, ``"sum"`` adds them up.
         split_batch: ``(batch, num_microbatches) -> list of micro-batches`` for batches that are no trees of tensors
@@ -127,6 +138,9 @@ class AvgPipeStrategy(StatefulStrategy):
         schedule: Literal["advance_forward", "1f1b", "afab"] = "advance_forward",
         advance: Natural = 0,
         split_points: list[str] | None = None,
+        costs: Literal["measured", "flops"] = "measured",
+        costs_cache: str | Path | None = "auto",
+        memory_limit: str | int | float | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         split_batch: SplitBatch | None = None,
         reader: Literal["last", "first"] = "last",
@@ -153,12 +167,16 @@ class AvgPipeStrategy(StatefulStrategy):
             num_stages, num_pipelines, num_microbatches, schedule, advance, split_points, loss_reduction, reader,
             send_batch, start_method,
         )  # fmt: skip
+        checks.partition_options(costs, costs_cache, memory_limit)
         self.num_nodes = 1
         self._wanted_stages = num_stages
         self._num_microbatches = num_microbatches
         self._schedule_name = schedule
         self._advance = advance
         self._split_points = split_points
+        self._costs = costs
+        self._costs_cache = costs_cache
+        self._memory_limit = memory_limit
         self._loss_reduction = loss_reduction
         self._split_batch = split_batch
         self._reader = reader
@@ -272,13 +290,28 @@ class AvgPipeStrategy(StatefulStrategy):
         super().setup(trainer)
         module = self.lightning_module
         observers = [m for m in module.modules() if isinstance(m, Metric)]
-        planner = Planner(module, self.num_stages, self._split_points, self.root_device, observers)
         self.choose_seed(self.mesh)
+        cache = self._costs_cache
+        planner = Planner(
+            module,
+            self.num_stages,
+            self._split_points,
+            self.root_device,
+            observers,
+            "flops" if on_meta(module) else self._costs,  # what has no contents cannot be timed
+            None if cache is None else CostCache(default_directory() if cache == "auto" else cache),
+            limit_of(self._memory_limit, self.root_device, self._sharing()),
+        )
         self._division = Division(module, self.mesh, planner, lambda: self.optimizers, self.take_origin(module))
         self._log = StepLog(module, self.mesh.hosts_last)
         sends = self.mesh.reads and self.world_size > 1
         self._shipping = Shipping(self.mesh.feed, self._needs, sends, early=not has_transfer_hooks(trainer))
         self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))
+
+    def _sharing(self) -> int:
+        """Stages that share a device's memory; on the CPU all stages of this node."""
+        on_cpu = self.root_device.type == "cpu"
+        return len(self.mesh.stages) * (self.num_processes if on_cpu else 1)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Build the optimizer, over all parameters: what it holds of other stages goes when the plan is made."""
@@ -384,11 +417,11 @@ class AvgPipeStrategy(StatefulStrategy):
                 return getattr(module, step)(*args)
 
         decides = step == "training_step" or module.trainer.state.fn != TrainerFn.FITTING
-        if division.prepare(step, partial(run, 0), (parts[0].data, *rest), decides):
+        schedule = self._schedule(len(parts), training=finish is not None)
+        if division.prepare(step, partial(run, 0), (parts[0].data, *rest), decides, schedule):
             rank_zero_info(f"\n{self.num_stages} stages on {self.world_size} processes:\n{division.plan}")
         self.plan = division.plan
         step_log.discard()
-        schedule = self._schedule(len(parts), training=finish is not None)
         task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self.seed, self._iteration(step)))
         outputs = division.pipeline.run(step, schedule, task)
         step_log.issue()

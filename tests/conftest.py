@@ -16,6 +16,7 @@ def same_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)  # loggers and checkpoints write here
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # and measured costs there
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,9 @@ from tests.trainers import pipeline, trainer
         ({"split_points": "layers.2"}, r"use \['layers.2'\]"),
         ({"loss_reduction": "max"}, "loss_reduction='max': must be one of 'mean', 'sum'"),
         ({"start_method": "rsh"}, "start_method='rsh'"),
+        ({"costs": "guessed"}, "costs='guessed': must be one of 'measured', 'flops'"),
+        ({"costs_cache": False}, "costs_cache=False: must be a directory, 'auto' .*, or None"),
+        ({"memory_limit": "10"}, "memory_limit='10': must be a size such as '10GB'"),
     ],
 )
 def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -109,6 +112,14 @@ def test_a_model_that_cannot_be_pipelined_is_refused(
     runner = pipeline(num_stages, max_steps=1)
     with pytest.raises(kind, match=message):
         runner.fit(model(), loader(MLP, 8, 8))
+    assert runner.global_step == 0
+
+
+@pytest.mark.parametrize("costs", ["measured", "flops"])
+def test_stages_that_do_not_fit_into_memory_are_refused(costs: str) -> None:
+    runner = pipeline(2, strategy={"costs": costs, "memory_limit": "1KiB"}, max_steps=1)
+    with pytest.raises(PartitionError, match=r"does not fit into num_stages=2 stages with memory_limit=1\.0 KiB: .*"):
+        runner.fit(MLP(), loader(MLP, 8, 8))
     assert runner.global_step == 0
 
 

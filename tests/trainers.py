@@ -26,5 +26,6 @@ def trainer(**options: Any) -> L.Trainer:
 def pipeline(
     num_stages: int = 2, devices: int = 1, strategy: dict[str, Any] | None = None, **options: Any
 ) -> L.Trainer:
-    """The same with stages."""
-    return trainer(devices=devices, strategy=AvgPipeStrategy(num_stages=num_stages, **(strategy or {})), **options)
+    """The same with stages, whose plan does not depend on the machine."""
+    strategy = {"costs": "flops", **(strategy or {})}
+    return trainer(devices=devices, strategy=AvgPipeStrategy(num_stages=num_stages, **strategy), **options)

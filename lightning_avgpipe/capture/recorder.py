@@ -21,6 +21,7 @@ from lightning_avgpipe.capture.draws import DrawWatch, random_bits
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, tensor_arguments, watching
+from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.errors import CaptureError
 from lightning_avgpipe.source import source_line
 
@@ -303,10 +304,10 @@ class _Recorder(StepTracer):
         """What lies outside of units is on the device while the step is captured."""
         outside: list[Tensor] = [p for name, p in self.module.named_parameters() if name not in self._inside_units]
         outside += [b for name, b in self.module.named_buffers() if name not in self._inside_units]
-        return _Visit(outside, self._device)
+        return Visit(outside, self._device)
 
     def _visit(self, module: nn.Module) -> Any:
-        return _Visit([*module.parameters(), *module.buffers()], self._device)
+        return Visit([*module.parameters(), *module.buffers()], self._device)
 
 
 class _Births(TorchDispatchMode):
@@ -390,26 +391,6 @@ class _NoModules(contextlib.nullcontext[None]):
 
     def __exit__(self, *exc_info: object) -> None:
         """Torch passes no arguments."""
-
-
-class _Visit:
-    """Tensors are on a device within this context, and at home after it."""
-
-    def __init__(self, tensors: Collection[Tensor], device: torch.device | None) -> None:
-        moves = device is not None and device.type != "cpu"
-        # what has no contents here is lent, if it is needed
-        self._tensors = [t for t in tensors if moves and t.device != device and not t.is_meta]
-        self._device = device
-
-    def __enter__(self) -> None:
-        self._homes = [t.data for t in self._tensors]
-        for tensor in self._tensors:
-            tensor.data = tensor.data.to(self._device)
-
-    def __exit__(self, *exc_info: object) -> None:
-        for tensor, home in zip(self._tensors, self._homes, strict=True):
-            home.copy_(tensor.data)
-            tensor.data = home
 
 
 def _copies_of_buffers(module: nn.Module, path: str) -> list[tuple[str, Tensor, Tensor]]:

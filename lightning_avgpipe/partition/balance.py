@@ -19,31 +19,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.partition.memory import Memory, nbytes
+from lightning_avgpipe.partition.ranges import Ranges, evenest, least_bottleneck
 
-__all__ = ["Costs", "Gap", "cut_at", "cut_balanced", "cut_like", "gaps"]
+__all__ = ["Gap", "cut_at", "cut_balanced", "cut_like", "gaps"]
 
 # Among partitions within this share of the best bottleneck the evenest with the least traffic is taken.
-_SLACK = 0.02
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What nodes and boundaries cost, in any one unit of time.
-
-    Attributes:
-        node: forward plus backward time of each node, shape ``(len(graph.nodes),)``.
-        per_byte: time to move one byte over a hop, in one direction.
-    """
-
-    node: tuple[float, ...]
-    per_byte: float = 0.0
-
-    @classmethod
-    def from_flops(cls, graph: CallGraph, flops_per_byte: float = 20.0) -> Costs:
-        """Counted operations (a backward costs two forwards); a byte on a link costs as much as so many of them."""
-        return cls(tuple(3.0 * node.flops for node in graph.nodes), flops_per_byte)
+_SLACK = 0.01
 
 
 @dataclass(frozen=True)
@@ -84,72 +69,36 @@ def gaps(graph: CallGraph) -> list[Gap]:
     return found
 
 
-def cut_balanced(graph: CallGraph, costs: Costs, num_stages: int) -> tuple[int, ...]:
+def cut_balanced(graph: CallGraph, costs: Costs, num_stages: int, memory: Memory | None = None) -> tuple[int, ...]:
     """Cuts that make the slowest stage or transfer as fast as possible; of these, the evenest with the least traffic.
 
     Even: where one unit alone sets the pace, the other stages still share the rest (and its memory). The sum of
-    ``stage time squared / bottleneck`` plus all transfers is minimised.
+    ``stage time squared / bottleneck`` plus all transfers is minimised. The earliest cuts of equals are taken.
 
     Args:
         graph: to be cut.
-        costs: of its nodes.
+        costs: of its nodes and hops.
         num_stages: K.
+        memory: limits the stages, and tells the sizes of parameters, of which a cut may make copies.
     Returns:
         K-1 increasing positions.
     Raises:
-        PartitionError: fewer than K-1 legal cuts; says how many there are and what forbids the others.
+        PartitionError: fewer than K-1 legal cuts, and what forbids the others; or stages that do not fit into memory,
+            and how much is missing.
     Source: the dynamic program of PipeDream (Narayanan et al., SOSP 2019), without replicated stages.
     """
+    memory = memory or Memory()
     legal = [gap for gap in gaps(graph) if gap.obstacle is None]
     if len(legal) < num_stages - 1:
         raise too_few_cuts(graph, num_stages)
-    position = np.array([0, *(gap.position for gap in legal), len(graph.nodes)])
-    transfer = costs.per_byte * np.array([0, *(gap.nbytes for gap in legal), 0])
-    work = np.concatenate([[0.0], np.cumsum(costs.node)])[position]
-    bottleneck = _least_bottleneck(work, transfer, num_stages)
-    chosen = _evenest(work, transfer, num_stages, bottleneck * (1 + _SLACK))
-    return tuple(int(position[j]) for j in chosen)
-
-
-def _least_bottleneck(work: np.ndarray, transfer: np.ndarray, num_stages: int) -> float:
-    """The smallest possible maximum of stage times and transfers, over all ways to take K-1 of the inner points."""
-    n = len(work)
-    best = np.maximum(work - work[0], transfer)  # one stage up to point j
-    best[0] = np.inf
-    for _ in range(num_stages - 1):
-        following = np.full(n, np.inf)
-        for j in range(1, n):
-            following[j] = np.maximum(np.maximum(best[:j], work[j] - work[:j]), transfer[j]).min()
-        best = following
-    return float(best[-1])
-
-
-def _evenest(work: np.ndarray, transfer: np.ndarray, num_stages: int, limit: float) -> list[int]:
-    """Inner points with the least sum of squared stage times and transfers, none of which exceeds the limit."""
-    n = len(work)
-    scale = 1.0 / limit if limit > 0 else 0.0
-
-    def cost(begin: np.ndarray, end: float) -> np.ndarray:
-        return np.where(end - begin <= limit, (end - begin) ** 2 * scale, np.inf)
-
-    best = np.where(transfer <= limit, [cost(work[:1], end)[0] for end in work] + transfer, np.inf)
-    best[0] = np.inf
-    choices: list[np.ndarray] = []
-    for _ in range(num_stages - 1):
-        following, choice = np.full(n, np.inf), np.zeros(n, dtype=int)
-        for j in range(1, n):
-            if transfer[j] > limit:
-                continue
-            total = best[:j] + cost(work[:j], work[j])
-            choice[j] = int(total.argmin())
-            following[j] = total[choice[j]] + transfer[j]
-        best = following
-        choices.append(choice)
-    points, j = [], n - 1
-    for choice in reversed(choices):
-        j = int(choice[j])
-        points.append(j)
-    return points[::-1]
+    positions = [0, *(gap.position for gap in legal), len(graph.nodes)]
+    ranges = Ranges.of(graph, costs, positions, num_stages, memory)
+    stages = [ranges.times(k) for k in range(num_stages)]
+    bottleneck = least_bottleneck(stages, ranges.transfer)
+    if not np.isfinite(bottleneck):
+        raise _too_little_memory(graph, ranges, positions)
+    chosen = evenest(stages, ranges.transfer, bottleneck * (1 + _SLACK))
+    return tuple(positions[j] for j in chosen)
 
 
 def cut_at(graph: CallGraph, split_points: Sequence[str], num_stages: int) -> tuple[int, ...]:
@@ -237,6 +186,31 @@ def _stages_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> li
         current, latest = next(stage for stage in able if stage >= current), node
         stages.append(current)
     return stages
+
+
+def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int]) -> PartitionError:
+    """The error that says what the partition that needs least is short of, and what would help."""
+    chosen, k = ranges.leanest()
+    bounds = [0, *chosen, len(positions) - 1]
+    need, limit = ranges.need(k, bounds[k], bounds[k + 1]), ranges.memory.limit
+    units = [n.name for n in graph.nodes[positions[bounds[k]] : positions[bounds[k + 1]]] if n.kind != "glue"]
+    first_to_last = " .. ".join(dict.fromkeys([units[0], units[-1]]))
+    count = ranges.memory.stashes(k)
+    flying, them = ("1 micro-batch in flight", "it") if count == 1 else (f"{count} micro-batches in flight", "them")
+    parts = {
+        f"{nbytes(need.held)} of weights, gradients and optimizer states": need.held,
+        f"{nbytes(need.stash)} stashed by {flying}": need.stash,
+        f"{nbytes(need.boundary)} of values received for {them}": need.boundary,
+    }
+    advice = "use more stages"
+    if need.held < need.total / 2:
+        advice += ", more (and so smaller) micro-batches, or a smaller advance"
+    return PartitionError(
+        f"{graph.step} does not fit into num_stages={ranges.num_stages} stages with memory_limit={nbytes(limit)}: "
+        f"however it is cut, a stage needs at least {nbytes(need.total)}, which is {nbytes(need.total - limit)} too "
+        f"much. That is stage {k} ({first_to_last}), with {', '.join(p for p, n in parts.items() if n)}; "
+        f"{advice}, or raise memory_limit"
+    )
 
 
 def too_few_cuts(graph: CallGraph, num_stages: int) -> PartitionError:

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph, Leaf, Value
-from lightning_avgpipe.partition.balance import Costs
+from lightning_avgpipe.partition.memory import Memory, Need, nbytes
+from lightning_avgpipe.partition.ranges import Ranges
 
-__all__ = ["Plan", "StagePlan", "make_plan"]
+__all__ = ["Forecast", "Plan", "StagePlan", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class StagePlan:
         states: full names of the buffers that it changes.
         num_parameters: elements of these parameters.
         share: its part of the time of all stages, 0..1.
+        forward: time of one micro-batch; seconds if the costs were measured, else counted operations.
+        backward: the same for the backward.
+        memory: bytes that it needs, estimated.
         sends: values that cross to the next stage; empty for the last.
         leaves: tensors of the batch that it needs.
     """
@@ -34,6 +39,9 @@ class StagePlan:
     states: tuple[str, ...]
     num_parameters: int
     share: float
+    forward: float
+    backward: float
+    memory: Need
     sends: tuple[Value, ...]
     leaves: tuple[Leaf, ...] = ()
 
@@ -44,12 +52,39 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """What a simulation of the schedule expects of a plan.
+
+    Attributes:
+        schedule: name of the schedule.
+        num_microbatches: M.
+        iteration_s: time of one batch, without the optimizer's step.
+        bubble: the share of all stages' time in which they are idle, 0..1.
+    """
+
+    schedule: str
+    num_microbatches: int
+    iteration_s: float
+    bubble: float
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Which stage calls and owns what; ``str(plan)`` is a table."""
+    """Which stage calls and owns what; ``str(plan)`` is a table.
+
+    Attributes:
+        stages: K of them.
+        cuts: K-1 positions in the graph.
+        graph: of the step that decided.
+        measured: whether times are measured seconds, not counted operations.
+        forecast: None if no schedule was given.
+    """
 
     stages: tuple[StagePlan, ...]
     cuts: tuple[int, ...]
     graph: CallGraph = field(repr=False)
+    measured: bool = False
+    forecast: Forecast | None = None
 
     @property
     def num_stages(self) -> int:
@@ -75,23 +110,21 @@ class Plan:
         return {name: stages for name, stages in self.stages_of.items() if name in names and len(stages) > 1}
 
     def __str__(self) -> str:
-        rows = [("stage", "units", "parameters", "time", "sends to the next")]
-        for stage in self.stages:
-            last = stage.index == self.num_stages - 1
-            values = "value" if len(stage.sends) == 1 else "values"
-            sends = "-" if last else f"{len(stage.sends)} {values}, {_bytes(stage.boundary_bytes)} a micro-batch"
-            rows.append(
-                (str(stage.index), _units(stage.units), _count(stage.num_parameters), f"{stage.share:.0%}", sends)
-            )
+        rows: list[tuple[str, ...]] = [("stage", "units", "parameters", "time", "memory", "sends to the next")]
+        rows += [self._row(stage) for stage in self.stages]
+        shown = [i for i in range(len(rows[0])) if i != 4 or self.measured]  # the counted one leaves too much out
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = ["  ".join(row[i].ljust(widths[i]) for i in shown).rstrip() for row in rows]
         lines.insert(1, "-" * max(len(line) for line in lines))
-        return "\n".join([*lines, *self._copies(), *self._batch()])
+        lines += [*self._copies(), *self._batch()]
+        if self.forecast is not None:
+            lines.append(self._expectation(self.forecast))
+        return "\n".join(lines)
 
     def _batch(self) -> list[str]:
         parts = [
             f"{', '.join(leaf.name for leaf in stage.leaves) or 'nothing'} "
-            f"({_bytes(sum(leaf.nbytes for leaf in stage.leaves))}) for stage {stage.index}"
+            f"({nbytes(sum(leaf.nbytes for leaf in stage.leaves))}) for stage {stage.index}"
             for stage in self.stages
         ]
         return [f"of each micro-batch: {'; '.join(parts)}"] if self.graph.leaves else []
@@ -105,8 +138,29 @@ class Plan:
             for stages, names in by_stages.items()
         ]
 
+    def _row(self, stage: StagePlan) -> tuple[str, ...]:
+        values = "value" if len(stage.sends) == 1 else "values"
+        sends = f"{len(stage.sends)} {values}, {nbytes(stage.boundary_bytes)} a micro-batch"
+        seconds = _seconds(stage.forward + stage.backward)
+        return (
+            str(stage.index),
+            _units(stage.units),
+            _count(stage.num_parameters),
+            f"{seconds} ({stage.share:.0%})" if self.measured else f"{stage.share:.0%}",
+            nbytes(stage.memory.total),
+            "-" if stage is self.stages[-1] else sends,
+        )
 
-def make_plan(graph: CallGraph, cuts: Sequence[int], costs: Costs, sizes: Mapping[str, int]) -> Plan:
+    def _expectation(self, forecast: Forecast) -> str:
+        time = f"{_seconds(forecast.iteration_s)} an iteration, " if self.measured else ""
+        count = forecast.num_microbatches
+        batches = f"{count} micro-batch" + ("es" if count > 1 else "")
+        return f"expected: {time}{forecast.bubble:.0%} idle ({forecast.schedule}, {batches})"
+
+
+def make_plan(
+    graph: CallGraph, cuts: Sequence[int], costs: Costs, sizes: Mapping[str, int], memory: Memory | None = None
+) -> Plan:
     """Describe the stages between the cuts.
 
     Args:
@@ -114,8 +168,10 @@ def make_plan(graph: CallGraph, cuts: Sequence[int], costs: Costs, sizes: Mappin
         cuts: K-1 increasing positions.
         costs: for the time shares.
         sizes: full name of each parameter -> number of elements.
+        memory: for what the stages need of it.
     """
     bounds = [0, *cuts, len(graph.nodes)]
+    ranges = Ranges.of(graph, costs, bounds, len(bounds) - 1, memory or Memory())
     total = sum(costs.node) or 1.0
     stages = []
     for k, (start, end) in enumerate(itertools.pairwise(bounds)):
@@ -129,11 +185,14 @@ def make_plan(graph: CallGraph, cuts: Sequence[int], costs: Costs, sizes: Mappin
                 states=tuple(dict.fromkeys(name for node in nodes for name in node.states)),
                 num_parameters=sum(sizes[name] for name in parameters),
                 share=sum(costs.node[start:end]) / total,
+                forward=sum(costs.forward[start:end]),
+                backward=sum(costs.backward[start:end]),
+                memory=ranges.need(k, k, k + 1),
                 sends=tuple(graph.values[v] for v in graph.live(end)) if k < len(cuts) else (),
                 leaves=graph.needed_leaves(start, end),
             )
         )
-    return Plan(tuple(stages), tuple(cuts), graph)
+    return Plan(tuple(stages), tuple(cuts), graph, costs.measured)
 
 
 def _units(units: Sequence[str]) -> str:
@@ -150,9 +209,7 @@ def _count(number: float) -> str:
     return f"{number:.1f} T"
 
 
-def _bytes(number: float) -> str:
-    for suffix in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} {suffix}" if suffix == "B" else f"{number:.1f} {suffix}"
-        number /= 1024
-    return f"{number:.1f} GiB"
+def _seconds(number: float) -> str:
+    if number >= 1:
+        return f"{number:.2f} s"
+    return f"{number * 1e3:.1f} ms" if number >= 1e-3 else f"{number * 1e6:.0f} us"

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.runtime.channel import (
     Arrivals,
@@ -92,6 +93,7 @@ class Mesh:
         self.timeout = timeout
         self.reader = reader
         self.arrivals = Arrivals()
+        self.links: tuple[Link, ...] | None = None  # of the hops, once they are measured
         # told of a request to all processes, at the same point of the program on each of them
         self.when_agreed: Callable[[str], None] = lambda request: None
         stages = ([str(k) for k in range(num_stages) if self.rank_of(k) == r] for r in range(world_size))

@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from lightning_avgpipe.capture.cache import CostCache, fingerprint
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.measure import Samples, measure
 from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.partition import Costs, Plan, cut_at, cut_balanced, make_plan
+from lightning_avgpipe.partition import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan
+from lightning_avgpipe.runtime.memory import memory_of
+from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
 
-__all__ = ["Planner"]
+__all__ = ["Conditions", "Planner"]
+
+_log = logging.getLogger(__name__)
 
 # Refining ends when the slowest stage is within this share of a perfect balance ...
-_BALANCED = 1.1
-# ... and opens only units that weigh more than this part of a stage's fair share.
+_BALANCED = 1.03
+# ... and opens only units that weigh more than this part of a stage's fair share,
 _HEAVY = 0.25
-_WORTH = 0.98
+# then, so many times, those next to a cut that could move it by more than this part.
+_NEAR_CUTS = 3
+_MOVES = 0.03
+# Finer units must make the slowest stage or the unevenness smaller by this factor.
+_WORTH = 0.99
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which a plan is to do well.
+
+    Attributes:
+        schedule: of the step; None if it is not known: then nothing is forecast.
+        links: one for each hop; none: hops are free.
+        state_copies: optimizer state of each trained parameter, in copies of it.
+    """
+
+    schedule: Schedule | None = None
+    links: tuple[Link, ...] = ()
+    state_copies: int = 2
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step function with the arguments of one micro-batch."""
+
+    name: str
+    run: Callable[..., Any]
+    args: Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -34,6 +72,9 @@ class Planner:
         split_points: names of the units at which stages 1..K-1 begin; None balances.
         device: where captures compute.
         observers: modules that only look at values (metrics).
+        costs: ``"measured"`` on the device, or counted operations (``"flops"``).
+        cache: of measured costs; None measures every time.
+        memory_limit: bytes that each stage may use.
     """
 
     module: nn.Module
@@ -41,56 +82,109 @@ class Planner:
     split_points: Sequence[str] | None = None
     device: torch.device | None = None
     observers: Collection[nn.Module] = ()
+    costs: Literal["measured", "flops"] = "flops"
+    cache: CostCache | None = None
+    memory_limit: float = math.inf
+
+    @property
+    def measures(self) -> bool:
+        """Whether costs are measured: on one stage nothing depends on them, and absent parameters cannot compute."""
+        return self.costs == "measured" and self.num_stages > 1 and not any(p.is_meta for p in self.module.parameters())
 
     def capture(self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str]) -> CallGraph:
         """The call graph of a step, at the granularity of these units."""
         return capture(step, run, args, self.module, units, self.device)
 
-    def plan(self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str] = ()) -> Plan:
+    def plan(
+        self,
+        step: str,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        units: Sequence[str] = (),
+        conditions: Conditions | None = None,
+    ) -> Plan:
         """Divide a step into stages.
+
+        Operations are counted while units are refined, which is fast; then the units are measured, and refined further
+        where the measured times ask for it.
 
         Args:
             step: name of the step function.
             run: executes it.
             args: arguments of one micro-batch.
             units: units to start from, for instance those of an earlier plan.
+            conditions: schedule and links.
         Raises:
-            PartitionError: there are not enough legal cuts, however fine the units.
+            PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
         """
+        conditions = conditions or Conditions()
+        what = _Step(step, run, args)
+        memory = memory_of(self.module, conditions.schedule, conditions.state_copies, self.memory_limit)
+        if not self.measures:  # the price of a byte is a guess then, and no reason to avoid a copy
+            memory = replace(memory, weights={})
         units = tuple(units) or initial_units(self.module, self.observers)
+        costs_of = Costs.from_flops
+        measured = partial(self._measured, what, conditions.links, Samples())
         if self.split_points is not None:
-            return self._plan_at_split_points(step, run, args, units)
-        best: Plan | None = None
-        while True:
+            units = split_units(self.module, units, self.split_points, self.observers)
             graph = self.capture(step, run, args, units)
-            costs = Costs.from_flops(graph)
+            cuts = cut_at(graph, self.split_points, self.num_stages)
+            costs = (measured if self.measures else costs_of)(graph)
+            plan = make_plan(graph, cuts, costs, self._sizes(), memory)
+        else:
+            graph = self.capture(step, run, args, units)
+            counted = replace(memory, limit=math.inf, weights={}) if self.measures else memory
+            plan, costs = self._refined(what, graph, costs_of, counted)
+            if self.measures:
+                plan, costs = self._refined(what, plan.graph, measured, memory)
+        return replace(plan, forecast=_forecast(plan, costs, conditions.schedule))
+
+    def _refined(
+        self, step: _Step, graph: CallGraph, costs_of: Callable[[CallGraph], Costs], memory: Memory
+    ) -> tuple[Plan, Costs]:
+        """The best plan for this graph, or for a finer one where that is better."""
+        best: tuple[Plan, Costs] | None = None
+        closer = _NEAR_CUTS
+        while True:
+            costs = costs_of(graph)
             fair = sum(costs.node) / self.num_stages
             plan, failure = None, None
             try:
-                plan = make_plan(graph, cut_balanced(graph, costs, self.num_stages), costs, self._sizes())
+                cuts = cut_balanced(graph, costs, self.num_stages, memory)
+                plan = make_plan(graph, cuts, costs, self._sizes(), memory)
             except PartitionError as error:
                 failure = error
             if plan is not None:
-                if best is None or _gains(plan, best):
-                    best = plan
+                if best is None or _gains(plan, best[0]):
+                    best = plan, costs
                 if _slowest(plan) * self.num_stages <= _BALANCED:
                     return best
             heavy = self._heavy_units(graph, costs, fair * _HEAVY if plan is not None else 0.0)
+            if not heavy and plan is not None and closer > 0:
+                closer -= 1
+                stages = plan.stages
+                near = {u for s in stages[:-1] for u in s.units[-1:]} | {u for s in stages[1:] for u in s.units[:1]}
+                heavy = [name for name in self._heavy_units(graph, costs, fair * _MOVES) if name in near]
             if not heavy:
                 if best is None:
                     assert failure is not None
                     raise failure
                 return best
-            units = refine(self.module, units, heavy, self.observers)
+            units = refine(self.module, graph.units, heavy, self.observers)
+            graph = self.capture(step.name, step.run, step.args, units)
 
-    def _plan_at_split_points(
-        self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str]
-    ) -> Plan:
-        assert self.split_points is not None
-        units = split_units(self.module, units, self.split_points, self.observers)
-        graph = self.capture(step, run, args, units)
-        costs = Costs.from_flops(graph)
-        return make_plan(graph, cut_at(graph, self.split_points, self.num_stages), costs, self._sizes())
+    def _measured(self, step: _Step, links: tuple[Link, ...], samples: Samples, graph: CallGraph) -> Costs:
+        """Measured costs, from the cache if they are there."""
+        device = self.device or torch.device("cpu")
+        key, about = fingerprint(graph, self.module, device)
+        costs = self.cache.load(key, len(graph.nodes)) if self.cache is not None else None
+        if costs is None:
+            begin = time.perf_counter()
+            costs = measure(graph, step.run, step.args, self.module, device, samples)
+            _log.info("measured %d nodes of %s in %.1f s", len(graph.nodes), step.name, time.perf_counter() - begin)
+            if self.cache is not None:
+                self.cache.save(key, costs, about)
+        return replace(costs, links=links)
 
     def _heavy_units(self, graph: CallGraph, costs: Costs, limit: float) -> list[str]:
         weights: dict[str, float] = {}
@@ -116,3 +210,21 @@ def _gains(plan: Plan, best: Plan) -> bool:
     if _slowest(plan) < _slowest(best) * _WORTH:
         return True
     return _slowest(plan) <= _slowest(best) and _unevenness(plan) < _unevenness(best) * _WORTH
+
+
+def _forecast(plan: Plan, costs: Costs, schedule: Schedule | None) -> Forecast | None:
+    """Simulate the schedule with the costs of the stages."""
+    if schedule is None:
+        return None
+    hops = [(costs.link(stage.index), stage) for stage in plan.stages[:-1]]
+    timeline = simulate(
+        schedule,
+        StageCosts(
+            [stage.forward for stage in plan.stages],
+            [stage.backward for stage in plan.stages],
+            [link.per_byte * stage.boundary_bytes for link, stage in hops],
+            [link.per_byte * sum(v.nbytes for v in stage.sends if v.requires_grad) for link, stage in hops],
+            [link.latency for link, _ in hops],
+        ),
+    )
+    return Forecast(schedule.name, schedule.num_microbatches, timeline.iteration_s, timeline.bubble_fraction)

@@ -1,0 +1,288 @@
+"""How well are measured partitions balanced? Four uneven models, divided into 2, 3 and 4 stages in four ways:
+
+- plan: by this package, from costs that it measures once;
+- layers: an equal number of layers (submodules that a person would list) in each stage;
+- parameters: layers, so that the largest number of parameters in a stage is as small as it can be;
+- best: of all splits between any two calls of the smallest submodules, the one with the fastest slowest stage.
+
+All are judged by the same costs, which are the medians of further measurements that the plan has not seen, at the
+finest granularity: the time of the slowest stage, forward plus backward of one micro-batch.
+
+    python benchmarks/partition.py                  # two to three minutes on two cores
+    python benchmarks/partition.py --models resnet gpt --stages 4 --json partition.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.measure import measure
+from lightning_avgpipe.capture.recorder import capture
+from lightning_avgpipe.capture.units import divisible, initial_units, refine
+from lightning_avgpipe.partition import Costs, Plan, cut_at
+from lightning_avgpipe.partition.balance import gaps
+from lightning_avgpipe.runtime.planner import Conditions, Planner
+from lightning_avgpipe.schedule import build
+
+STEP = "training_step"
+
+# -- models, uneven on purpose ---------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """A vocabulary that is large for its width: the embedding has the parameters, the head the time."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int, length: int, causal: bool) -> None:
+        super().__init__()
+        self.vocabulary, self.length = vocabulary, length
+        self.embed = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.zeros(length, width))
+        self.blocks = nn.ModuleList(Block(width, 4, causal) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def batch(self) -> Any:
+        return torch.randint(0, self.vocabulary, (2, self.length)), torch.randint(0, self.vocabulary, (2, self.length))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        x = self.embed(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class Residual(nn.Module):
+    """Two convolutions and a way around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.around = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + self.around(x))
+
+
+class ResNet(nn.Module):
+    """Early layers have the time (large images), late layers the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 7, 2, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU())
+        widths = [(32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2)]
+        self.layers = nn.ModuleList(Residual(*sizes) for sizes in [*widths, (256, 256, 1)])
+        self.head = nn.Linear(256, 1000)
+
+    def batch(self) -> Any:
+        return torch.randn(2, 3, 128, 128), torch.randint(0, 1000, (2,))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        x = self.stem(images)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+class UNet(nn.Module):
+    """Skip connections over the whole length; the time is at both ends, the parameters in the middle."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        sizes = [width * 2**i for i in range(4)]
+        self.enter = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList(Residual(a, b, 2) for a, b in itertools.pairwise(sizes))
+        self.middle = Residual(sizes[-1], sizes[-1], 1)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in itertools.pairwise(sizes))
+        self.merge = nn.ModuleList(nn.Conv2d(2 * a, a, 3, padding=1) for a in sizes[:-1])
+        self.leave = nn.Conv2d(width, 3, 3, padding=1)
+
+    def batch(self) -> Any:
+        return torch.randn(2, 3, 128, 128), torch.randn(2, 3, 128, 128)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, targets = batch
+        skips = [self.enter(images)]
+        for down in self.down:
+            skips.append(down(skips[-1]))
+        x = self.middle(skips.pop())
+        for up, merge in zip(reversed(self.up), reversed(self.merge), strict=True):
+            x = F.relu(merge(torch.cat([up(x), skips.pop()], 1)))
+        return F.mse_loss(self.leave(x), targets)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "bert": lambda: Transformer(vocabulary=8000, width=192, layers=6, length=128, causal=False),
+    "resnet": ResNet,
+    "unet": UNet,
+    "gpt": lambda: Transformer(vocabulary=24000, width=128, layers=12, length=64, causal=True),
+}
+
+# -- splits ----------------------------------------------------------------------------------------------------------
+
+
+def leaves(module: nn.Module) -> tuple[str, ...]:
+    """The smallest units."""
+    units = initial_units(module)
+    while heavy := [unit for unit in units if divisible(module, unit)]:
+        units = refine(module, units, heavy)
+    return units
+
+
+def slowest(cuts: Sequence[int], costs: Costs) -> float:
+    """Seconds of the slowest stage, forward plus backward."""
+    return max(sum(costs.node[a:b]) for a, b in itertools.pairwise([0, *cuts, len(costs.node)]))
+
+
+def best_split(graph: CallGraph, costs: Costs, num_stages: int) -> tuple[int, ...]:
+    """The fastest of all legal splits, tried one by one."""
+    positions = np.array([gap.position for gap in gaps(graph) if gap.obstacle is None])
+    work = np.concatenate([[0.0], np.cumsum(costs.node)])
+    every = positions[np.array(list(itertools.combinations(range(len(positions)), num_stages - 1)))]
+    bounds = np.concatenate([np.zeros((len(every), 1), int), every, np.full((len(every), 1), len(costs.node))], axis=1)
+    winner = np.diff(work[bounds], axis=1).max(axis=1).argmin()
+    return tuple(int(position) for position in every[winner])
+
+
+def begins(plan_or_layers: Sequence[Sequence[str]]) -> list[str]:
+    """The first unit of each stage after the first."""
+    return [units[0] for units in plan_or_layers[1:]]
+
+
+def equal_layers(layers: Sequence[str], num_stages: int) -> list[str]:
+    """The same number of layers for each stage, as far as possible."""
+    return begins([list(part) for part in np.array_split(np.array(layers, dtype=object), num_stages)])
+
+
+def equal_parameters(module: nn.Module, layers: Sequence[str], num_stages: int) -> list[str]:
+    """Layers, so that no stage has more parameters than needed."""
+    sizes = np.cumsum([0, *(sum(p.numel() for p in module.get_submodule(name).parameters()) for name in layers)])
+
+    def largest(cuts: Sequence[int]) -> int:
+        return int(np.diff(sizes[[0, *cuts, len(layers)]]).max())
+
+    cuts = min(itertools.combinations(range(1, len(layers)), num_stages - 1), key=largest)
+    return [layers[cut] for cut in cuts]
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+def median_costs(graph: CallGraph, module: Any, args: Sequence[Any], runs: int) -> Costs:
+    """The median of several independent measurements."""
+    found = [measure(graph, module.training_step, args, module) for _ in range(runs)]
+    return Costs(
+        tuple(statistics.median(column) for column in zip(*(costs.forward for costs in found), strict=True)),
+        tuple(statistics.median(column) for column in zip(*(costs.backward for costs in found), strict=True)),
+        found[0].stash_bytes,
+        measured=True,
+    )
+
+
+def compare(name: str, stages: Sequence[int], runs: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """All splits of one model; one row for each number of stages."""
+    torch.manual_seed(0)
+    module = MODELS[name]()
+    args = (module.batch(), 0)
+    plans: dict[int, Plan] = {}
+    seconds: dict[int, float] = {}
+    for num_stages in stages:
+        begin = time.perf_counter()
+        planner = Planner(module, num_stages, costs="measured")
+        conditions = Conditions(build("1f1b", num_stages, 4 * num_stages))
+        plans[num_stages] = planner.plan(STEP, module.training_step, args, conditions=conditions)
+        seconds[num_stages] = time.perf_counter() - begin
+        say(f"{name}, {num_stages} stages, planned in {seconds[num_stages]:.1f} s:\n{plans[num_stages]}\n")
+    graph = capture(STEP, module.training_step, args, module, leaves(module))
+    costs = median_costs(graph, module, args, runs)
+    called = capture(STEP, module.training_step, args, module, initial_units(module)).nodes
+    layers = list(dict.fromkeys(node.name for node in called if node.kind != "glue"))
+    rows = []
+    for num_stages in stages:
+        splits = {
+            "plan": cut_at(graph, begins([stage.units for stage in plans[num_stages].stages]), num_stages),
+            "layers": cut_at(graph, equal_layers(layers, num_stages), num_stages),
+            "parameters": cut_at(graph, equal_parameters(module, layers, num_stages), num_stages),
+            "best": best_split(graph, costs, num_stages),
+        }
+        row: dict[str, Any] = {"model": name, "stages": num_stages, "even_s": sum(costs.node) / num_stages}
+        row |= {f"{kind}_s": slowest(cuts, costs) for kind, cuts in splits.items()}
+        row |= {"planned_in_s": seconds[num_stages], "calls": sum(node.kind == "call" for node in graph.nodes)}
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: milliseconds of the slowest stage, and how much slower than the best the others are."""
+    lines = [
+        "| model | stages | best, ms | plan / best | equal layers / best | equal parameters / best |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        ratios = " | ".join(f"{row[f'{kind}_s'] / row['best_s']:.2f}" for kind in ("plan", "layers", "parameters"))
+        lines.append(f"| {row['model']} | {row['stages']} | {row['best_s'] * 1e3:.1f} | {ratios} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Run the comparison; returns its rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 3, 4])
+    parser.add_argument("--runs", type=int, default=5, help="measurements whose median judges the splits")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file, with the machine's description")
+    parser.add_argument("--quiet", action="store_true", help="print the table only, not the plans")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+
+    def say(text: str) -> None:
+        if not options.quiet:
+            print(text, flush=True)
+
+    rows = [row for name in options.models for row in compare(name, options.stages, options.runs, say)]
+    print(table(rows))
+    if options.json is not None:
+        about = {"torch": torch.__version__, "machine": platform.machine(), "threads": options.threads}
+        options.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

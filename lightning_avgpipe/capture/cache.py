@@ -1,0 +1,124 @@
+"""The cache: measured costs in small files, so that the next run of the same model on the same device starts soon."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_avgpipe.capture.costs import Costs
+from lightning_avgpipe.capture.graph import CallGraph
+
+__all__ = ["CostCache", "default_directory", "fingerprint"]
+
+_FORMAT = 1
+_log = logging.getLogger(__name__)
+
+
+def default_directory() -> Path:
+    """``lightning_avgpipe`` in the user's cache directory: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache") / "lightning_avgpipe"
+
+
+class CostCache:
+    """A directory with one file of measured costs per fingerprint. Files that cannot be used are ignored.
+
+    Args:
+        directory: made when the first file is written.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+
+    def load(self, key: str, num_nodes: int) -> Costs | None:
+        """Costs with this fingerprint; None if there are none that can be used."""
+        path = self._path(key)
+        try:
+            found = json.loads(path.read_text())
+            if found["format"] != _FORMAT or found["key"] != key:
+                raise ValueError("it was written by another version")
+            forward, backward = (tuple(float(s) for s in found[name]) for name in ("forward_s", "backward_s"))
+            stash = tuple(int(b) for b in found["stash_bytes"])
+            if not len(forward) == len(backward) == len(stash) == num_nodes or min((*forward, *backward, *stash)) < 0:
+                raise ValueError("its numbers do not fit the step")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            _log.info("ignoring the measured costs in %s: %s: %s", path, type(error).__name__, error)
+            return None
+        return Costs(forward, backward, stash, measured=True)
+
+    def save(self, key: str, costs: Costs, about: dict[str, Any]) -> None:
+        """Write costs; whoever reads at the same time finds the old file or the new one."""
+        content = {
+            "format": _FORMAT,
+            "key": key,
+            "about": about,
+            "forward_s": costs.forward,
+            "backward_s": costs.backward,
+            "stash_bytes": costs.stash_bytes,
+        }
+        path, temporary = self._path(key), None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.directory, suffix=".tmp", delete=False) as file:
+                temporary = file.name
+                json.dump(content, file)
+            os.replace(temporary, path)
+        except OSError as error:  # a full or read-only disk: the next run measures again
+            _log.warning("cannot keep the measured costs in %s: %s", path, error)
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"costs-{key}.json"
+
+
+def fingerprint(graph: CallGraph, module: nn.Module, device: torch.device) -> tuple[str, dict[str, Any]]:
+    """A digest of everything that measured costs depend on, and the part of it that people can read.
+
+    The graph tells operations, shapes, types and which values have gradients, and so whether the step trains and in
+    which precision. Lines of code are left out: moving a function does not change what it costs.
+    """
+    about = {
+        "module": f"{type(module).__module__}.{type(module).__qualname__}",
+        "step": graph.step,
+        "device": _device_name(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    nodes = [
+        (n.kind, n.name, n.inputs, n.outputs, n.writes, n.parameters, n.states, n.draws, n.flops) for n in graph.nodes
+    ]
+    values = [(v.shape, v.dtype, v.requires_grad, v.storage) for v in graph.values]
+    units = [(path, repr(module.get_submodule(path))) for path in graph.units]
+    weights = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+    settings = (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.mkldnn.enabled,
+    )
+    everything = repr((_FORMAT, sorted(about.items()), nodes, values, sorted(graph.kept), units, weights, settings))
+    return hashlib.sha256(everything.encode()).hexdigest()[:24], about
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):  # Linux tells more there than platform does
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{device.type}: {name}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,62 @@
+"""Memory: what a stage may hold, and what it needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Memory", "Need", "nbytes"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a partition must know about memory.
+
+    Attributes:
+        limit: bytes that each stage may use; infinite by default.
+        weights: full name of each parameter or buffer -> its bytes, which cross a link once in an iteration where
+            several stages use it; empty: that is not counted.
+        held: full name -> bytes that a stage which uses it holds for it: weight, gradient, optimizer state.
+        in_flight: micro-batches that each stage stashes at most, shape ``(K,)``; empty: one on every stage.
+        num_microbatches: M, over which work that is done once in an iteration is spread.
+    """
+
+    limit: float = math.inf
+    weights: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
+    in_flight: tuple[int, ...] = ()
+    num_microbatches: int = 1
+
+    def stashes(self, stage: int) -> int:
+        """Micro-batches in flight on a stage."""
+        return self.in_flight[stage] if self.in_flight else 1
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that one stage needs, estimated.
+
+    Attributes:
+        held: weights, gradients and optimizer states.
+        stash: what all micro-batches in flight keep for their backwards.
+        boundary: values that these have received.
+    """
+
+    held: int
+    stash: int
+    boundary: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.held + self.stash + self.boundary
+
+
+def nbytes(number: float) -> str:
+    """Bytes for people: ``2.0 KiB``."""
+    for suffix in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {suffix}" if suffix == "B" else f"{number:.1f} {suffix}"
+        number /= 1024
+    return f"{number:.1f} GiB"

@@ -1,0 +1,98 @@
+"""Memory: how much a stage may use on its device, and how much it holds for each parameter."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.partition import Memory
+from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
+
+__all__ = ["MemoryLimit", "limit_of", "memory_of", "parse_limit", "state_copies"]
+
+MemoryLimit = str | int | float | None
+_UNKNOWN_COPIES = 2  # as Adam
+_PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_limit(limit: MemoryLimit) -> float:
+    """Bytes, or a fraction of the device if it is at most 1; infinite for None.
+
+    Raises:
+        ConfigurationError: neither bytes, nor a size such as "10GB", nor a fraction.
+    """
+    if limit is None:
+        return math.inf
+    number = -1.0
+    if isinstance(limit, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", limit, re.IGNORECASE)
+        if found is not None:
+            base = 1024 if found.group(3) else 1000
+            number = float(found.group(1)) * base ** _PREFIXES[found.group(2).upper()]
+    elif isinstance(limit, (int, float)) and not isinstance(limit, bool):
+        number = float(limit)
+    if not 0 < number < math.inf:
+        raise ConfigurationError(
+            f"memory_limit={limit!r}: must be a size such as '10GB' or '512MiB', a number of bytes, or a fraction of "
+            "the device's memory between 0 and 1"
+        )
+    return number
+
+
+def limit_of(limit: MemoryLimit, device: torch.device, sharing: int) -> float:
+    """Bytes that one stage may use.
+
+    Args:
+        limit: as the user gave it: bytes for each stage, or a fraction of the device for all of its stages.
+        device: that hosts the stage.
+        sharing: stages that share the device.
+    """
+    number = parse_limit(limit)
+    return number * _total(device) / sharing if number <= 1 else number
+
+
+def _total(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def state_copies(optimizers: Sequence[Optimizer]) -> int:
+    """Tensors of a parameter's size that the optimizers keep for it; as many as Adam's where it is not known."""
+    return max(map(_copies, optimizers), default=_UNKNOWN_COPIES)
+
+
+def _copies(optimizer: Optimizer) -> int:
+    options = optimizer.defaults
+    if "betas" in options:
+        return 2 + bool(options.get("amsgrad"))
+    if isinstance(optimizer, torch.optim.SGD):
+        return int(bool(options["momentum"]))
+    return _UNKNOWN_COPIES
+
+
+def memory_of(module: nn.Module, schedule: Schedule | None, copies: int, limit: float) -> Memory:
+    """What a partition must know: sizes, and how many micro-batches each stage has in flight.
+
+    Args:
+        schedule: of the step; None for one micro-batch without a backward.
+        copies: optimizer state of each parameter that has a gradient, in copies of it.
+        limit: bytes for each stage.
+    """
+    flights: tuple[int, ...] = ()
+    if schedule is not None:
+        stashed = simulate(schedule, StageCosts.uniform(schedule.num_stages, 1, 2)).peak_stash
+        flights = tuple(max(1, count) for count in stashed)
+    trains = schedule is not None and schedule.name != "forward"
+    weights, held = {}, {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        weights[name] = tensor.numel() * tensor.element_size()
+        held[name] = weights[name] * (2 + copies if trains and tensor.requires_grad else 1)
+    return Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1)

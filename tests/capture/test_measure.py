@@ -1,0 +1,252 @@
+"""Measured costs: with a clock of the test's own, and against what autograd really saves."""
+
+from __future__ import annotations
+
+import copy
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from lightning_avgpipe import tree
+from lightning_avgpipe.capture.costs import Costs
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.measure import Samples, measure
+from lightning_avgpipe.capture.recorder import capture
+from lightning_avgpipe.capture.units import initial_units
+from lightning_avgpipe.errors import StepChangedError
+from tests.models import MODELS, Regression
+
+
+def graph_of(module: Any, args: tuple[Any, ...]) -> CallGraph:
+    return capture("training_step", module.training_step, args, module, initial_units(module))
+
+
+def measured(module: Any, args: tuple[Any, ...], **options: Any) -> tuple[CallGraph, Costs]:
+    graph = graph_of(module, args)
+    return graph, measure(graph, module.training_step, args, module, **options)
+
+
+class Clock:
+    """Time passes only where a model says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    fake = SimpleNamespace(perf_counter=clock.perf_counter, thread_time=clock.perf_counter)
+    monkeypatch.setattr("lightning_avgpipe.capture.measure.time", fake)
+    return clock
+
+
+class Passing(torch.autograd.Function):
+    """Takes seconds of the clock in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, forward_s: float, backward_s: float) -> Tensor:
+        ctx.clock, ctx.backward_s = clock, backward_s
+        clock.now += forward_s
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.clock.now += ctx.backward_s
+        return gradient, None, None, None
+
+
+class Unit(nn.Module):
+    """Takes a known time; the first call after it was made takes longer."""
+
+    def __init__(self, clock: Clock, forward_s: float, backward_s: float, first_s: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.clock, self.forward_s, self.backward_s, self.first_s = clock, forward_s, backward_s, first_s
+        self.history: list[float] = clock.__dict__.setdefault("history", [])
+
+    def extra_repr(self) -> str:
+        return f"{self.forward_s}, {self.backward_s}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.__dict__.setdefault("calls", []).append(self.forward_s)
+        if self.clock.__dict__["calls"].count(self.forward_s) % 5 == 1:
+            self.clock.now += self.first_s
+        return Passing.apply(self.linear(x), self.clock, self.forward_s, self.backward_s)
+
+
+class Timed(nn.Module):
+    def __init__(self, *units: nn.Module) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for unit in self.units:
+            batch = unit(batch)
+        return batch.sum()
+
+
+def test_forward_and_backward_seconds_are_those_of_each_unit(clock: Clock) -> None:
+    module = Timed(Unit(clock, 1.0, 2.0), Unit(clock, 0.5, 0.25))
+    graph, costs = measured(module, (torch.randn(2, 4), 0), budget_s=1e6)
+    assert [node.name for node in graph.nodes] == ["units.0", "units.1", "sum"]
+    assert costs.forward == (1.0, 0.5, 0.0)
+    assert costs.backward == (2.0, 0.25, 0.0)
+    assert costs.measured
+
+
+def test_equal_calls_have_equal_costs_and_are_not_all_measured(clock: Clock) -> None:
+    module = Timed(*(Unit(clock, 1.0, 2.0) for _ in range(12)))
+    graph = graph_of(module, (torch.randn(2, 4), 0))
+    clock.__dict__["calls"].clear()
+    costs = measure(graph, module.training_step, (torch.randn(2, 4), 0), module, budget_s=1e6)
+    assert set(costs.forward[:12]) == {1.0}
+    # 5 runs of the step, each with a warm-up and 3 repetitions of 2 calls; the first run looks at what all 12 save
+    assert len(clock.__dict__["calls"]) <= 5 * (12 + 2 * 4) + 12
+
+
+def test_the_warm_up_does_not_count(clock: Clock) -> None:
+    module = Timed(Unit(clock, 1.0, 1.0, first_s=100.0), Unit(clock, 2.0, 1.0))
+    _, costs = measured(module, (torch.randn(2, 4), 0), budget_s=1e9)
+    assert costs.forward[:2] == (1.0, 2.0)
+
+
+def test_slow_units_are_measured_once_when_the_time_is_up(clock: Clock) -> None:
+    module = Timed(Unit(clock, 50.0, 50.0), Unit(clock, 25.0, 75.0))
+    graph = graph_of(module, (torch.randn(2, 4), 0))
+    clock.__dict__["calls"].clear()
+    costs = measure(graph, module.training_step, (torch.randn(2, 4), 0), module, budget_s=30.0)
+    assert costs.forward[:2] == (50.0, 25.0) and costs.backward[:2] == (50.0, 75.0)
+    assert sorted(clock.__dict__["calls"]) == [25.0, 25.0, 50.0, 50.0]  # once alone, once in the step
+
+
+def test_what_another_graph_has_in_common_is_not_measured_again(clock: Clock) -> None:
+    module = Timed(Unit(clock, 1.0, 2.0), Unit(clock, 0.5, 0.25))
+    args, samples = (torch.randn(2, 4), 0), Samples()
+    graph, first = measured(module, args, samples=samples, budget_s=1e6)
+    clock.__dict__["calls"].clear()
+    assert measure(graph, module.training_step, args, module, samples=samples, budget_s=1e6) == first
+    assert sorted(clock.__dict__["calls"]) == [0.5, 0.5, 1.0, 1.0]
+
+
+def really_saved(module: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that a whole step keeps for its backward, without parameters, buffers and the batch."""
+    kept: list[Tensor] = []
+    batch = tree.tensors(args)  # a step may take its batch apart
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        loss = module.training_step(*args)
+    known = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers(), *batch)}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in kept}
+    del loss
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in known)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_stash_bytes_are_what_autograd_saves(model: type[Regression]) -> None:
+    module = model()
+    args = (model.example(6), 0)
+    graph, costs = measured(module, copy.deepcopy(args))
+    assert len(costs.stash_bytes) == len(graph.nodes)
+    assert sum(costs.stash_bytes) == really_saved(module, copy.deepcopy(args))
+
+
+class Stateful(Regression):
+    """Everything that a step may leave behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5))
+        self.last = nn.Linear(8, 8)
+        self.seen: list[int] = []
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.seen.append(self.count)
+        y = self.first(x)
+        y += x
+        return self.last(y)
+
+    def loss(self, batch: Any) -> Tensor:
+        random.random(), np.random.rand()
+        return super().loss(batch)
+
+
+def test_nothing_of_a_measurement_remains() -> None:
+    module = Stateful()
+    args = ((torch.randn(6, 8), torch.randn(6, 8)), 0)
+    graph = graph_of(module, args)
+    before = copy.deepcopy(module.state_dict())
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    costs = measure(graph, module.training_step, args, module)
+    assert min(costs.node) >= 0 and sum(costs.node) > 0
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+    assert module.seen == [] and module.count == 0
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]
+
+
+def test_without_gradients_there_is_no_backward_and_no_stash() -> None:
+    module = MODELS[0]()
+    args = (MODELS[0].example(4), 0)
+    with torch.no_grad():
+        _, costs = measured(module, args)
+    assert sum(costs.forward) > 0 and set(costs.backward) == {0.0} and set(costs.stash_bytes) == {0}
+
+
+def test_a_step_that_does_something_else_is_refused() -> None:
+    class Fickle(MODELS[0]):  # type: ignore[misc, valid-type]
+        turn = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = (2, 0) if self.turn else (0, 2)
+            return self.layers[second](self.layers[first](x))
+
+    module = Fickle()
+    args = (Fickle.example(4), 0)
+    graph = graph_of(module, args)
+    Fickle.turn = True
+    with pytest.raises(StepChangedError, match=r"calls layers\.2 where it called layers\.0 when it was captured"):
+        measure(graph, module.training_step, args, module)
+
+
+def test_a_step_that_ends_early_is_refused() -> None:
+    module = MODELS[0]()
+    args = (MODELS[0].example(4), 0)
+    graph = graph_of(module, args)
+    with pytest.raises(StepChangedError, match=r"training_step ended before unit 'layers\.0' at"):
+        measure(graph, lambda batch, index: batch[0].sum(), args, module)
+
+
+class Checkpointed(MODELS[0]):  # type: ignore[misc, valid-type]
+    """A region that is recomputed, in one piece or with its calls followed."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[:2](x)
+        x = checkpoint(self.layers[2:6], x, use_reentrant=self.reentrant)
+        return self.layers[6:](x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_regions_have_costs(reentrant: bool) -> None:
+    module = Checkpointed()
+    module.reentrant = reentrant
+    graph, costs = measured(module, (Checkpointed.example(4), 0))
+    regions = [node.index for node in graph.nodes if node.kind == "region"]
+    assert len(regions) == reentrant
+    for index in regions:
+        assert costs.backward[index] == pytest.approx(3 * costs.forward[index])
+    assert sum(costs.backward) > 0
