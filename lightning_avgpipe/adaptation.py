@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.amp import GradScaler
 from torchmetrics import Metric
 
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.loop import PipelineOptimization
 from lightning_avgpipe.metrics import StepLog, SyncedLoggerConnector, local_metrics
+from lightning_avgpipe.runtime.clipping import norms_over_stages
+from lightning_avgpipe.runtime.scaling import scaling_together
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy import AvgPipeStrategy
 
-__all__ = ["adapted"]
+__all__ = ["adapted", "quiet_hooks"]
 
 # Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
 _LAST_STAGE_HOOKS = tuple(
     f"on_{stage}_{when}_end" for stage in ("train", "validation", "test", "predict") for when in ("batch", "epoch")
 )
+# Hooks of the LightningModule that every rank runs, once per optimizer step, in which gradients are clipped.
+_CLIPPING_HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 
 @contextlib.contextmanager
@@ -74,7 +81,13 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
     with contextlib.ExitStack() as undo:
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
-        undo.enter_context(_replaced(strategy.precision_plugin, "clip_grad_by_norm", strategy.clip_grad_by_norm))
+        for value in vars(strategy.precision_plugin).values():
+            if isinstance(value, GradScaler):
+                undo.enter_context(scaling_together(value, strategy.mesh))
+        for hook in _CLIPPING_HOOKS:
+            undo.enter_context(
+                _replaced(module, hook, _with_norms_over_stages(getattr(module, hook), module, strategy))
+            )
         undo.enter_context(_replaced(trainer._signal_connector, "_sigterm_notifier_fn", partial(_on_sigterm, trainer)))
         epoch_loop = trainer.fit_loop.epoch_loop
         if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
@@ -84,8 +97,36 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
             for hook in _LAST_STAGE_HOOKS:
                 undo.enter_context(_replaced(module, hook, _nothing))
             undo.enter_context(_replaced(module, "_on_before_batch_transfer", _pass_on))
+            undo.enter_context(_replaced(strategy.precision_plugin, "convert_input", _pass_on))
+            for writer in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(writer, BasePredictionWriter):
+                    undo.enter_context(_replaced(writer, "write_on_batch_end", _nothing))
+                    undo.enter_context(_replaced(writer, "write_on_epoch_end", _nothing))
         undo.enter_context(_replaced(module, "on_train_epoch_end", on_train_epoch_end))
         yield
+
+
+def _with_norms_over_stages(
+    hook: Callable[..., Any], module: pl.LightningModule, strategy: AvgPipeStrategy
+) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with norms_over_stages(list(module.parameters()), strategy.mesh):
+            return hook(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def quiet_hooks(trainer: pl.Trainer, hook: str) -> Iterator[None]:
+    """Within this context one hook of callbacks and module is not called."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    trainer.callbacks = []  # type: ignore[attr-defined]
+    try:
+        with _replaced(trainer.lightning_module, hook, _nothing):
+            yield
+    finally:
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

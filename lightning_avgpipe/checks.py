@@ -149,10 +149,6 @@ def trainer(running: pl.Trainer, world_size: int) -> None:
                     f"{type(callback).__name__} {why}, and is not supported on {world_size} processes yet; remove it, "
                     "or use devices=1"
                 )
-    if getattr(running.precision_plugin, "scaler", None) is not None:
-        raise ConfigurationError(
-            "precision='16-mixed' scales the loss, which is not supported on several processes yet; use 'bf16-mixed'"
-        )
     if getattr(running, "_val_check_time_interval", None) is not None:
         raise ConfigurationError(
             "val_check_interval as a time differs between processes; give it as a number of batches or a fraction"

@@ -35,8 +35,9 @@ class StepLog:
         self._entries: dict[str, list[tuple[Any, int, dict[str, Any]]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if self._size is None:
-            self._log(*args, **kwargs)
+        if self._size is None:  # in a hook
+            if self._hosts_last:
+                self._log(*args, **kwargs)
             return
         tracer = StepTracer.current()
         if tracer is not None:

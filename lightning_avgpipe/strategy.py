@@ -29,13 +29,12 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_avgpipe import checks, tree
-from lightning_avgpipe.adaptation import adapted
+from lightning_avgpipe.adaptation import adapted, quiet_hooks
 from lightning_avgpipe.checkpoint import full_optimizer_state
 from lightning_avgpipe.data import mirror
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.partition import Plan
-from lightning_avgpipe.runtime.clipping import clip_by_global_norm
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.microbatch import MicroBatch, merge, split, split_with
 from lightning_avgpipe.runtime.planner import Planner
@@ -290,14 +289,12 @@ class AvgPipeStrategy(ParallelStrategy):
 
         def finish(i: int, result: Any) -> Tensor:
             loss = checks.loss(result)
-            if self._loss_reduction == "mean" and len(parts) > 1:
-                loss = loss * parts[i].weight
             if accumulate > 1:
                 loss = loss / accumulate
-            # the plain pre_backward only calls hooks, which a batch deserves once
-            if i == 0 or type(precision).pre_backward is not Precision.pre_backward:
+            # a batch deserves its hooks once: with the first micro-batch's loss, before anything else is known
+            with contextlib.nullcontext() if i == 0 else quiet_hooks(module.trainer, "on_before_backward"):
                 loss = precision.pre_backward(loss, module)
-            return loss
+            return loss * parts[i].weight if self._loss_reduction == "mean" and len(parts) > 1 else loss
 
         # Lightning's weight averaging passes over the data once more without training
         trains = not module.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
@@ -430,13 +427,6 @@ class AvgPipeStrategy(ParallelStrategy):
             return decision
         votes = int(self.mesh.sum(torch.tensor(int(decision))))
         return votes == self.world_size if all else votes > 0
-
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over all stages; takes the place of the precision plugin's."""
-        if clip_val > 0:
-            assert self._division is not None
-            parameters = list(self.precision_plugin.main_params(optimizer))
-            clip_by_global_norm(parameters, float(clip_val), self.mesh, self._division.answers_for)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the closure and step."""
