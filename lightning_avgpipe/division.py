@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.checkpoint import (
@@ -52,7 +52,6 @@ class Division:
         self._optimizers = optimizers
         self._final = False
         self._owner: dict[str, int] = {}
-        self._lent: set[int] = set()  # ids of the copies that belong to another process
 
     def prepare(self, step: str, run: Callable[..., Any], args: Sequence[Any], decides: bool) -> bool:
         """Make a step function runnable, if it is not. Every process calls it.
@@ -88,8 +87,6 @@ class Division:
                 self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
         self.plan, self._final = plan, final
         self._owner = owners(self._module, self._mesh, plan.stages_of)
-        parameters = dict(self._module.named_parameters())
-        self._lent = {id(parameters[name]) for name in plan.copied if self._owner[name] != self._mesh.rank}
         self._settle()
 
     def _made_on_rank_zero(self, make: Callable[[], Any]) -> Any:
@@ -120,10 +117,6 @@ class Division:
         used = self.plan.stages_of
         names = [name for name, _ in self._module.named_parameters() if name in used]
         return {name for name in names if all(self._mesh.rank_of(k) != self._mesh.rank for k in used[name])}
-
-    def answers_for(self, parameter: Tensor) -> bool:
-        """Whether this process speaks for a parameter: of copies on several processes one does."""
-        return id(parameter) not in self._lent
 
     def sum_copied_gradients(self) -> None:
         """Where several stages use a parameter, each gets the gradient of all. Every process calls it."""
