@@ -48,7 +48,7 @@ def adapted(
     with contextlib.ExitStack() as undo:
         undo.enter_context(intercepting())
         undo.enter_context(_replaced(module, "log", step_log))
-        undo.enter_context(local_metrics([m for m in module.modules() if isinstance(m, Metric)]))
+        undo.enter_context(local_metrics([m for m in module.modules() if isinstance(m, Metric)], step_log.batch_values))
         if fitting:
             undo.enter_context(_optimization(trainer, strategy))
         if strategy.world_size > 1:

@@ -344,11 +344,12 @@ class AvgPipeStrategy(ParallelStrategy):
         if division.prepare(step, partial(run, 0), (parts[0].data, *rest), decides):
             rank_zero_info(f"\n{self.num_stages} stages on {self.world_size} processes:\n{division.plan}")
         self.plan = division.plan
-        step_log.discard()
+        step_log.begin(len(parts))
         schedule = self._schedule(len(parts), training=finish is not None)
         task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self._seed, self._iteration(step)))
         outputs = division.pipeline.run(step, schedule, task)
-        step_log.issue()
+        with context():  # which may decide what a number is
+            step_log.issue()
         return outputs
 
     def _split(self, batch: Any) -> list[MicroBatch]:
