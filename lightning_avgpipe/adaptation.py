@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_avgpipe.capture.tracer import intercepting
@@ -84,6 +86,9 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
         for value in vars(strategy.precision_plugin).values():
             if isinstance(value, GradScaler):
                 undo.enter_context(scaling_together(value, strategy.mesh))
+        filter_on_optimizer = BaseFinetuning.filter_on_optimizer
+        BaseFinetuning.filter_on_optimizer = staticmethod(_without_known)  # type: ignore[method-assign]
+        undo.callback(lambda: setattr(BaseFinetuning, "filter_on_optimizer", staticmethod(filter_on_optimizer)))
         for hook in _CLIPPING_HOOKS:
             undo.enter_context(
                 _replaced(module, hook, _with_norms_over_stages(getattr(module, hook), module, strategy))
@@ -150,6 +155,12 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:
     return batch
+
+
+def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+    """Parameters that an optimizer does not step yet; Lightning compares contents, which other stages' have not."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [parameter for parameter in params if id(parameter) not in known]
 
 
 def _on_sigterm(trainer: pl.Trainer, signum: Any, frame: Any) -> None:
