@@ -262,6 +262,7 @@ class SyncedLoggerConnector(_LoggerConnector):
     def accept(self, metrics: Any) -> None:
         """On the other ranks use rank 0's metrics from now on."""
         self._synced = metrics
+        self._callback_metrics.update(metrics["callback"])  # here nothing is logged that would make it look there
 
     def sync(self) -> None:
         """Tell all ranks the metrics as of now, and those of before. Every rank calls it."""
