@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.loop import PipelineOptimization
 from lightning_avgpipe.metrics import StepLog, SyncedLoggerConnector, local_metrics
 from lightning_avgpipe.replaced import replaced
+from lightning_avgpipe.runtime.clipping import norms_over_stages
+from lightning_avgpipe.runtime.scaling import scaling_together
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy import AvgPipeStrategy
 
-__all__ = ["adapted"]
+__all__ = ["adapted", "quiet_hooks"]
 
 # Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
 _LAST_STAGE_HOOKS = tuple(
     f"on_{stage}_{when}_end" for stage in ("train", "validation", "test", "predict") for when in ("batch", "epoch")
 )
+# Hooks of the LightningModule that every rank runs, once per optimizer step, in which gradients are clipped.
+_CLIPPING_HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 
 @contextlib.contextmanager
@@ -39,7 +48,7 @@ def adapted(
     with contextlib.ExitStack() as undo:
         undo.enter_context(intercepting())
         undo.enter_context(replaced(module, "log", step_log))
-        undo.enter_context(local_metrics([m for m in module.modules() if isinstance(m, Metric)]))
+        undo.enter_context(local_metrics([m for m in module.modules() if isinstance(m, Metric)], step_log.batch_values))
         if fitting:
             undo.enter_context(_optimization(trainer, strategy))
         if strategy.world_size > 1:
@@ -72,14 +81,64 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
     with contextlib.ExitStack() as undo:
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
-        undo.enter_context(replaced(strategy.precision_plugin, "clip_grad_by_norm", strategy.clip_grad_by_norm))
+        for value in vars(strategy.precision_plugin).values():
+            if isinstance(value, GradScaler):
+                undo.enter_context(scaling_together(value, strategy.mesh))
+        undo.enter_context(_without_comparing_contents())
+        for hook in _CLIPPING_HOOKS:
+            undo.enter_context(replaced(module, hook, _with_norms_over_stages(getattr(module, hook), module, strategy)))
         if not strategy.mesh.hosts_last:
             for hook in _LAST_STAGE_HOOKS:
                 undo.enter_context(replaced(module, hook, _nothing))
+            for writer in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(writer, BasePredictionWriter):
+                    undo.enter_context(replaced(writer, "write_on_batch_end", _nothing))
+                    undo.enter_context(replaced(writer, "write_on_epoch_end", _nothing))
         if not strategy.mesh.reads:
             undo.enter_context(replaced(module, "_on_before_batch_transfer", _pass_on))
+            if not strategy.ships_early:  # what arrives later is converted already
+                undo.enter_context(replaced(strategy.precision_plugin, "convert_input", _pass_on))
         undo.enter_context(replaced(module, "on_train_epoch_end", on_train_epoch_end))
         yield
+
+
+@contextlib.contextmanager
+def _without_comparing_contents() -> Iterator[None]:
+    """Callbacks that unfreeze find out by identity which parameters an optimizer knows: others' have no contents."""
+    before = BaseFinetuning.filter_on_optimizer
+    BaseFinetuning.filter_on_optimizer = staticmethod(_without_known)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BaseFinetuning.filter_on_optimizer = staticmethod(before)  # type: ignore[method-assign]
+
+
+def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [parameter for parameter in params if id(parameter) not in known]
+
+
+def _with_norms_over_stages(
+    hook: Callable[..., Any], module: pl.LightningModule, strategy: AvgPipeStrategy
+) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with norms_over_stages(list(module.parameters()), strategy.mesh):
+            return hook(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def quiet_hooks(trainer: pl.Trainer, hook: str) -> Iterator[None]:
+    """Within this context one hook of callbacks and module is not called."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    trainer.callbacks = []  # type: ignore[attr-defined]
+    try:
+        with replaced(trainer.lightning_module, hook, _nothing):
+            yield
+    finally:
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, OnExceptionCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -157,12 +157,6 @@ def trainer(running: pl.Trainer, world_size: int) -> None:
         (StochasticWeightAveraging, "averages parameters of which each process holds a part"),
         (BatchSizeFinder, "restarts training in ways that the stages cannot follow together"),
     ]
-    on_exception = "saves once something has failed, when the weights of the other stages cannot be gathered any more"
-    refused.append((OnExceptionCheckpoint, on_exception))
-    if any(getattr(callback, "save_on_exception", False) for callback in running.callbacks):  # type: ignore[attr-defined]
-        raise ConfigurationError(
-            f"ModelCheckpoint(save_on_exception=True) {on_exception}; use every_n_train_steps, or devices=1"
-        )
     weight_averaging = getattr(pl.callbacks, "WeightAveraging", None)
     if weight_averaging is not None:
         refused.append((weight_averaging, "averages parameters of which each process holds a part"))
@@ -173,10 +167,6 @@ def trainer(running: pl.Trainer, world_size: int) -> None:
                     f"{type(callback).__name__} {why}, and is not supported on {world_size} processes yet; remove it, "
                     "or use devices=1"
                 )
-    if getattr(running.precision_plugin, "scaler", None) is not None:
-        raise ConfigurationError(
-            "precision='16-mixed' scales the loss, which is not supported on several processes yet; use 'bf16-mixed'"
-        )
     if getattr(running, "_val_check_time_interval", None) is not None:
         raise ConfigurationError(
             "val_check_interval as a time differs between processes; give it as a number of batches or a fraction"

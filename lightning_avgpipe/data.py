@@ -124,6 +124,10 @@ class _Reader:
         vars(self).update(_dataloader=dataloader, _shipping=shipping, _stream=None)
 
     def __iter__(self) -> Iterator[Any]:
+        # made at once, as on one device: that alone starts workers and draws random numbers
+        return self._passed_on(iter(self._dataloader))
+
+    def _passed_on(self, batches: Iterator[Any]) -> Iterator[Any]:
         shipping: Shipping = vars(self)["_shipping"]()
         stream = vars(self)["_stream"] = shipping.feed.begin(vars(self)["_stream"])
 
@@ -132,7 +136,6 @@ class _Reader:
                 return batch, shipping.feed.pass_on(stream, _End if batch is _End else _Later)
             return batch, shipping.feed.pass_on(stream, batch, shipping.needs)
 
-        batches = iter(self._dataloader)
         # a dataloader that can be saved must not be ahead of the training when that happens
         ahead = shipping.early and not hasattr(self._dataloader, "state_dict")
         batch, passed = pass_on(next(batches, _End))

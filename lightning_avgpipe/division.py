@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.checkpoint import (
@@ -67,7 +67,6 @@ class Division:
         self._unloaded: Sequence[Mapping[str, Any]] = ()  # states for optimizers whose parameters have no contents yet
         self._final = False
         self._owner: dict[str, int] = {}
-        self._lent: set[int] = set()  # ids of the copies that belong to another process
 
     def prepare(
         self, step: str, run: Callable[..., Any], args: Sequence[Any], decides: bool, schedule: Schedule
@@ -104,8 +103,6 @@ class Division:
         self.pipeline.unload()
         self.plan, self._final = plan, final
         self._owner = owners(self._module, self._mesh, plan.stages_of)
-        parameters = dict(self._module.named_parameters())
-        self._lent = {id(parameters[name]) for name in plan.copied if self._owner[name] != self._mesh.rank}
         self._settle()
         self.pipeline.load(plan.graph, plan.cuts)
         for graph in others:
@@ -138,10 +135,6 @@ class Division:
         used = self.plan.stages_of
         names = [name for name, _ in self._module.named_parameters() if name in used]
         return {name for name in names if all(self._mesh.rank_of(k) != self._mesh.rank for k in used[name])}
-
-    def answers_for(self, parameter: Tensor) -> bool:
-        """Whether this process speaks for a parameter: of copies on several processes one does."""
-        return id(parameter) not in self._lent
 
     def sum_copied_gradients(self) -> None:
         """Where several stages use a parameter, each gets the gradient of all. Every process calls it."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +19,65 @@ from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.runtime.mesh import Mesh
 
-__all__ = ["StepLog", "SyncedLoggerConnector", "local_metrics"]
+__all__ = ["BatchValues", "StepLog", "SyncedLoggerConnector", "local_metrics"]
+
+
+class BatchValues:
+    """What a metric object's ``forward`` would have returned for the whole batch.
+
+    The metric itself sees micro-batches, and returns values for those. A copy of it, emptied before each batch, knows
+    the batch. (One with submodules, such as a wrapper of another metric, has no such copy.)
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, Metric] = {}
+        self._begun: set[int] = set()
+        self._returned: list[tuple[Any, Metric]] = []
+        self._split = False
+
+    def begin(self, num_microbatches: int) -> None:
+        """A batch begins."""
+        self._split = num_microbatches > 1
+        self._begun.clear()
+        self._returned.clear()
+
+    def add(self, metric: Metric, value: Any, args: Any, kwargs: Any) -> None:
+        """``metric(*args, **kwargs)`` has returned ``value`` for a micro-batch."""
+        if not self._split or next(metric.children(), None) is not None:
+            return
+        if id(metric) not in self._copies:
+            self._copies[id(metric)] = _empty_copy(metric)
+        same = self._copies[id(metric)]
+        if id(metric) not in self._begun:
+            self._begun.add(id(metric))
+            same.reset()
+        same.update(*args, **kwargs)
+        self._returned.append((value, metric))
+
+    def metric_of(self, value: Any) -> Metric | None:
+        """The metric that returned this very value in this batch."""
+        return next((metric for returned, metric in self._returned if returned is value), None)
+
+    def of(self, metric: Metric) -> Any:
+        """The batch's value, if ``metric`` was called in this batch; None if not."""
+        return self._copies[id(metric)].compute() if id(metric) in self._begun else None
+
+
+def _empty_copy(metric: Metric) -> Metric:
+    attributes = vars(metric)
+    held = {name: attributes[name] for name in (*metric._defaults, "_forward_cache", "_computed")}
+    # what it holds may be part of a graph, which cannot be copied
+    attributes.update({name: [] if isinstance(value, list) else _detached(value) for name, value in held.items()})
+    try:
+        same = copy.deepcopy(metric)
+    finally:
+        attributes.update(held)
+    vars(same).pop("forward", None)
+    return same
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else None
 
 
 class StepLog:
@@ -28,15 +88,18 @@ class StepLog:
     """
 
     def __init__(self, module: pl.LightningModule, hosts_last: bool) -> None:
+        self.batch_values = BatchValues()
         self._log = module.log
         self._signature = inspect.signature(module.log)
         self._hosts_last = hosts_last
         self._size: int | None = None
-        self._entries: dict[str, list[tuple[Any, int, dict[str, Any]]]] = {}
+        self._entries: dict[str, list[_Entry]] = {}
+        self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if self._size is None:
-            self._log(*args, **kwargs)
+        if self._size is None:  # in a hook
+            if self._hosts_last:
+                self._log(*args, **kwargs)
             return
         tracer = StepTracer.current()
         if tracer is not None:
@@ -58,26 +121,59 @@ class StepLog:
         finally:
             self._size = None
 
+    def begin(self, num_microbatches: int) -> None:
+        """A batch begins: forget what was collected."""
+        self._entries = {}
+        self.batch_values.begin(num_microbatches)
+
     def issue(self) -> None:
         """Log what was collected, once per name."""
         entries, self._entries = self._entries, {}
         for name, logged in entries.items():
-            values = [value for value, _, _ in logged]
-            sizes = [size for _, size, _ in logged]
-            options = {**logged[-1][2], "batch_size": sum(sizes)}
-            self._log(name, _reduce(values, sizes, options.get("reduce_fx", "mean")), **options)
+            if any(entry.given == 1 < entry.size for entry in logged):
+                self._alike.add(name)
+            value, batch_size = self._merged(logged, name in self._alike)
+            self._log(name, value, **{**logged[-1].options, "batch_size": batch_size})
 
-    def discard(self) -> None:
-        """Forget what was collected."""
-        self._entries = {}
+    def _merged(self, logged: list[_Entry], alike: bool) -> tuple[Any, int]:
+        last = logged[-1]
+        sizes = [entry.size if alike or entry.given is None else entry.given for entry in logged]
+        batch_size = 1 if alike else sum(sizes)
+        if isinstance(last.value, Metric):
+            of_batch = self.batch_values.of(last.value)
+            if of_batch is not None:
+                last.value._forward_cache = of_batch
+        elif last.metric is not None and len(logged) > 1:
+            return self.batch_values.of(last.metric), batch_size
+        return _reduce([entry.value for entry in logged], sizes, last.options.get("reduce_fx", "mean")), batch_size
 
     def _collect(self, *args: Any, **kwargs: Any) -> None:
         options = dict(self._signature.bind(*args, **kwargs).arguments)
         name, value = options.pop("name"), options.pop("value")
-        size = options.pop("batch_size", None) or self._size or 1
+        metric = self.batch_values.metric_of(value)
         if isinstance(value, Tensor) and not options.get("enable_graph", False):
             value = value.detach()
-        self._entries.setdefault(name, []).append((value, size, options))
+        entry = _Entry(value, self._size or 1, options.pop("batch_size", None), options, metric)
+        self._entries.setdefault(name, []).append(entry)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What one micro-batch logs under one name.
+
+    Attributes:
+        value: a number, a tensor or a metric object.
+        size: samples of the micro-batch.
+        given: the ``batch_size`` that the step gave, if it did.
+        options: the other arguments of ``self.log``.
+        metric: the metric object whose ``forward`` returned the value.
+    """
+
+    value: Any
+    size: int
+    given: int | None
+    options: dict[str, Any]
+    metric: Metric | None
 
 
 def _reduce(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:
@@ -101,7 +197,7 @@ def _not_distributed() -> bool:
 
 
 @contextmanager
-def local_metrics(metrics: list[Metric]) -> Iterator[None]:
+def local_metrics(metrics: list[Metric], values: BatchValues) -> Iterator[None]:
     """Within this context metric objects live where the last stage is.
 
     They do not talk to other processes (which hold no state), and within a step they only look at values, wherever
@@ -110,8 +206,8 @@ def local_metrics(metrics: list[Metric]) -> Iterator[None]:
     saved = [(metric, dict(vars(metric))) for metric in metrics]
     for metric in metrics:
         metric.distributed_available_fn = _not_distributed
-        for name in ("forward", "update"):
-            object.__setattr__(metric, name, _observed(getattr(metric, name)))
+        object.__setattr__(metric, "update", _observed(metric.update))
+        object.__setattr__(metric, "forward", _observed(_noted(metric, metric.forward, values)))
     try:
         yield
     finally:
@@ -129,6 +225,15 @@ def _observed(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(*args, **kwargs) if tracer is None else tracer.observe(method, args, kwargs)
 
     return observe
+
+
+def _noted(metric: Metric, forward: Callable[..., Any], values: BatchValues) -> Callable[..., Any]:
+    def note(*args: Any, **kwargs: Any) -> Any:
+        value = forward(*args, **kwargs)
+        values.add(metric, value, args, kwargs)
+        return value
+
+    return note
 
 
 class SyncedLoggerConnector(_LoggerConnector):
@@ -157,10 +262,13 @@ class SyncedLoggerConnector(_LoggerConnector):
     def accept(self, metrics: Any) -> None:
         """On the other ranks use rank 0's metrics from now on."""
         self._synced = metrics
+        self._callback_metrics.update(metrics["callback"])  # here nothing is logged that would make it look there
 
     def sync(self) -> None:
-        """Tell all ranks the metrics as of now. Every rank calls it."""
-        self.accept(self._mesh.publish(self.snapshot()))
+        """Tell all ranks the metrics as of now, and those of before. Every rank calls it."""
+        news = self._mesh.publish((self.snapshot(), dict(self.callback_metrics)))
+        self.accept(news[0])
+        self._callback_metrics.update(news[1])
 
     @property
     def metrics(self) -> Any:

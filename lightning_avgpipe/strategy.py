@@ -12,6 +12,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -24,11 +25,10 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
-from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_avgpipe import checks, launch, tree
-from lightning_avgpipe.adaptation import adapted
+from lightning_avgpipe.adaptation import adapted, quiet_hooks
 from lightning_avgpipe.capture.cache import CostCache, default_directory
 from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.data import Shipping, has_transfer_hooks, mirror
@@ -36,7 +36,6 @@ from lightning_avgpipe.division import Division
 from lightning_avgpipe.interrupts import ending_together
 from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.partition import Plan
-from lightning_avgpipe.runtime.clipping import clip_by_global_norm
 from lightning_avgpipe.runtime.materialize import on_meta
 from lightning_avgpipe.runtime.memory import limit_of
 from lightning_avgpipe.runtime.mesh import Mesh
@@ -363,14 +362,12 @@ class AvgPipeStrategy(StatefulStrategy):
 
         def finish(i: int, result: Any) -> Tensor:
             loss = checks.loss(result)
-            if self._loss_reduction == "mean" and len(parts) > 1:
-                loss = loss * parts[i].weight
             if accumulate > 1:
                 loss = loss / accumulate
-            # the plain pre_backward only calls hooks, which a batch deserves once
-            if i == 0 or type(precision).pre_backward is not Precision.pre_backward:
+            # a batch deserves its hooks once: with the first micro-batch's loss, before anything else is known
+            with contextlib.nullcontext() if i == 0 else quiet_hooks(module.trainer, "on_before_backward"):
                 loss = precision.pre_backward(loss, module)
-            return loss
+            return loss * parts[i].weight if self._loss_reduction == "mean" and len(parts) > 1 else loss
 
         # Lightning's weight averaging passes over the data once more without training
         trains = not module.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
@@ -421,10 +418,11 @@ class AvgPipeStrategy(StatefulStrategy):
         if division.prepare(step, partial(run, 0), (parts[0].data, *rest), decides, schedule):
             rank_zero_info(f"\n{self.num_stages} stages on {self.world_size} processes:\n{division.plan}")
         self.plan = division.plan
-        step_log.discard()
+        step_log.begin(len(parts))
         task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self.seed, self._iteration(step)))
         outputs = division.pipeline.run(step, schedule, task)
-        step_log.issue()
+        with context():  # which may decide what a number is
+            step_log.issue()
         return outputs
 
     def _split(self, batch: Any) -> list[MicroBatch]:
@@ -468,11 +466,16 @@ class AvgPipeStrategy(StatefulStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The reader's batch, after its transfer hooks, on every rank's device."""
-        if self.world_size == 1 or self._shipping.early:
-            return self._shipping.seal(super().batch_to_device(batch, device, dataloader_idx))
         if self.mesh.reads:
             batch = super().batch_to_device(batch, device, dataloader_idx)
-        return self._shipping.seal(self._shipping.pass_on(batch))
+        if self.world_size > 1 and not self.ships_early:
+            batch = self._shipping.pass_on(batch)
+        return self._shipping.seal(batch if self.mesh.reads else move_data_to_device(batch, self.root_device))
+
+    @property
+    def ships_early(self) -> bool:
+        """Whether batches travel when they are read; else after the user's transfer hooks."""
+        return self._shipping.early
 
     def _needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         """The tensors of a batch for a process; None is all of them."""
@@ -505,13 +508,6 @@ class AvgPipeStrategy(StatefulStrategy):
             return decision
         votes = int(self.mesh.sum(torch.tensor(int(decision))))
         return votes == self.world_size if all else votes > 0
-
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over all stages; takes the place of the precision plugin's."""
-        if clip_val > 0:
-            assert self._division is not None
-            parameters = list(self.precision_plugin.main_params(optimizer))
-            clip_by_global_norm(parameters, float(clip_val), self.mesh, self._division.answers_for)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the closure and step."""

@@ -302,11 +302,6 @@ def in_two(rank: int, folder: Path) -> dict[str, Any]:
         runner = pipeline(2, 2, {**MICRO, "save_distributed_checkpoint": True}, **saving)
         runner.fit(tied, loader(TiedLanguageModel, 16, 8), ckpt_path=path)
         seen[f"tied from {path and path.name}"] = tied.state_dict()
-    seen["refused"] = []
-    for callback in (OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_on_exception=True)):
-        with pytest.raises(ConfigurationError) as refused:
-            pipeline(2, 2, enable_checkpointing=True, callbacks=[callback]).fit(MLP(), loader(MLP, 8, 8))
-        seen["refused"].append(str(refused.value))
     return seen
 
 
@@ -319,7 +314,6 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[s
 def test_two_processes_resume_mid_epoch_bitwise_from_files_and_shards(never_stopped: Any, two_processes: Any) -> None:
     expected = never_stopped[0].state_dict()
     for rank in two_processes[0]:
-        assert all("saves once something has failed" in message for message in rank.pop("refused"))
         tied, tied_again = rank.pop("tied from None"), rank.pop("tied from step=2.ckpt")
         assert all(torch.equal(tied_again[name], value) for name, value in tied.items())
         for what, weights in rank.items():

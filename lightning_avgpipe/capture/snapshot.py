@@ -65,23 +65,31 @@ def _restore(module: nn.Module, state: tuple[dict[str, tuple[Any, Any]], dict[st
         module._buffers[name] = _put_back(held, copy)
 
 
-def _copy(held: Any) -> Any:
+def _copy(held: Any, inside: frozenset[int] = frozenset()) -> Any:
+    """What to put back: a tensor's contents; a container's items, and what these hold in turn."""
     if isinstance(held, Tensor):
-        return held.detach().clone()
-    if isinstance(held, _CONTAINERS):
-        # one level deep: what a container holds are tensors or the user's own objects, which steps replace
-        return held.copy()
-    return None
+        return None if isinstance(held, nn.Parameter) else held.detach().clone()
+    if not isinstance(held, _CONTAINERS) or id(held) in inside:
+        return None
+    inside |= {id(held)}
+    below = [(item, _copy(item, inside)) for item in (held.values() if isinstance(held, dict) else held)]
+    return held.copy(), [(item, copy) for item, copy in below if copy is not None]
 
 
 def _put_back(held: Any, copy: Any) -> Any:
+    if copy is None:
+        return held
     if isinstance(held, Tensor):
         with torch.no_grad():
             if not held.is_meta and not torch.equal(held, copy):
                 held.detach().copy_(copy)
-    elif isinstance(held, _CONTAINERS) and not _same_items(held, copy):
+        return held
+    items, below = copy
+    if not _same_items(held, items):
         held.clear()
-        held.extend(copy) if isinstance(held, (list, deque)) else held.update(copy)
+        held.extend(items) if isinstance(held, (list, deque)) else held.update(items)
+    for item, copy_of_item in below:
+        _put_back(item, copy_of_item)
     return held
 
 

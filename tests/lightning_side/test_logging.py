@@ -1,0 +1,183 @@
+"""Logged values are those of one device: what micro-batches log becomes what the batch would have logged."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision, MulticlassRecall
+from torchmetrics.regression import PearsonCorrCoef
+
+from tests import processes
+from tests.models import ConvNet, loader
+from tests.trainers import pipeline, trainer
+
+
+class Everything(ConvNet):
+    """Logs in every way that there is, in every hook that may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(5, average="macro")
+        self.f1 = MulticlassF1Score(5)
+        self.returned = MulticlassF1Score(5)
+        self.values = MetricCollection([MulticlassPrecision(5), MulticlassRecall(5)])
+        self.mean = MeanMetric()
+        self.correlation = PearsonCorrCoef()
+        # the first two share their state
+        group = {"precision": MulticlassPrecision(5), "recall": MulticlassRecall(5), "f1": MulticlassF1Score(5)}
+        self.group = MetricCollection(group, prefix="group_")
+        self.valid_group = self.group.clone(prefix="other_")
+
+    def shared(self, batch: Any, stage: str) -> Tensor:
+        label = batch["label"]
+        logits = self(batch["image"])
+        loss = torch.nn.functional.cross_entropy(logits, label)
+        for name, value in (("sum", logits.sum()), ("min", logits.min()), ("max", logits.max()), ("mean", loss)):
+            self.log(f"{stage}_{name}", value, reduce_fx=name, on_step=True, on_epoch=True, sync_dist=True)
+        self.log_dict({f"{stage}_given": loss, f"{stage}_two": 2 * loss}, batch_size=len(label), prog_bar=True)
+        self.log(f"{stage}_one", loss, batch_size=1, on_epoch=True, on_step=False)
+        self.log(f"{stage}_float", 0.1, on_epoch=True)
+        self.log(f"{stage}_shape", logits.abs().max(dim=0).values.sum().detach().sign(), on_epoch=True, on_step=False)
+        self.accuracy(logits, label)
+        self.log(f"{stage}_accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log(f"{stage}_value", self.returned(logits, label), on_step=True, on_epoch=True)
+        values = self.values(logits, label)
+        self.log_dict({f"{stage}_{name}": value for name, value in values.items()}, on_step=True, on_epoch=True)
+        self.f1.update(logits, label)
+        self.log(f"{stage}_f1", self.f1, on_step=False, on_epoch=True)
+        self.mean.update(loss.detach(), weight=len(label))
+        self.correlation.update(logits[:, 0], label.float())
+        group = self.group if stage == "train" else self.valid_group
+        group.update(logits, label)
+        self.log_dict(group, on_step=False, on_epoch=True)
+        return loss
+
+    def on_fit_start(self) -> None:
+        self.print(f"begins on rank {self.global_rank}")
+        gathered = self.all_gather(torch.tensor([1.0, 2.0]))
+        assert torch.equal(gathered, torch.tensor([1.0, 2.0]))  # the stages are one model: as on one device
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.shared(batch, "train")
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.shared(batch, "valid")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.shared(batch, "test")
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("computed_mean", self.mean.compute())
+        self.log("computed_correlation", self.correlation.compute())
+        self.mean.reset()
+        self.correlation.reset()
+
+
+def hook_that_logs(name: str) -> Any:
+    def hook(self: L.LightningModule, *args: Any, **kwargs: Any) -> None:
+        self.log(f"in_{name}", float(self.trainer.global_step))
+
+    return hook
+
+
+# All hooks in which Lightning allows self.log and that do no work of their own.
+LOGGING_HOOKS = [
+    *("on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"),
+]
+for _name in LOGGING_HOOKS:
+    setattr(Everything, _name, hook_that_logs(_name))
+
+
+def fit(runner: L.Trainer, module: L.LightningModule) -> dict[str, dict[str, float]]:
+    train, valid = loader(ConvNet, 22, 8), [loader(ConvNet, 11, 8, seed=1), loader(ConvNet, 6, 4, seed=2)]
+    runner.fit(module, train, valid)
+    found = {
+        kind: {name: float(value) for name, value in getattr(runner, f"{kind}_metrics").items()}
+        for kind in ("callback", "logged", "progress_bar")
+    }
+    found["tested"] = dict(runner.test(module, valid[0], verbose=False)[0])
+    return found
+
+
+def loggers(folder: Path) -> list[Any]:
+    return [CSVLogger(folder, name="csv", version=0), TensorBoardLogger(folder, name="tensorboard", version=0)]
+
+
+def options(folder: Path) -> dict[str, Any]:
+    return {"logger": loggers(folder), "log_every_n_steps": 1, "val_check_interval": 2}
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def assert_same_files(expected: Path, found: Path) -> None:
+    for one, other in zip(rows(expected), rows(found), strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert (value == other[name] == "") or float(other[name]) == pytest.approx(float(value), abs=1e-6), name
+    events = [EventAccumulator(str(folder / "tensorboard" / "version_0")).Reload() for folder in (expected, found)]
+    assert set(events[0].Tags()["scalars"]) == set(events[1].Tags()["scalars"]) != set()
+    for tag in events[0].Tags()["scalars"]:
+        scalars = [[(s.step, s.value) for s in event.Scalars(tag)] for event in events]
+        assert [step for step, _ in scalars[1]] == [step for step, _ in scalars[0]], tag
+        assert [v for _, v in scalars[1]] == pytest.approx([v for _, v in scalars[0]], abs=1e-6), tag
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("single")
+    torch.manual_seed(3)
+    return folder, fit(trainer(**options(folder)), Everything())
+
+
+def assert_close(expected: dict[str, dict[str, float]], found: dict[str, dict[str, float]]) -> None:
+    assert found.keys() == expected.keys()
+    for kind, values in expected.items():
+        assert found[kind].keys() == values.keys(), kind
+        for name, value in values.items():
+            assert found[kind][name] == pytest.approx(value, abs=1e-6, rel=1e-6), f"{kind} {name}"
+
+
+def test_all_that_is_logged_equals_one_device(single: tuple[Path, Any], tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    found = fit(pipeline(2, strategy={"num_microbatches": 3}, **options(tmp_path)), Everything())
+    assert_close(single[1], found)
+    assert_same_files(single[0], tmp_path)
+    names = set(found["callback"])
+    assert {f"in_{hook}" for hook in LOGGING_HOOKS} <= {name.split("/")[0] for name in names}
+    assert 0 < found["tested"]["test_accuracy_epoch"] < 1
+
+
+def fit_rank(rank: int, folder: Path) -> tuple[dict[str, dict[str, float]], bool, str]:
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    runner = pipeline(2, 2, {"num_microbatches": 3}, **options(folder))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        found = fit(runner, Everything())
+    return found, runner.is_global_zero, printed.getvalue()
+
+
+def test_all_ranks_know_what_rank_zero_logs(single: tuple[Path, Any], tmp_path: Path) -> None:
+    ranks = processes.results(processes.run(2, fit_rank, tmp_path, folder=tmp_path))
+    for found, _, _ in ranks:
+        for kind in ("callback", "tested"):
+            assert_close({kind: single[1][kind]}, {kind: found[kind]})
+    assert_close(single[1], ranks[0][0])
+    assert_same_files(single[0], tmp_path)
+    assert [is_zero for _, is_zero, _ in ranks] == [True, False]
+    assert [printed.count("begins on rank") for _, _, printed in ranks] == [1, 0]
