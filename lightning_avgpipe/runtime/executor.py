@@ -6,16 +6,20 @@ lane can run. It knows nothing of schedules' names, of Lightning or of models.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_avgpipe.errors import AvgPipeError, StageError
 from lightning_avgpipe.runtime.channel import Arrivals, Inbox, Outbox
+from lightning_avgpipe.runtime.recording import Recorder
 from lightning_avgpipe.runtime.stage import Stage, Task
 from lightning_avgpipe.schedule import Action
 
 __all__ = ["Lane", "execute"]
+
+_UNRECORDED = contextlib.nullcontext()
 
 
 @dataclass
@@ -55,15 +59,16 @@ class Lane:
         """Backwards first, then the lowest micro-batch: the smallest is the most urgent."""
         return self.actions[0].kind != "B", self.actions[0].micro_batch
 
-    def advance(self, task: Task) -> None:
+    def advance(self, task: Task, recorder: Recorder | None = None) -> None:
         """Do the next action and send what it gives."""
         inbox = self._inbox()
         action = self.actions.popleft()
         message = inbox.get() if inbox is not None else None
-        if action.kind == "F":
-            output, outbox = self.stage.forward(task, action.micro_batch, message), self.to_next
-        else:
-            output, outbox = self.stage.backward(action.micro_batch, message), self.to_previous
+        with _UNRECORDED if recorder is None else recorder.action(self.stage.program.stage, action):
+            if action.kind == "F":
+                output, outbox = self.stage.forward(task, action.micro_batch, message), self.to_next
+            else:
+                output, outbox = self.stage.backward(action.micro_batch, message), self.to_previous
         if output is not None and outbox is not None:
             outbox.put(output)
 
@@ -78,6 +83,7 @@ def execute(
     timeout_s: float,
     rank: int = 0,
     check_peers: Callable[[], None] = lambda: None,
+    recorder: Recorder | None = None,
 ) -> None:
     """Run the actions of all lanes.
 
@@ -88,6 +94,7 @@ def execute(
         timeout_s: longest wait for a message, in seconds.
         rank: for messages.
         check_peers: raises if another process has reported a failure.
+        recorder: told of actions and waits.
     Raises:
         StageError: user code failed in an action.
         PeerError: nothing arrived in time, or a channel broke.
@@ -95,17 +102,18 @@ def execute(
     while pending := [lane for lane in lanes if lane.actions]:
         runnable = [lane for lane in pending if lane.ready()]
         if not runnable:
-            arrivals.wait_for(
-                lambda: any(lane.ready() for lane in pending),
-                timeout_s,
-                lambda: _waits(pending, rank),
-                check_peers,
-            )
+            with _UNRECORDED if recorder is None else recorder.waiting(_waits(pending, rank)):
+                arrivals.wait_for(
+                    lambda: any(lane.ready() for lane in pending),
+                    timeout_s,
+                    lambda: _waits(pending, rank),
+                    check_peers,
+                )
             continue
         lane = min(runnable, key=Lane.urgency)
         action = lane.actions[0]
         try:
-            lane.advance(task)
+            lane.advance(task, recorder)
         except AvgPipeError as error:
             error.add_note(f"in {action} of {_place(lane, rank)}")
             raise

@@ -34,13 +34,16 @@ from lightning_avgpipe.runtime.channel import (
     Wire,
     as_bytes,
 )
+from lightning_avgpipe.runtime.clock import ClockOffset, estimate_offset, host_now
 from lightning_avgpipe.runtime.message import Message
+from lightning_avgpipe.runtime.recording import Recorder
 
 __all__ = ["Mesh", "Wiring"]
 
 T = TypeVar("T")
 
 _ACKNOWLEDGE_S = 5.0  # how long a failing process stays, so that the others can read why
+_CLOCK_ROUNDS = 16
 _REPORT_S = 0.2  # a process that fails reports before it closes its connections
 _GRACE = timedelta(seconds=60)
 _POLL_S = 0.5  # between two looks at whether another process has failed
@@ -97,6 +100,7 @@ class Mesh:
         self._local: list[LocalChannel] = []
         self._news_out: list[NetworkOutbox] = []
         self._news_in: NetworkInbox | None = None
+        self.recorder: Recorder | None = None
         self.wiring: dict[int, Wiring] = {}
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         self._control: dist.ProcessGroup | None = None
@@ -183,6 +187,14 @@ class Mesh:
         self._opened, self._local, self._news_out, self._news_in = [], [], [], None
         self.wiring = {}
 
+    def record(self, recorder: Recorder | None) -> None:
+        """From now on tell this recorder, or nobody, what executor and channels do."""
+        self.recorder = recorder
+        for wiring in self.wiring.values():
+            for end in (wiring.values, wiring.to_next, wiring.gradients, wiring.to_previous):
+                if isinstance(end, (NetworkInbox, NetworkOutbox)):
+                    end.recorder = recorder
+
     def _outbox(self, kind: str, a: int, b: int, peer: int) -> NetworkOutbox:
         outbox = NetworkOutbox(kind, self._wire(kind, a, b, peer), self.arrivals)
         self._opened.append(outbox)
@@ -253,6 +265,27 @@ class Mesh:
             lambda: dist.gather_object(item, items if self.rank == 0 else None, dst=0, group=self._control),
         )
         return items if self.rank == 0 else [item]
+
+    def clock(self) -> ClockOffset:
+        """How far this process's clock is from that of rank 0. Every rank calls it."""
+        rounds: list[tuple[float, float, float]] = []
+
+        def exchange() -> None:
+            reading = torch.empty((), dtype=torch.float64)
+            for _ in range(_CLOCK_ROUNDS):
+                asked = host_now()
+                dist.send(reading, 0, group=self._control)
+                dist.recv(reading, 0, group=self._control)
+                rounds.append((asked, float(reading), host_now()))
+
+        def answer() -> None:
+            for peer in range(1, self.world_size):
+                for _ in range(_CLOCK_ROUNDS):
+                    dist.recv(torch.empty((), dtype=torch.float64), peer, group=self._control)
+                    dist.send(torch.tensor(host_now(), dtype=torch.float64), peer, group=self._control)
+
+        self._together("an alignment of clocks", answer if self.rank == 0 else exchange)
+        return estimate_offset(rounds) if rounds else ClockOffset()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over processes, in place, for a tensor on the host."""
