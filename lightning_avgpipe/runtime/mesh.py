@@ -284,7 +284,7 @@ class Mesh:
                     dist.recv(torch.empty((), dtype=torch.float64), peer, group=self._control)
                     dist.send(torch.tensor(host_now(), dtype=torch.float64), peer, group=self._control)
 
-        self._together("an alignment of clocks", answer if self.rank == 0 else exchange)
+        self.together("an alignment of clocks", answer if self.rank == 0 else exchange)
         return estimate_offset(rounds) if rounds else ClockOffset()
 
     def sum(self, tensor: Tensor) -> Tensor:
