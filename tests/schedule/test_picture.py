@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -168,3 +169,23 @@ def test_idleness_counts_devices_and_begins_with_the_first_action() -> None:
     timeline = recorded_on_two_devices()
     assert timeline.iteration_s == 13
     assert timeline.bubble_fraction == pytest.approx(1 - 9 / 26)
+
+
+def test_the_picture_in_the_readme_is_what_its_command_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from matplotlib.image import imread
+
+    root = Path(__file__).parents[2]
+    readme = (root / "README.md").read_text()
+    found = re.search(r"python -m lightning_avgpipe\.schedule (.*) --output (\S+)", readme)
+    assert found is not None
+    arguments, path = found.groups()
+    assert main([*arguments.split(), "--output", str(tmp_path / "picture.png")]) == 0
+    drawn, shown = imread(tmp_path / "picture.png"), imread(root / path)
+    assert drawn.shape == shown.shape
+    assert abs(drawn - shown).mean() < 0.01  # fonts differ from one machine to another
+    assert (root / path).stat().st_size < 60_000
+    assert main(arguments.replace("--advance 1", "").split()) == 0
+    fast, slow = re.findall(r"iteration (\S+) s", capsys.readouterr().out)
+    assert f"would take {slow} s instead of {fast} s" in readme
