@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.runtime.mesh import Mesh
@@ -49,7 +50,7 @@ class PipelineTimeline(Callback):
         self._dirpath = dirpath
         self._recorder: Recorder | None = None
         self._steps_before = 0
-        self._step = contextlib.ExitStack()
+        self._undo = contextlib.ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot work before training starts."""
@@ -70,10 +71,14 @@ class PipelineTimeline(Callback):
             mesh.record(self._recorder)
             self._steps_before = trainer.global_step
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """The backwards are done."""
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """The backwards are done, and the optimizer, which called for them, goes on."""
         if self._recorder is not None:
-            self._step.enter_context(self._recorder.activity("step"))
+            step = contextlib.ExitStack()
+            step.enter_context(self._recorder.activity("step"))
+            self._undo.callback(optimizer.register_step_post_hook(lambda *_: step.close()).remove)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -96,7 +101,7 @@ class PipelineTimeline(Callback):
         self._stop(trainer)
 
     def _stop(self, trainer: pl.Trainer) -> None:
-        self._step.close()
+        self._undo.close()
         if self._recorder is not None:
             _mesh(trainer).record(None)
         self._recorder = None
