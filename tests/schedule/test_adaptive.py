@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -266,3 +269,17 @@ def test_it_finds_the_best_reachable_within_noise_in_99_of_100_runs(uneven: floa
         as_good_as_all += found <= 1.025 * fastest
     assert as_good_as_climb >= 396
     assert as_good_as_all >= (396 if uneven == 0 else 392)
+
+
+RECORDED = json.loads((Path(__file__).parents[1] / "golden" / "advance_times.json").read_text())
+
+
+@pytest.mark.parametrize("offset", range(12))
+def test_recorded_times_of_real_processes_lead_to_the_fastest_advance(offset: int) -> None:
+    """Times of four processes on slow links, from any of them on: which iterations count must not matter."""
+    times = [itertools.cycle([*seconds[offset:], *seconds[:offset]]) for seconds in RECORDED["seconds"]]
+    setting = Setting(RECORDED["microbatches"], 1, RECORDED["stages"])
+    controller = AdaptiveAdvance(0, stash)
+    run(controller, lambda advance: next(times[advance]), 400, setting)
+    medians = [statistics.median(seconds) for seconds in RECORDED["seconds"]]
+    assert medians[controller.advance(setting)] <= 1.01 * min(medians)
