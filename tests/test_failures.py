@@ -116,7 +116,7 @@ def silent(rank: int) -> str:
     torch.set_num_threads(1)
     model = MLP()
     if rank == 1:
-        model.on_train_batch_start = lambda *_: threading.Event().wait(10)  # type: ignore[method-assign]
+        model.on_train_batch_start = lambda _, i: threading.Event().wait(10 * i)  # type: ignore[method-assign]
     runner = pipeline(2, 2, {"timeout": timedelta(seconds=3)}, max_epochs=1)
     try:
         runner.fit(model, loader(MLP, 16, 8))
@@ -193,7 +193,7 @@ COLLECTIVES = ("barrier", "broadcast", "broadcast_object_list", "all_reduce", "a
 
 
 def watched(rank: int) -> list[str]:
-    """The collectives that a rank takes part in while it trains."""
+    """The collectives that a rank takes part in while it trains, after the plan is made."""
     torch.set_num_threads(1)
     called: list[str] = []
     model = MLP()
@@ -206,7 +206,7 @@ def watched(rank: int) -> list[str]:
 
         setattr(dist, name, counted)
     during: list[str] = []
-    model.on_train_start = called.clear  # type: ignore[method-assign]
+    model.on_train_batch_start = lambda _, i: called.clear() if i == 1 else None  # type: ignore[method-assign]
     model.on_train_end = lambda: during.extend(called)  # type: ignore[method-assign]
     pipeline(2, 2, max_epochs=2, num_sanity_val_steps=0).fit(model, loader(MLP, 32, 8))
     assert called, "the collectives of the tear-down are seen"

@@ -65,5 +65,13 @@ def test_schedules_and_partition_need_no_torch(name: str) -> None:
             assert not any(module.split(".")[0] == "torch" for module in imports(path)), path
 
 
+def test_pictures_are_an_extra_that_nothing_needs_to_be_imported() -> None:
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] == "matplotlib" for name in names), path
+
+
 def test_every_part_has_its_rules() -> None:
     assert {part(path) for path in modules()} <= ALLOWED.keys() | LIGHTNING_SIDE

@@ -7,12 +7,14 @@ get in each other's way.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.runtime.message import Message
+from lightning_avgpipe.runtime.recording import Recorder
 from lightning_avgpipe.runtime.watch import Watch
 
 __all__ = ["Arrivals", "Inbox", "LocalChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "Wire", "as_bytes"]
@@ -164,6 +167,11 @@ class Wire:
         lost.__cause__ = error
         return lost
 
+    @property
+    def transfer_stream(self) -> torch.cuda.Stream | None:
+        """The stream on which tensors travel; None if the host moves them."""
+        return None if self._device_group is None else self.stream
+
     def send_host(self, tensor: Tensor) -> None:
         dist.send(tensor, self.peer, group=self._host_group)
 
@@ -220,6 +228,9 @@ class NetworkOutbox:
         name: for messages, as ``forward 0``.
         wire: to the other end.
         arrivals: told when sending fails.
+
+    Attributes:
+        recorder: told of every message that is put from now on.
     """
 
     def __init__(self, name: str, wire: Wire, arrivals: Arrivals) -> None:
@@ -227,7 +238,8 @@ class NetworkOutbox:
         self._wire = wire
         self._arrivals = arrivals
         self._known: dict[Any, int] = {}
-        self._queue: queue.SimpleQueue[tuple[Message, Any] | None] = queue.SimpleQueue()
+        self.recorder: Recorder | None = None
+        self._queue: queue.SimpleQueue[tuple[Message, Any, Recorder | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"avgpipe send {name}", daemon=True)
         self._thread.start()
 
@@ -235,7 +247,9 @@ class NetworkOutbox:
         """Send; returns at once."""
         stream = self._wire.stream
         ready = torch.cuda.current_stream(stream.device).record_event() if stream is not None else None
-        self._queue.put((message, ready))
+        if (recorder := self.recorder) is not None:
+            recorder.queued()
+        self._queue.put((message, ready, recorder))
 
     def close(self, join_s: float) -> None:
         """Stop the thread after what is queued; one that waits for a peer that is gone ends with its connection."""
@@ -245,9 +259,18 @@ class NetworkOutbox:
     def _work(self) -> None:
         try:
             while (item := self._queue.get()) is not None:
-                self._send(*item)
+                message, ready, recorder = item
+                with self._recorded(message, ready, recorder):
+                    self._send(message, ready)
         except Exception as error:  # handed to the executor, which names stage and action
             self._arrivals.fail(self._wire.broken(error, f"sending on channel '{self.name}'"))
+
+    def _recorded(self, message: Message, ready: Any, recorder: Recorder | None) -> AbstractContextManager[None]:
+        if recorder is None:
+            return contextlib.nullcontext()
+        if (stream := self._wire.transfer_stream) is not None:
+            stream.wait_event(ready)  # sending begins when there is something to send
+        return recorder.sending(self.name, message.micro_batch, stream)
 
     def _send(self, message: Message, ready: Any) -> None:
         entries, reference = message.entries, None
@@ -283,12 +306,17 @@ class NetworkOutbox:
 
 
 class NetworkInbox:
-    """The receiving end of a channel from another process. Same arguments as :class:`NetworkOutbox`."""
+    """The receiving end of a channel from another process. Same arguments as :class:`NetworkOutbox`.
+
+    Attributes:
+        recorder: told of every message that arrives from now on.
+    """
 
     def __init__(self, name: str, wire: Wire, arrivals: Arrivals) -> None:
         self.name = name
         self._wire = wire
         self._arrivals = arrivals
+        self.recorder: Recorder | None = None
         self._known: list[Any] = []
         self._arrived: deque[tuple[Message, list[Any]]] = deque()
         self._expected = threading.Semaphore(0)
@@ -329,6 +357,8 @@ class NetworkInbox:
                 if self._closing:
                     return
                 item = self._receive()
+                if (recorder := self.recorder) is not None:
+                    recorder.arrived(self.name, item[0].micro_batch, self._wire.transfer_stream)
                 with self._arrivals.condition:
                     self._arrived.append(item)
                     self._arrivals.condition.notify_all()

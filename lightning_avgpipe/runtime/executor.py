@@ -6,17 +6,21 @@ lane can run. It knows nothing of schedules' names, of Lightning or of models.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_avgpipe.errors import AvgPipeError, StageError
 from lightning_avgpipe.runtime.channel import Arrivals, Inbox, Outbox
+from lightning_avgpipe.runtime.recording import Recorder
 from lightning_avgpipe.runtime.stage import Stage, Task
 from lightning_avgpipe.runtime.watch import Watch
 from lightning_avgpipe.schedule import Action
 
 __all__ = ["Lane", "execute"]
+
+_UNRECORDED = contextlib.nullcontext()
 
 
 @dataclass
@@ -56,15 +60,16 @@ class Lane:
         """Backwards first, then the lowest micro-batch: the smallest is the most urgent."""
         return self.actions[0].kind != "B", self.actions[0].micro_batch
 
-    def advance(self, task: Task) -> None:
+    def advance(self, task: Task, recorder: Recorder | None = None) -> None:
         """Do the next action and send what it gives."""
         inbox = self._inbox()
         action = self.actions.popleft()
         message = inbox.get() if inbox is not None else None
-        if action.kind == "F":
-            output, outbox = self.stage.forward(task, action.micro_batch, message), self.to_next
-        else:
-            output, outbox = self.stage.backward(action.micro_batch, message), self.to_previous
+        with _UNRECORDED if recorder is None else recorder.action(self.stage.program.stage, action):
+            if action.kind == "F":
+                output, outbox = self.stage.forward(task, action.micro_batch, message), self.to_next
+            else:
+                output, outbox = self.stage.backward(action.micro_batch, message), self.to_previous
         if output is not None and outbox is not None:
             outbox.put(output)
 
@@ -79,6 +84,7 @@ def execute(
     timeout_s: float,
     rank: int,
     watch: Watch,
+    recorder: Recorder | None = None,
 ) -> None:
     """Run the actions of all lanes.
 
@@ -89,6 +95,7 @@ def execute(
         timeout_s: longest wait for a message, in seconds.
         rank: for messages.
         watch: knows whether another process has failed; told what this one does.
+        recorder: told of actions and waits.
     Raises:
         StageError: user code failed in an action.
         PeerError: nothing arrived in time, a channel broke, or another process has failed.
@@ -96,14 +103,17 @@ def execute(
     while pending := [lane for lane in lanes if lane.actions]:
         runnable = [lane for lane in pending if lane.ready()]
         if not runnable:
-            arrivals.wait_for(lambda: any(lane.ready() for lane in pending), timeout_s, lambda: _waits(pending), watch)
+            with _UNRECORDED if recorder is None else recorder.waiting(_waits(pending)):
+                arrivals.wait_for(
+                    lambda: any(lane.ready() for lane in pending), timeout_s, lambda: _waits(pending), watch
+                )
             continue
         watch.check()
         lane = min(runnable, key=Lane.urgency)
         action = lane.actions[0]
         watch.activity = f"runs {action} of stage {lane.stage.program.stage}"
         try:
-            lane.advance(task)
+            lane.advance(task, recorder)
         except AvgPipeError as error:
             error.add_note(f"in {action} of {_place(lane, rank)}")
             raise

@@ -32,14 +32,17 @@ from lightning_avgpipe.runtime.channel import (
     Wire,
     as_bytes,
 )
+from lightning_avgpipe.runtime.clock import ClockOffset, estimate_offset, host_now
 from lightning_avgpipe.runtime.feed import Feed, FeedSink, FeedSource
 from lightning_avgpipe.runtime.message import pack, unpack
+from lightning_avgpipe.runtime.recording import Recorder
 from lightning_avgpipe.runtime.watch import Watch
 
 __all__ = ["Mesh", "Wiring"]
 
 T = TypeVar("T")
 
+_CLOCK_ROUNDS = 16
 _GRACE = timedelta(seconds=60)
 _DISCONNECTED_S = 5.0  # longest time that a thread takes to end when its connection is closed
 _NEVER_SENT = 99  # a tag of transfers
@@ -106,6 +109,7 @@ class Mesh:
         self._local: list[LocalChannel] = []
         self._news_out: list[NetworkOutbox] = []
         self._news_in: NetworkInbox | None = None
+        self.recorder: Recorder | None = None
         self.wiring: dict[int, Wiring] = {}
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         self._control: dist.ProcessGroup | None = None
@@ -229,6 +233,14 @@ class Mesh:
         self._opened, self._local, self._news_out, self._news_in = [], [], [], None
         self.wiring = {}
 
+    def record(self, recorder: Recorder | None) -> None:
+        """From now on tell this recorder, or nobody, what executor and channels do."""
+        self.recorder = recorder
+        for wiring in self.wiring.values():
+            for end in (wiring.values, wiring.to_next, wiring.gradients, wiring.to_previous):
+                if isinstance(end, (NetworkInbox, NetworkOutbox)):
+                    end.recorder = recorder
+
     def _disconnect(self) -> None:
         """End the transfers that wait in threads.
 
@@ -343,6 +355,27 @@ class Mesh:
             lambda: dist.gather_object(item, items if self.rank == 0 else None, dst=0, group=self._control),
         )
         return items if self.rank == 0 else [item]
+
+    def clock(self) -> ClockOffset:
+        """How far this process's clock is from that of rank 0. Every rank calls it."""
+        rounds: list[tuple[float, float, float]] = []
+
+        def exchange() -> None:
+            reading = torch.empty((), dtype=torch.float64)
+            for _ in range(_CLOCK_ROUNDS):
+                asked = host_now()
+                dist.send(reading, 0, group=self._control)
+                dist.recv(reading, 0, group=self._control)
+                rounds.append((asked, float(reading), host_now()))
+
+        def answer() -> None:
+            for peer in range(1, self.world_size):
+                for _ in range(_CLOCK_ROUNDS):
+                    dist.recv(torch.empty((), dtype=torch.float64), peer, group=self._control)
+                    dist.send(torch.tensor(host_now(), dtype=torch.float64), peer, group=self._control)
+
+        self.together("an alignment of clocks", answer if self.rank == 0 else exchange)
+        return estimate_offset(rounds) if rounds else ClockOffset()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over processes, in place, for a tensor on the host."""

@@ -102,7 +102,15 @@ class Pipeline:
             lanes.append(lane)
         try:
             with intercepting():
-                execute(lanes, task, mesh.arrivals, mesh.timeout.total_seconds(), mesh.rank, mesh.watch)
+                execute(
+                    lanes,
+                    task,
+                    mesh.arrivals,
+                    mesh.timeout.total_seconds(),
+                    mesh.rank,
+                    mesh.watch,
+                    mesh.recorder,
+                )
             last = self._stages[step][-1]
             if not last.program.is_last:
                 return None

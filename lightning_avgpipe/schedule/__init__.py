@@ -12,17 +12,12 @@ needs torch.
 
 from lightning_avgpipe.schedule.action import Action, Schedule
 from lightning_avgpipe.schedule.builders import build, check, from_warm_up, uneven_warm_up, warm_up
-from lightning_avgpipe.schedule.simulator import (
-    Span,
-    StageCosts,
-    Timeline,
-    Transfer,
-    simulate,
-    smallest_sufficient_advance,
-)
+from lightning_avgpipe.schedule.simulator import StageCosts, simulate, smallest_sufficient_advance
+from lightning_avgpipe.schedule.timeline import Activity, Span, Timeline, Transfer
 
 __all__ = [
     "Action",
+    "Activity",
     "Schedule",
     "Span",
     "StageCosts",

@@ -20,9 +20,9 @@ from lightning_avgpipe.schedule.action import Action, Schedule
 if TYPE_CHECKING:
     from lightning_avgpipe.schedule.simulator import StageCosts
 
-__all__ = ["build", "check", "from_warm_up", "uneven_warm_up", "warm_up"]
+__all__ = ["NAMES", "build", "check", "from_warm_up", "uneven_warm_up", "warm_up"]
 
-_NAMES = ("advance_forward", "1f1b", "afab", "forward")
+NAMES = ("advance_forward", "1f1b", "afab", "forward")
 
 
 def build(name: str, num_stages: int, num_microbatches: int, advance: int = 0) -> Schedule:
@@ -55,8 +55,8 @@ def warm_up(name: str, num_stages: int, num_microbatches: int, advance: int = 0)
     extra on every stage would cost memory and gain nothing.
     """
     _check_sizes(num_stages, num_microbatches)
-    if name not in _NAMES:
-        raise ScheduleError(f"unknown schedule {name!r}; use one of {', '.join(map(repr, _NAMES))}")
+    if name not in NAMES:
+        raise ScheduleError(f"unknown schedule {name!r}; use one of {', '.join(map(repr, NAMES))}")
     if not isinstance(advance, int) or advance < 0:
         raise ScheduleError(f"advance={advance!r}: must be an integer of at least 0; 0 is 1F1B")
     if name in ("afab", "forward"):

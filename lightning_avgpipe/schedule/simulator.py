@@ -9,16 +9,17 @@ forward to the end of its backward; without a backward it stashes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.action import Action, Schedule
 from lightning_avgpipe.schedule.builders import build, check
+from lightning_avgpipe.schedule.timeline import Span, Timeline, Transfer, peak_stash
 
-__all__ = ["Span", "StageCosts", "Timeline", "Transfer", "simulate", "smallest_sufficient_advance"]
+__all__ = ["StageCosts", "simulate", "smallest_sufficient_advance"]
 
 # Relative; times that differ by less differ only in the order of their additions.
 _ROUNDING = 1e-12
@@ -69,56 +70,29 @@ class StageCosts:
         latency = (latency_s,) * (num_stages - 1)
         return cls((forward_s,) * num_stages, (backward_s,) * num_stages, send, send, latency)
 
+    @classmethod
+    def measured(cls, timeline: Timeline) -> StageCosts:
+        """Medians of what a timeline shows; 0 for what does not occur in it, such as messages within a device."""
+        stages, hops = range(timeline.num_stages), range(timeline.num_stages - 1)
 
-@dataclass(frozen=True)
-class Span:
-    """One action of one stage, from ``begin_s`` to ``end_s``."""
+        def action_s(stage: int, kind: str) -> float:
+            return _median(s.end_s - s.begin_s for s in timeline.spans if (s.stage, s.action.kind) == (stage, kind))
 
-    stage: int
-    action: Action
-    begin_s: float
-    end_s: float
+        def send_s(hop: int, direction: str) -> float:
+            return _median(t.end_s - t.begin_s for t in timeline.transfers if (t.hop, t.direction) == (hop, direction))
 
-
-@dataclass(frozen=True)
-class Transfer:
-    """One message: on the link of a hop from ``begin_s`` to ``end_s``, at the next stage at ``arrival_s``."""
-
-    hop: int
-    direction: Literal["forward", "backward"]
-    micro_batch: int
-    begin_s: float
-    end_s: float
-    arrival_s: float
+        return cls(
+            tuple(action_s(k, "F") for k in stages),
+            tuple(action_s(k, "B") for k in stages),
+            tuple(send_s(hop, "forward") for hop in hops),
+            tuple(send_s(hop, "backward") for hop in hops),
+            tuple(_median(t.arrival_s - t.end_s for t in timeline.transfers if t.hop == hop) for hop in hops),
+        )
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """What a simulation found.
-
-    Attributes:
-        num_stages: K.
-        spans: every action, in the order of their ends per stage.
-        transfers: every message.
-        peak_stash: largest number of stashed micro-batches, shape ``(K,)``.
-    """
-
-    num_stages: int
-    spans: tuple[Span, ...]
-    transfers: tuple[Transfer, ...]
-    peak_stash: tuple[int, ...]
-
-    @cached_property
-    def iteration_s(self) -> float:
-        """Seconds from the first action's begin to the last one's end."""
-        return max((span.end_s for span in self.spans), default=0.0)
-
-    @cached_property
-    def bubble_fraction(self) -> float:
-        """The share of all stages' time in which they are idle, 0..1."""
-        busy = sum(span.end_s - span.begin_s for span in self.spans)
-        total = self.num_stages * self.iteration_s
-        return 1.0 - busy / total if total else 0.0
+def _median(seconds: Iterable[float]) -> float:
+    found = list(seconds)
+    return max(0.0, statistics.median(found)) if found else 0.0
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
@@ -164,7 +138,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
                 transfers.append(transfer)
                 arrival[neighbour, action] = transfer.arrival_s
                 awake.append(neighbour)
-    return Timeline(num_stages, tuple(spans), tuple(transfers), _peak_stash(schedule))
+    return Timeline(num_stages, tuple(spans), tuple(transfers), peak_stash(schedule))
 
 
 def _send(
@@ -176,19 +150,6 @@ def _send(
     begin = max(now, link_free[direction, hop])
     link_free[direction, hop] = begin + seconds
     return Transfer(hop, direction, action.micro_batch, begin, begin + seconds, begin + seconds + costs.latency_s[hop])
-
-
-def _peak_stash(schedule: Schedule) -> tuple[int, ...]:
-    """Actions of a stage do not overlap, so the order of its row alone decides how much it stashes."""
-    peaks = []
-    for row in schedule.rows:
-        held = peak = 0
-        for action in row:
-            held += 1 if action.kind == "F" else -1
-            peak = max(peak, held)
-        trains = any(action.kind == "B" for action in row)
-        peaks.append(peak if trains else 0)
-    return tuple(peaks)
 
 
 def smallest_sufficient_advance(num_stages: int, num_microbatches: int, costs: StageCosts) -> int:

@@ -1,0 +1,361 @@
+"""Schedules on real links: iteration time and stash of AFAB, 1F1B and advance forward propagation.
+
+    python benchmarks/schedules.py --json schedules.json --picture schedules.png
+
+One process per stage runs the real engine. Its compute is a sleep in the forward and in the backward, calibrated so
+that an action lasts as long as asked: it releases the core, so that six stages run on two cores, and what is measured
+is the schedule and the transport, not the arithmetic. Messages are real and cross rate-limited links: network
+namespaces where this is root, otherwise senders that sleep for as long as a link would be busy. The simulator is given
+the times that were asked for, not the measured ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import network
+from lightning_avgpipe.runtime.channel import Wire
+from lightning_avgpipe.runtime.mesh import Mesh
+from lightning_avgpipe.runtime.pipeline import Pipeline
+from lightning_avgpipe.runtime.planner import Planner
+from lightning_avgpipe.runtime.randomness import RandomKey
+from lightning_avgpipe.runtime.recording import Recorder, assemble
+from lightning_avgpipe.runtime.stage import Task
+from lightning_avgpipe.schedule import (
+    Schedule,
+    StageCosts,
+    Timeline,
+    build,
+    simulate,
+    smallest_sufficient_advance,
+)
+
+_CALIBRATIONS = 3
+_PROBE_BYTES = 2_000_000
+_PROBES = 6
+_FLOAT_BYTES = 4
+_TIMEOUT = timedelta(minutes=3)
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+class Sleep(torch.autograd.Function):
+    """Takes a while in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rest_s: dict[str, float]) -> Tensor:
+        ctx.rest_s = rest_s
+        time.sleep(max(0.0, rest_s["F"]))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        time.sleep(max(0.0, ctx.rest_s["B"]))
+        return gradients[0], None
+
+
+class Block(nn.Module):
+    """One stage's work: a sleep, and an output of the wanted size."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.width = width
+        self.rest_s = {"F": 0.0, "B": 0.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x.expand(1, self.width) * self.scale, self.rest_s)
+
+
+class Blocks(nn.Module):
+    """A block per stage."""
+
+    def __init__(self, num_stages: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_stages))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.mean()
+
+
+# -- links -----------------------------------------------------------------------------------------------------------
+
+
+class ThrottledWire(Wire):
+    """A wire that is busy for as long as one of the wanted rate would be."""
+
+    bytes_per_s = 0.0
+
+    def send(self, tensor: Tensor, ready: torch.cuda.Event | None) -> None:
+        time.sleep(tensor.numel() * tensor.element_size() / self.bytes_per_s)
+        super().send(tensor, ready)
+
+
+class ThrottledMesh(Mesh):
+    """A mesh whose wires are throttled."""
+
+    def _wire(self, kind: str, a: int, b: int, peer: int) -> Wire:
+        return ThrottledWire(peer, self._groups[kind, a, b], self.device, None)
+
+
+def goodput(mesh: Mesh, throttled: bool, megabits: int) -> float:
+    """Bytes per second of payload from rank 0 to rank 1, as every rank is told."""
+    if throttled:
+        ThrottledWire.bytes_per_s = megabits * 1e6 / 8
+        return ThrottledWire.bytes_per_s
+    seconds = []
+    payload, answer = torch.zeros(_PROBE_BYTES, dtype=torch.uint8), torch.zeros(1)
+    for _ in range(_PROBES):
+        if mesh.rank == 0:
+            begin = time.perf_counter()
+            dist.send(payload, 1)
+            dist.recv(answer, 1)
+            seconds.append(time.perf_counter() - begin)
+        elif mesh.rank == 1:
+            dist.recv(payload, 0)
+            dist.send(answer, 0)
+    return mesh.broadcast(_PROBE_BYTES / statistics.median(seconds) if seconds else None) or 0.0
+
+
+# -- one process per stage -------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """The real engine with blocks that send messages of a given size."""
+
+    def __init__(self, mesh: Mesh, num_microbatches: int, message_bytes: float) -> None:
+        self.mesh = mesh
+        self.num_microbatches = num_microbatches
+        self.model = Blocks(mesh.num_stages, max(1, round(message_bytes / _FLOAT_BYTES)))
+        points = [f"blocks.{k}" for k in range(1, mesh.num_stages)]
+        plan = Planner(self.model, mesh.num_stages, points).plan(
+            "training_step", self.model.training_step, (torch.ones(1, 1),)
+        )
+        self.pipeline = Pipeline(mesh, self.model)
+        self.pipeline.load(plan.graph, plan.cuts)
+
+    def run(self, schedule: Schedule) -> Timeline | None:
+        """One iteration; on rank 0 what happened in it."""
+        mesh = self.mesh
+        args = [(torch.ones(1, 1),)] * self.num_microbatches
+        task = Task(lambda i, x: self.model.training_step(x), args, lambda i, loss: loss, RandomKey(0))
+        recorder = Recorder(mesh.rank, mesh.device)
+        mesh.record(recorder)
+        mesh.barrier()
+        self.pipeline.run("training_step", schedule, task)
+        mesh.record(None)
+        recordings = mesh.gather_objects(recorder.finish(mesh.clock(), mesh.timeout.total_seconds()))
+        if mesh.rank:
+            return None
+        return assemble(recordings, [mesh.rank_of(k) for k in range(mesh.num_stages)])
+
+    def calibrate(self, wanted_s: dict[str, float]) -> None:
+        """Make actions last as long as wanted, whatever the engine adds to the sleep."""
+        for block in self.model.blocks:
+            block.rest_s.update(wanted_s)
+        for _ in range(_CALIBRATIONS):
+            timeline = self.mesh.broadcast(self.run(build("1f1b", self.mesh.num_stages, self.num_microbatches)))
+            assert timeline is not None
+            measured = StageCosts.measured(timeline)
+            for k, block in enumerate(self.model.blocks):
+                block.rest_s["F"] += wanted_s["F"] - measured.forward_s[k]
+                block.rest_s["B"] += wanted_s["B"] - measured.backward_s[k]
+
+
+def work(options: argparse.Namespace) -> None:
+    """What each process does; rank 0 writes the results."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    rank, num_stages = dist.get_rank(), dist.get_world_size()
+    throttled = options.links == "throttled"
+    mesh = (ThrottledMesh if throttled else Mesh)(num_stages, rank, num_stages, torch.device("cpu"), _TIMEOUT)
+    mesh.open()
+    rate = goodput(mesh, throttled, options.megabits)
+    rows = [row for ratio in options.ratios for row in measure(mesh, options, ratio, rate)]
+    mesh.barrier()
+    mesh.close()
+    if rank == 0:
+        options.result.write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def measure(mesh: Mesh, options: argparse.Namespace, ratio: float, bytes_per_s: float) -> list[dict[str, Any]]:
+    """All schedules at one ratio of transfer to forward; on ranks other than 0 rows without values."""
+    num_stages, num_microbatches = mesh.num_stages, options.microbatches
+    forward_s, backward_s = options.forward_ms / 1e3, options.backward_ms / 1e3
+    send_s = ratio * forward_s
+    costs = StageCosts.uniform(num_stages, forward_s, backward_s, send_s)
+    bench = Bench(mesh, num_microbatches, send_s * bytes_per_s)
+    bench.calibrate({"F": forward_s, "B": backward_s})
+    advance = smallest_sufficient_advance(num_stages, num_microbatches, costs)
+    schedules = [("afab", 0), ("1f1b", 0), ("advance_forward", advance)]
+    if options.every_advance is not None:
+        schedules = [("advance_forward", h) for h in range(options.every_advance + 1)]
+    schedule_of = {key: build(key[0], num_stages, num_microbatches, key[1]) for key in schedules}
+    timelines: dict[tuple[str, int], list[Timeline]] = {key: [] for key in schedules}
+    for _ in range(options.iterations):
+        for key in schedules:  # taking turns, so that a slow moment of the machine meets all of them
+            timeline = bench.run(schedule_of[key])
+            if timeline is not None:
+                timelines[key].append(timeline)
+    if mesh.rank:
+        return []
+    rows = []
+    for (name, h), found in timelines.items():
+        simulated = simulate(schedule_of[name, h], costs)
+        rows.append(
+            {
+                "stages": num_stages, "ratio": ratio, "schedule": name, "advance": h,
+                "seconds": statistics.median(t.iteration_s for t in found),
+                "simulated_s": simulated.iteration_s,
+                "peak_stash": list(found[0].peak_stash),
+                "iterations_s": [round(t.iteration_s, 5) for t in found],
+                "bytes_per_s": round(bytes_per_s),
+            }
+        )  # fmt: skip
+    return rows
+
+
+# -- the parent ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ranks(links: str, world_size: int, megabits: int) -> Iterator[tuple[list[list[str]], list[dict[str, str]]]]:
+    """For each rank what to put before its command, and its environment."""
+    base = {**os.environ, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    if links == "throttled":
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        local = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        yield [[]] * world_size, [{**base, **local, "RANK": str(rank)} for rank in range(world_size)]
+        return
+    with network.namespaces(world_size, megabits) as spaces:
+        shared = {"MASTER_ADDR": spaces.master, "MASTER_PORT": "29511"}
+        environments = [
+            {**base, **shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": spaces.interface(rank)}
+            for rank in range(world_size)
+        ]
+        yield [spaces.command(rank) for rank in range(world_size)], environments
+
+
+def run(arguments: Sequence[str], options: argparse.Namespace, num_stages: int) -> list[dict[str, Any]]:
+    """Measure with one process per stage; ends with all of them."""
+    with tempfile.TemporaryDirectory() as folder, ranks(options.links, num_stages, options.megabits) as (before, envs):
+        result = Path(folder) / "result.json"
+        command = [sys.executable, __file__, *arguments, "--links", options.links, "--result", str(result)]
+        processes = [subprocess.Popen([*prefix, *command], env=env) for prefix, env in zip(before, envs, strict=True)]
+        try:
+            codes = [process.wait(timeout=options.limit_s) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if any(codes):
+            raise SystemExit(f"the processes of {num_stages} stages ended with {codes}")
+        rows: list[dict[str, Any]] = json.loads(result.read_text())
+        return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line per measurement; ratios against 1F1B and AFAB at the same setting."""
+    seconds = {(row["stages"], row["ratio"], row["schedule"]): row["seconds"] for row in rows}
+    lines = ["stages ratio  schedule            measured  simulated   error  over 1F1B  over AFAB  peak stash"]
+    for row in rows:
+        here = row["stages"], row["ratio"]
+        versus = [
+            f"{seconds[*here, other] / row['seconds']:8.3f}x" if (*here, other) in seconds else " " * 9
+            for other in ("1f1b", "afab")
+        ]
+        name = row["schedule"] + (f" h={row['advance']}" if row["schedule"] == "advance_forward" else "")
+        lines.append(
+            f"{row['stages']:6d} {row['ratio']:5.2f}  {name:19s} {row['seconds']:7.3f} s {row['simulated_s']:8.3f} s "
+            f"{row['seconds'] / row['simulated_s'] - 1:+7.1%}  {versus[0]}  {versus[1]}  "
+            f"{' '.join(map(str, row['peak_stash']))}"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Points are measured, lines simulated; a panel per number of stages."""
+    from matplotlib.figure import Figure
+
+    stages = sorted({row["stages"] for row in rows})
+    figure = Figure(figsize=(4 * len(stages), 3.4), layout="constrained")
+    for axes, num_stages in zip(figure.subplots(1, len(stages), squeeze=False)[0], stages, strict=True):
+        for colour, name in (("#c0504d", "1f1b"), ("#5fa65a", "afab"), ("#4c84c4", "advance_forward")):
+            here = [row for row in rows if (row["stages"], row["schedule"]) == (num_stages, name)]
+            ratios = [row["ratio"] for row in here]
+            axes.plot(ratios, [row["simulated_s"] for row in here], color=colour, linewidth=1)
+            axes.plot(ratios, [row["seconds"] for row in here], "o", color=colour, label=name)
+        axes.set_title(f"{num_stages} stages")
+        axes.set_xlabel("transfer / forward")
+        axes.set_ylabel("seconds per iteration")
+        axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    result.add_argument("--stages", type=int, nargs="+", default=[2, 4, 6])
+    result.add_argument("--ratios", type=float, nargs="+", default=[0, 0.25, 0.5, 1, 2], help="transfer / forward")
+    result.add_argument("--microbatches", type=int, default=16)
+    result.add_argument("--forward-ms", type=float, default=30.0)
+    result.add_argument("--backward-ms", type=float, default=60.0)
+    result.add_argument("--iterations", type=int, default=3, help="per schedule; the median counts")
+    result.add_argument("--every-advance", type=int, metavar="H", help="measure the advances 0 to H instead")
+    result.add_argument("--links", choices=["auto", "namespaces", "throttled"], default="auto")
+    result.add_argument("--megabits", type=int, default=200, help="per second, of every link")
+    result.add_argument("--limit-s", type=float, default=1800.0, help="for each number of stages")
+    result.add_argument("--json", type=Path)
+    result.add_argument("--picture", type=Path)
+    result.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return result
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
+    if options.result is not None:
+        work(options)
+        return
+    if options.links == "auto":
+        options.links = "namespaces" if network.available() else "throttled"
+    rows: list[dict[str, Any]] = []
+    for num_stages in options.stages:
+        rows += run(arguments, options, num_stages)
+        print(f"{num_stages} stages done", file=sys.stderr, flush=True)
+    about = {
+        name: getattr(options, name) for name in ("links", "megabits", "microbatches", "forward_ms", "backward_ms")
+    }
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    print(table(rows))
+    if options.json is not None:
+        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
+    if options.picture is not None:
+        draw(rows, options.picture)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

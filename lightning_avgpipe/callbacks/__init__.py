@@ -1,0 +1,5 @@
+"""Lightning callbacks."""
+
+from lightning_avgpipe.callbacks.timeline import PipelineTimeline
+
+__all__ = ["PipelineTimeline"]

@@ -1,0 +1,140 @@
+"""A callback that shows what the pipeline does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.runtime.mesh import Mesh
+from lightning_avgpipe.runtime.recording import Recorder, assemble
+from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
+from lightning_avgpipe.schedule.trace import chrome_trace
+from lightning_avgpipe.strategy import AvgPipeStrategy
+
+__all__ = ["PipelineTimeline"]
+
+
+class PipelineTimeline(Callback):
+    """Records one iteration in ``every_n_steps``: every action, message and wait on every rank, on one clock.
+
+    Rank 0 writes, for the iteration that ended with optimizer step 10, ``trace_step=000010.json`` for
+    https://ui.perfetto.dev (or chrome://tracing) and ``trace_step=000010.png``: one row per device, forwards, backwards
+    and idleness, under it the messages that it sends. A TensorBoard logger gets the picture as ``avgpipe/timeline``.
+    Every logger gets ``avgpipe/bubble_fraction``, the share of the devices' time without an action, and
+    ``avgpipe/bubble_fraction_simulated``, that of a simulation with the measured times of actions and messages and
+    every stage on a device of its own: what is above it was lost to other things than the schedule.
+
+    A recorded iteration is about as fast as any other. On CUDA it waits for the device at its begin and its end.
+
+    Args:
+        every_n_steps: optimizer steps from one record to the next.
+        dirpath: folder of the files; default: ``timelines`` in the trainer's ``default_root_dir``.
+
+    Raises:
+        ConfigurationError: another strategy, no matplotlib, or a number that is none.
+    """
+
+    def __init__(self, every_n_steps: int = 100, dirpath: str | Path | None = None) -> None:
+        if every_n_steps < 1:
+            raise ConfigurationError(f"every_n_steps={every_n_steps}: must be at least 1")
+        self._every_n_steps = every_n_steps
+        self._dirpath = dirpath
+        self._recorder: Recorder | None = None
+        self._steps_before = 0
+        self._undo = contextlib.ExitStack()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what cannot work before training starts."""
+        if not isinstance(trainer.strategy, AvgPipeStrategy):
+            raise ConfigurationError(
+                f"PipelineTimeline records the stages of a pipeline, but the strategy is "
+                f"{type(trainer.strategy).__name__}; use Trainer(strategy='avgpipe'), or remove the callback"
+            )
+        picture.require_matplotlib()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start to record, if the step that this batch may end with is one to record."""
+        if (trainer.global_step + 1) % self._every_n_steps == 0:
+            mesh = _mesh(trainer)
+            self._recorder = Recorder(mesh.rank, mesh.device)
+            mesh.record(self._recorder)
+            self._steps_before = trainer.global_step
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """The backwards are done, and the optimizer, which called for them, goes on."""
+        if self._recorder is not None:
+            step = contextlib.ExitStack()
+            step.enter_context(self._recorder.activity("step"))
+            self._undo.callback(optimizer.register_step_post_hook(lambda *_: step.close()).remove)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Bring together what all ranks recorded; of accumulated batches that of the last."""
+        recorder = self._recorder
+        if recorder is None:
+            return
+        self._stop(trainer)
+        if trainer.global_step == self._steps_before:
+            return  # gradients accumulate, the step comes with a later batch
+        mesh = _mesh(trainer)
+        recordings = mesh.gather_objects(recorder.finish(mesh.clock(), mesh.timeout.total_seconds()))
+        if mesh.rank == 0:
+            timeline = assemble(recordings, [mesh.rank_of(k) for k in range(mesh.num_stages)])
+            self._publish(trainer, timeline, max(recording.clock.error_s for recording in recordings))
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Nothing more to record."""
+        self._stop(trainer)
+
+    def _stop(self, trainer: pl.Trainer) -> None:
+        self._undo.close()
+        if self._recorder is not None:
+            _mesh(trainer).record(None)
+        self._recorder = None
+
+    def _publish(self, trainer: pl.Trainer, timeline: Timeline, clock_error_s: float) -> None:
+        simulated = simulate(timeline.schedule(), StageCosts.measured(timeline))
+        measured = {
+            "avgpipe/bubble_fraction": timeline.bubble_fraction,
+            "avgpipe/bubble_fraction_simulated": simulated.bubble_fraction,
+        }
+        step = trainer.global_step
+        figure = picture.draw(timeline, _title(step, timeline, simulated))
+        folder = Path(self._dirpath if self._dirpath is not None else Path(trainer.default_root_dir) / "timelines")
+        if not folder.exists():
+            rank_zero_info(f"timelines are written to {folder}")
+        folder.mkdir(parents=True, exist_ok=True)
+        trace = chrome_trace(timeline, step=step, clock_error_us=clock_error_s * 1e6, **measured)
+        (folder / f"trace_step={step:06d}.json").write_text(json.dumps(trace))
+        picture.save(figure, folder / f"trace_step={step:06d}.png")
+        for logger in trainer.loggers:
+            logger.log_metrics(measured, step=step)
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_image("avgpipe/timeline", picture.pixels(figure), step, dataformats="HWC")
+
+
+def _mesh(trainer: pl.Trainer) -> Mesh:
+    assert isinstance(trainer.strategy, AvgPipeStrategy)
+    return trainer.strategy.mesh
+
+
+def _title(step: int, timeline: Timeline, simulated: Timeline) -> str:
+    where = "" if len(timeline.rows) == timeline.num_stages else ", on a device per stage"
+    return (
+        f"step {step}: {timeline.iteration_s * 1e3:.4g} ms, idle {timeline.bubble_fraction:.1%} "
+        f"(simulated: {simulated.iteration_s * 1e3:.4g} ms, {simulated.bubble_fraction:.1%}{where})"
+    )

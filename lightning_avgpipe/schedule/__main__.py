@@ -1,0 +1,80 @@
+"""Schedules without a model: ``python -m lightning_avgpipe.schedule advance_forward --stages 4 --microbatches 8``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, simulate
+from lightning_avgpipe.schedule.builders import NAMES
+from lightning_avgpipe.schedule.trace import chrome_trace
+
+__all__ = ["main", "summary"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the grid of a schedule, simulate it, and draw it where asked; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        schedule = build(options.schedule, options.stages, options.microbatches, options.advance)
+        costs = StageCosts.uniform(options.stages, options.forward, options.backward, options.send, options.latency)
+        timeline = simulate(schedule, costs)
+        print(schedule)
+        print(summary(schedule, timeline))
+        if options.output is not None:
+            _write(options.output, schedule, timeline)
+    except (AvgPipeError, OSError, ValueError) as error:  # the last: a suffix that matplotlib does not know
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def summary(schedule: Schedule, timeline: Timeline) -> str:
+    """One line: time, idleness and stash."""
+    return (
+        f"iteration {timeline.iteration_s:g} s, idle {timeline.bubble_fraction:.1%}, "
+        f"warm-up {' '.join(map(str, schedule.warm_up))}, peak stash {' '.join(map(str, timeline.peak_stash))}"
+    )
+
+
+def _write(path: Path, schedule: Schedule, timeline: Timeline) -> None:
+    if path.suffix == ".json":
+        path.write_text(json.dumps(chrome_trace(timeline, schedule=schedule.name)))
+        return
+    title = (
+        f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches, "
+        f"{timeline.iteration_s:g} s, idle {timeline.bubble_fraction:.1%}"
+    )
+    picture.save(picture.draw(timeline, title), path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_avgpipe.schedule",
+        description="Print a schedule as a grid (one row per stage), simulate it on equal stages, and draw it.",
+    )
+    parser.add_argument("schedule", choices=NAMES, help="advance_forward with --advance 0 is 1f1b")
+    parser.add_argument("--stages", type=int, default=4, metavar="K", help="number of stages (default: 4)")
+    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="per iteration (default: 8)")
+    parser.add_argument("--advance", type=int, default=0, metavar="H", help="of advance_forward (default: 0)")
+    for name, default, what in (
+        ("forward", 1.0, "a forward"),
+        ("backward", 2.0, "a backward"),
+        ("send", 0.0, "a message on its link"),
+        ("latency", 0.0, "a message after it has left its link"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=float, default=default, metavar="S", help=f"seconds of {what} (default: {default:g})"
+        )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="picture (.png, .svg, .pdf), or trace for ui.perfetto.dev (.json)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

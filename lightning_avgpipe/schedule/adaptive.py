@@ -1,0 +1,291 @@
+"""Adaptive advance: climb from a first advance while every step pays, and stay.
+
+::
+
+    Settling --2 iterations--> Measuring --8 iterations, the first or a gain: one step up--> Settling
+                                  |  ^
+          no gain: one step back, |  | the time has changed by more than 10%
+          or nowhere to go        v  |
+                                 Frozen
+
+The controller sees times and says which advance the next iteration runs with; it measures nothing, and the same times
+give the same decisions on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.schedule.builders import warm_up
+
+__all__ = ["AdaptiveAdvance", "Decision", "Frozen", "Measured", "Measuring", "Setting", "Settling", "State"]
+
+DROPPED, WINDOW = 2, 8  # iterations after a change that do not count, and those that do
+LONGEST = 8 * WINDOW  # where noise would hide a gain, more iterations count
+LEAST_GAIN = 0.01  # of the time before
+DRIFT = 0.10  # of the time that was settled on
+# Standard errors that a difference must exceed; with 8 times, chance alone does so about once in twenty.
+_SIGNIFICANT = 2.0
+_SIGMA_OF_MAD = 1.4826  # for normal noise
+_ERROR_OF_MEDIAN = math.sqrt(math.pi / 2)  # the median's standard error over that of the mean
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an advance is chosen for; with another one everything begins anew.
+
+    Attributes:
+        num_microbatches: M.
+        num_pipelines: N.
+        num_stages: K.
+        length_bucket: of the sequences in the batch; 0 where lengths do not vary.
+    """
+
+    num_microbatches: int
+    num_pipelines: int
+    num_stages: int
+    length_bucket: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The time of an iteration with an advance: median and its standard error, in seconds."""
+
+    advance: int
+    median_s: float
+    error_s: float
+
+    @classmethod
+    def of(cls, advance: int, times_s: Sequence[float]) -> Measured:
+        """From the times of several iterations; outliers hardly count."""
+        median = statistics.median(times_s)
+        sigma = _SIGMA_OF_MAD * statistics.median(abs(seconds - median) for seconds in times_s)
+        return cls(advance, median, _ERROR_OF_MEDIAN * sigma / math.sqrt(len(times_s)))
+
+    @property
+    def precise(self) -> bool:
+        """Whether the least gain would show against another time of the same precision."""
+        return _SIGNIFICANT * math.sqrt(2) * self.error_s <= LEAST_GAIN * self.median_s
+
+    def differs(self, other: Measured, least: float) -> bool:
+        """Whether the times differ by more than a share of this one, and by more than noise."""
+        noise = _SIGNIFICANT * math.hypot(self.error_s, other.error_s)
+        return abs(self.median_s - other.median_s) > max(least * self.median_s, noise)
+
+
+@dataclass(frozen=True)
+class Settling:
+    """The first iterations with an advance, which do not count; ``before`` is what it has to beat, if anything."""
+
+    advance: int
+    left: int = DROPPED
+    before: Measured | None = None
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Collecting the times that count."""
+
+    advance: int
+    times_s: tuple[float, ...] = ()
+    before: Measured | None = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The advance is chosen; the last times are watched for drift.
+
+    Attributes:
+        best: what was chosen.
+        reason: why it went no further.
+        left: iterations that do not count because the advance was just changed back.
+        times_s: since the last look.
+    """
+
+    best: Measured
+    reason: str
+    left: int = 0
+    times_s: tuple[float, ...] = ()
+
+    @property
+    def advance(self) -> int:
+        """h."""
+        return self.best.advance
+
+
+State = Settling | Measuring | Frozen
+
+
+@dataclass(frozen=True)
+class Decision:
+    """From the next iteration on ``advance`` is used, and why; it may be the same as before."""
+
+    advance: int
+    reason: str
+
+
+class AdaptiveAdvance:
+    """Chooses the advance h of advance forward propagation while training runs.
+
+    It steps by a whole h, which adds a forward on *every* hop: a single extra forward on the first stage alone changes
+    hardly anything, so that a search by such steps stops too early. It only climbs: a first advance that is larger
+    than needed stays. As times may rise and fall again with h (where a transfer is longer than an action, or stages
+    are uneven), what it finds is the end of the climb, which is not always the best of all.
+
+    Args:
+        start: first advance, as the profile suggests; lowered until it fits the memory.
+        predicted_peak: ``(setting, h) -> bytes`` of each stage, at its peak.
+        memory_limit: bytes that no stage may exceed; None for no limit.
+
+    Raises:
+        ScheduleError: ``start`` is no advance.
+    Source: Algorithm 1 of AvgPipe, Chen et al., PPoPP 2023, made robust against noise.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        predicted_peak: Callable[[Setting, int], Sequence[float]],
+        memory_limit: float | None = None,
+    ) -> None:
+        if start < 0:
+            raise ScheduleError(f"start={start}: an advance is an integer of at least 0; 0 is 1F1B")
+        self._start = start
+        self._predicted_peak = predicted_peak
+        self._limit = math.inf if memory_limit is None else memory_limit
+        self._states: dict[Setting, State] = {}
+
+    def state(self, setting: Setting) -> State:
+        """Where the choice for a setting stands.
+
+        Raises:
+            ScheduleError: not even advance 0 fits the memory.
+        """
+        if setting not in self._states:
+            self._states[setting] = Settling(self._first(setting))
+        return self._states[setting]
+
+    def advance(self, setting: Setting) -> int:
+        """The advance for the next iteration with a setting."""
+        return self.state(setting).advance
+
+    def observe(self, setting: Setting, seconds: float) -> Decision | None:
+        """Take in one iteration.
+
+        Args:
+            setting: of the iteration.
+            seconds: time of the slowest stage, with the advance that ``advance(setting)`` gave.
+        Returns:
+            What was decided, if anything was.
+        Raises:
+            ScheduleError: a time that is none, or not even advance 0 fits the memory.
+        """
+        if not 0 < seconds < math.inf:
+            raise ScheduleError(f"seconds={seconds}: the time of an iteration must be positive and finite")
+        state = self.state(setting)
+        self._states[setting], decision = self._next(setting, state, seconds)
+        return decision
+
+    def _next(self, setting: Setting, state: State, seconds: float) -> tuple[State, Decision | None]:
+        match state:
+            case Settling(advance, left, before) if left > 1:
+                return Settling(advance, left - 1, before), None
+            case Settling(advance, _, before):
+                return Measuring(advance, (), before), None
+            case Frozen(best, reason, left, _) if left > 0:
+                return Frozen(best, reason, left - 1), None
+            case Frozen():
+                return _watched(state, seconds)
+            case Measuring(advance, times_s, before):
+                times_s = (*times_s, seconds)
+                if len(times_s) % WINDOW == 0:
+                    now = Measured.of(advance, times_s)
+                    if now.precise or len(times_s) >= LONGEST:
+                        return self._judged(setting, now, before)
+                return Measuring(advance, times_s, before), None
+        raise AssertionError(state)
+
+    def _judged(self, setting: Setting, now: Measured, before: Measured | None) -> tuple[State, Decision]:
+        if before is not None and not (now.median_s < before.median_s and before.differs(now, LEAST_GAIN)):
+            reason = f"{_described(now)} is no gain over {_described(before)}: back, and stay"
+            return Frozen(before, reason, left=DROPPED), Decision(before.advance, reason)
+        obstacle = self._obstacle(setting, now.advance + 1)
+        if obstacle is not None:
+            reason = f"{_described(now)}; {obstacle}"
+            return Frozen(now, reason), Decision(now.advance, reason)
+        reason = f"{_described(now)}; trying one more"
+        return Settling(now.advance + 1, before=now), Decision(now.advance + 1, reason)
+
+    def _obstacle(self, setting: Setting, advance: int) -> str | None:
+        """Why an advance is not to be tried, if so."""
+        if _effect(setting, advance) == _effect(setting, advance - 1):
+            return f"advance {advance} would change nothing with {setting.num_microbatches} micro-batches"
+        return self._over_limit(setting, advance)
+
+    def _over_limit(self, setting: Setting, advance: int) -> str | None:
+        for stage, peak in enumerate(self._predicted_peak(setting, advance)):
+            if not peak <= self._limit:
+                return f"advance {advance} would need {peak:.4g} bytes on stage {stage}, the limit is {self._limit:.4g}"
+        return None
+
+    def _first(self, setting: Setting) -> int:
+        """The starting advance, or the largest one below it that fits."""
+        for advance in range(self._start, -1, -1):
+            obstacle = self._over_limit(setting, advance)
+            if obstacle is None:
+                return advance
+        raise ScheduleError(
+            f"{obstacle}, even with no advance at all; use more micro-batches, fewer pipelines or a higher limit"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts."""
+        states = [
+            {"setting": asdict(setting), "kind": type(state).__name__, "state": asdict(state)}
+            for setting, state in self._states.items()
+        ]
+        return {"states": states}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, but for settings whose advance no longer fits the memory."""
+        loaded = {Setting(**entry["setting"]): _loaded(entry["kind"], entry["state"]) for entry in state_dict["states"]}
+        self._states = {
+            setting: state for setting, state in loaded.items() if self._over_limit(setting, state.advance) is None
+        }
+
+
+def _watched(state: Frozen, seconds: float) -> tuple[State, Decision | None]:
+    times_s = (*state.times_s, seconds)
+    if len(times_s) < WINDOW:
+        return Frozen(state.best, state.reason, 0, times_s), None
+    now = Measured.of(state.advance, times_s)
+    if not state.best.differs(now, DRIFT):
+        return Frozen(state.best, state.reason), None
+    reason = f"{_described(now)} instead of {state.best.median_s:.4g} s: measuring anew"
+    return Measuring(state.advance), Decision(state.advance, reason)
+
+
+def _effect(setting: Setting, advance: int) -> list[int]:
+    """Settings with the same effect have the same rows: a warm-up of M is one of M-1."""
+    last = setting.num_microbatches - 1
+    ahead = warm_up("advance_forward", setting.num_stages, setting.num_microbatches, advance)
+    return [min(w, last) for w in ahead]
+
+
+def _described(measured: Measured) -> str:
+    return f"{measured.median_s:.4g} s with advance {measured.advance}"
+
+
+def _loaded(kind: str, fields: Mapping[str, Any]) -> State:
+    fields = dict(fields)
+    for name in ("before", "best"):
+        if fields.get(name) is not None:
+            fields[name] = Measured(**fields[name])
+    if "times_s" in fields:
+        fields["times_s"] = tuple(fields["times_s"])
+    return {"Settling": Settling, "Measuring": Measuring, "Frozen": Frozen}[kind](**fields)

@@ -1,0 +1,168 @@
+"""Pictures of timelines, simulated or recorded: rows are devices, time goes to the right.
+
+::
+
+    stage 0 |0|1|2|....|  0 |3|  1 |   a row: forwards, backwards (with the number of the micro-batch), idleness
+              ~~ ~~ ~~                  under it the messages that it sends, values above gradients
+    stage 1 ...
+
+Needs matplotlib, which is asked for only when something is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["COLOURS", "draw", "pixels", "require_matplotlib", "save"]
+
+COLOURS = {
+    "forward": "#4c84c4",
+    "backward": "#5fa65a",
+    "transfer": "#e39b3c",
+    "idle": "#ececec",
+    "step": "#8c6bb1",
+    "averaging": "#c0504d",
+}
+
+_WIDTH_INCHES, _ROW_INCHES, _MARGIN_INCHES = 10.0, 0.6, 1.3
+_DPI = 100
+_FONT_POINTS = 8.0
+# Of a row's height: the actions, then the messages forwards and backwards, then space.
+_ACTIONS, _FORWARD, _BACKWARD = (0.0, 0.62), (0.66, 0.12), (0.80, 0.12)
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def require_matplotlib() -> None:
+    """Raise ConfigurationError, with what to install, unless pictures can be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(
+            "drawing a schedule needs matplotlib, which is not installed; pip install 'lightning_avgpipe[pictures]'"
+        ) from error
+
+
+def draw(timeline: Timeline, title: str = "") -> Figure:
+    """Draw a timeline.
+
+    Args:
+        timeline: simulated or recorded; its first action begins at the left edge.
+        title: above the picture.
+    Returns:
+        A matplotlib figure that belongs to no window: nothing has to be closed.
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    height = _MARGIN_INCHES + _ROW_INCHES * len(timeline.rows)
+    figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, layout="constrained")
+    axes = figure.add_subplot()
+    end_s = _end_s(timeline)
+    factor, unit = _unit(end_s)
+    axes.set_xlim(0, (end_s or 1.0) / factor)
+    axes.set_ylim(len(timeline.rows), -0.08)
+    axes.set_yticks([row + sum(_ACTIONS) / 2 for row in range(len(timeline.rows))], list(_labels(timeline)))
+    axes.set_xlabel(f"time ({unit})")
+    axes.set_title(title, fontsize=10)
+    axes.tick_params(left=False)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    kinds = set()
+    for row, device in enumerate(timeline.rows):
+        for kind, lane, boxes in _boxes(timeline, device, end_s):
+            if not boxes:
+                continue
+            kinds.add(kind)
+            ranges = [(begin / factor, (end - begin) / factor) for begin, end, _ in boxes]
+            edges: Any = {"edgecolor": "white", "linewidth": 0.4} if lane is _ACTIONS and kind != "idle" else {}
+            bars = axes.broken_barh(ranges, (row + lane[0], lane[1]), facecolors=COLOURS[kind], **edges)
+            bars.set_gid(f"{kind} of row {row}")
+    legend = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in kinds]
+    axes.legend(
+        handles=legend, ncols=len(legend), loc="upper center", bbox_to_anchor=(0.5, -0.84 / height), frameon=False
+    )
+    figure.draw_without_rendering()  # so that it is known how much room a number has
+    figure.set_layout_engine("none")
+    for row, device in enumerate(timeline.rows):
+        _write_numbers(axes, timeline, device, row, factor)
+    return figure
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a picture as PNG, or as what the path's suffix says."""
+    figure.savefig(path, dpi=_DPI)
+
+
+def pixels(figure: Figure) -> Any:
+    """The picture as an array, shape ``(height, width, 3)``, 0..255."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+_Boxes = list[tuple[float, float, str]]
+
+
+def _boxes(timeline: Timeline, device: int, end_s: float) -> Iterator[tuple[str, tuple[float, float], _Boxes]]:
+    """Kind, lane and boxes (begin, end, label) of one row, in the order in which they are painted."""
+    zero = timeline.begin_s
+    stages = timeline.stages_of(device)
+    yield "idle", _ACTIONS, [(0.0, end_s, "")]
+    for kind, letter in (("forward", "F"), ("backward", "B")):
+        spans = [span for span in timeline.spans if span.stage in stages and span.action.kind == letter]
+        prefix = "" if len(stages) == 1 else "{}."
+        yield (
+            kind,
+            _ACTIONS,
+            [(s.begin_s - zero, s.end_s - zero, prefix.format(s.stage) + str(s.action.micro_batch)) for s in spans],
+        )
+    for kind in ("step", "averaging"):
+        activities = [a for a in timeline.activities if (a.device, a.kind) == (device, kind)]
+        yield kind, _ACTIONS, [(a.begin_s - zero, a.end_s - zero, "") for a in activities]
+    for direction, lane in (("forward", _FORWARD), ("backward", _BACKWARD)):
+        sent = [t for t in timeline.transfers if t.source in stages and t.direction == direction]
+        yield "transfer", lane, [(t.begin_s - zero, t.arrival_s - zero, "") for t in sent if t.arrival_s > t.begin_s]
+
+
+def _write_numbers(axes: Axes, timeline: Timeline, device: int, row: int, factor: float) -> None:
+    """Write the micro-batch into every action that is wide enough."""
+    (left, _), (right, _) = axes.transData.transform([(0, 0), (1, 0)])
+    pixels_per_unit = right - left
+    for _, lane, boxes in _boxes(timeline, device, 0.0):
+        for begin, end, label in boxes if lane is _ACTIONS else ():
+            needed = (len(label) + 0.5) * 0.62 * _FONT_POINTS * _DPI / 72
+            if label and (end - begin) / factor * pixels_per_unit >= needed:
+                x, y = (begin + end) / 2 / factor, row + sum(_ACTIONS) / 2
+                axes.text(x, y, label, ha="center", va="center", color="white", fontsize=_FONT_POINTS)
+
+
+def _labels(timeline: Timeline) -> Iterator[str]:
+    alone = timeline.devices == tuple(range(timeline.num_stages))
+    for device in timeline.rows:
+        stages = timeline.stages_of(device)
+        names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        yield names if alone else f"{names}\nrank {device}"
+
+
+def _end_s(timeline: Timeline) -> float:
+    ends = [span.end_s for span in timeline.spans]
+    ends += [activity.end_s for activity in timeline.activities if activity.kind != "wait"]
+    return max(ends, default=0.0) - timeline.begin_s
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return next((unit for unit in _UNITS if seconds >= unit[0]), _UNITS[0] if seconds == 0 else _UNITS[-1])

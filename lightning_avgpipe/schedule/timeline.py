@@ -1,0 +1,138 @@
+"""Timelines: when actions ran and messages travelled in one iteration, simulated or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from lightning_avgpipe.schedule.action import Action, Schedule
+
+__all__ = ["Activity", "Span", "Timeline", "Transfer", "peak_stash"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action of one stage, from ``begin_s`` to ``end_s``."""
+
+    stage: int
+    action: Action
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message: on the link of a hop from ``begin_s`` to ``end_s``, at the next stage at ``arrival_s``."""
+
+    hop: int
+    direction: Literal["forward", "backward"]
+    micro_batch: int
+    begin_s: float
+    end_s: float
+    arrival_s: float
+
+    @property
+    def source(self) -> int:
+        """The stage that sends."""
+        return self.hop if self.direction == "forward" else self.hop + 1
+
+    @property
+    def action(self) -> Action:
+        """The action whose output it carries, and whose input it is at the next stage."""
+        return Action("F" if self.direction == "forward" else "B", self.micro_batch)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a device does besides actions: ``"wait"`` for a message, ``"step"`` of the optimizer, ``"averaging"``.
+
+    Attributes:
+        device: as in ``Timeline.devices``.
+        kind: one of the three.
+        begin_s: seconds.
+        end_s: seconds.
+        note: what a wait waits for.
+    """
+
+    device: int
+    kind: Literal["wait", "step", "averaging"]
+    begin_s: float
+    end_s: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When everything in one iteration happened.
+
+    Attributes:
+        num_stages: K.
+        spans: every action, in the order of their ends per stage.
+        transfers: every message between devices.
+        peak_stash: largest number of stashed micro-batches, shape ``(K,)``.
+        activities: everything else; none in a simulation.
+        devices: the device of each stage, shape ``(K,)``; default: stage k on device k.
+    """
+
+    num_stages: int
+    spans: tuple[Span, ...]
+    transfers: tuple[Transfer, ...]
+    peak_stash: tuple[int, ...]
+    activities: tuple[Activity, ...] = ()
+    devices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            object.__setattr__(self, "devices", tuple(range(self.num_stages)))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The devices, ordered by their first stage: the rows of a picture."""
+        return tuple(dict.fromkeys(self.devices))
+
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        """The stages of a device."""
+        return tuple(k for k, other in enumerate(self.devices) if other == device)
+
+    @cached_property
+    def begin_s(self) -> float:
+        """When the first action begins: 0 in a simulation."""
+        return min((span.begin_s for span in self.spans), default=0.0)
+
+    @cached_property
+    def iteration_s(self) -> float:
+        """Seconds from the first action's begin to the last one's end."""
+        return max((span.end_s for span in self.spans), default=0.0) - self.begin_s
+
+    @cached_property
+    def bubble_fraction(self) -> float:
+        """The share of all devices' time in which no action runs, from the first action to the last, 0..1."""
+        busy = sum(span.end_s - span.begin_s for span in self.spans)
+        total = len(self.rows) * self.iteration_s
+        return 1.0 - busy / total if total else 0.0
+
+    def schedule(self) -> Schedule:
+        """The order in which the actions began."""
+        ordered = sorted(self.spans, key=lambda span: (span.begin_s, span.end_s))
+        rows = tuple(tuple(span.action for span in ordered if span.stage == k) for k in range(self.num_stages))
+        count = 1 + max((span.action.micro_batch for span in self.spans), default=0)
+        return Schedule("recorded", self.num_stages, count, rows)
+
+
+def peak_stash(rows: Iterable[Iterable[Action]]) -> tuple[int, ...]:
+    """Largest number of stashed micro-batches per stage, shape ``(K,)``.
+
+    Actions of a stage do not overlap, so the order of its row alone decides how much it stashes.
+    """
+    peaks = []
+    for row in rows:
+        held = peak = 0
+        trains = False
+        for action in row:
+            trains = trains or action.kind == "B"
+            held += 1 if action.kind == "F" else -1
+            peak = max(peak, held)
+        peaks.append(peak if trains else 0)
+    return tuple(peaks)

@@ -1,0 +1,93 @@
+"""Traces: a timeline as Chrome's trace events, for https://ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_avgpipe.schedule.timeline import Timeline
+
+__all__ = ["chrome_trace"]
+
+_MICROSECONDS = 1e6
+_KINDS = {"F": "forward", "B": "backward"}
+
+
+def chrome_trace(timeline: Timeline, **notes: Any) -> dict[str, Any]:
+    """A timeline in the trace event format: one process per device, in it one track per stage, link and activity.
+
+    Args:
+        timeline: simulated or recorded; its first action begins at 0.
+        notes: shown by the viewer as information about the trace; numbers and strings.
+    Returns:
+        What ``json.dump`` writes into one file; times in microseconds.
+    Source: Trace Event Format, the Chromium project.
+    """
+    events = [*_tracks(timeline), *_actions(timeline), *_messages(timeline), *_activities(timeline)]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": notes}
+
+
+def _tracks(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Names and order of processes and tracks."""
+    for row, device in enumerate(timeline.rows):
+        stages = ", ".join(map(str, timeline.stages_of(device)))
+        yield _meta("process_name", device, 0, name=f"device {device} (stage {stages})")
+        yield _meta("process_sort_index", device, 0, sort_index=row)
+        for stage in timeline.stages_of(device):
+            yield _meta("thread_name", device, _track(timeline, f"stage {stage}"), name=f"stage {stage}")
+            for direction in ("forward", "backward"):
+                name = f"sends {direction} from stage {stage}"
+                yield _meta("thread_name", device, _track(timeline, name), name=name)
+        for kind in ("wait", "step", "averaging"):
+            yield _meta("thread_name", device, _track(timeline, kind), name=kind)
+
+
+def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for span in timeline.spans:
+        device = timeline.devices[span.stage]
+        track = _track(timeline, f"stage {span.stage}")
+        about = {"stage": span.stage, "micro_batch": span.action.micro_batch}
+        yield _event(timeline, str(span.action), _KINDS[span.action.kind], device, track, span, about)
+
+
+def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for transfer in timeline.transfers:
+        device = timeline.devices[transfer.source]
+        track = _track(timeline, f"sends {transfer.direction} from stage {transfer.source}")
+        about = {
+            "hop": transfer.hop,
+            "micro_batch": transfer.micro_batch,
+            "arrival_us": (transfer.arrival_s - timeline.begin_s) * _MICROSECONDS,
+        }
+        yield _event(timeline, f"{transfer.action} sent", "transfer", device, track, transfer, about)
+
+
+def _activities(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for activity in timeline.activities:
+        track = _track(timeline, activity.kind)
+        about = {"note": activity.note} if activity.note else {}
+        yield _event(timeline, activity.kind, activity.kind, activity.device, track, activity, about)
+
+
+def _track(timeline: Timeline, name: str) -> int:
+    """A number for each track of a process; the viewers sort by it: stages, links, activities."""
+    last = name.rsplit(" ", 1)[-1]
+    if name.startswith("stage"):
+        return 1 + int(last)
+    if name.startswith("sends"):
+        return 1 + timeline.num_stages * (1 if "forward" in name else 2) + int(last)
+    return 1 + 3 * timeline.num_stages + ("wait", "step", "averaging").index(name)
+
+
+def _event(
+    timeline: Timeline, name: str, category: str, device: int, track: int, timed: Any, about: dict[str, Any]
+) -> dict[str, Any]:
+    begin, end = ((at - timeline.begin_s) * _MICROSECONDS for at in (timed.begin_s, timed.end_s))
+    return {
+        "name": name, "cat": category, "ph": "X", "pid": device, "tid": track, "ts": begin, "dur": end - begin,
+        "args": about,
+    }  # fmt: skip
+
+
+def _meta(what: str, device: int, track: int, **about: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": device, "tid": track, "args": about}

@@ -1,0 +1,191 @@
+"""What the command prints and draws, and what is in a picture and in a trace."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.schedule import Action, Activity, Span, StageCosts, Timeline, Transfer, build, picture, simulate
+from lightning_avgpipe.schedule.__main__ import main
+from lightning_avgpipe.schedule.trace import chrome_trace
+
+COSTS = StageCosts.uniform(3, 1.0, 2.0, send_s=0.5, latency_s=0.1)
+
+
+def simulated() -> Timeline:
+    return simulate(build("advance_forward", 3, 4, 1), COSTS)
+
+
+def recorded_on_two_devices() -> Timeline:
+    """Stages 0 and 2 on device 1, stage 1 on device 0; nothing starts at 0."""
+    spans = [
+        Span(0, Action("F", 0), 10, 11), Span(1, Action("F", 0), 12, 13), Span(2, Action("F", 0), 14, 15),
+        Span(2, Action("B", 0), 15, 17), Span(1, Action("B", 0), 18, 20), Span(0, Action("B", 0), 21, 23),
+    ]  # fmt: skip
+    transfers = (Transfer(0, "forward", 0, 11, 11.5, 12), Transfer(1, "backward", 0, 17, 17.5, 18))
+    activities = (
+        Activity(1, "wait", 11, 14, "F0"), Activity(1, "step", 24, 26), Activity(0, "averaging", 26, 27),
+    )  # fmt: skip
+    return Timeline(3, tuple(spans), transfers, (1, 1, 1), activities, devices=(1, 0, 1))
+
+
+def test_the_command_prints_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advance_forward", "--stages", "3", "--microbatches", "4", "--advance", "1"]) == 0
+    assert capsys.readouterr().out == (
+        "stage 0 | F0 F1 F2 F3 B0 B1 B2 B3\n"
+        "stage 1 | F0 F1 F2 B0 F3 B1 B2 B3\n"
+        "stage 2 | F0 B0 F1 B1 F2 B2 F3 B3\n"
+        "iteration 18 s, idle 33.3%, warm-up 4 2 0, peak stash 4 3 1\n"
+    )
+
+
+def test_the_command_runs_as_a_module_and_writes_a_picture(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_avgpipe.schedule", "afab", "--send", "0.5", "--output", "picture.png"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_writes_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert main(["1f1b", "--stages", "2", "--microbatches", "3", "--output", str(path)]) == 0
+    actions = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in ("forward", "backward")]
+    assert len(actions) == 2 * 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["1f1b", "--stages", "0"], "num_stages=0"),
+        (["1f1b", "--send", "-1"], "must be finite and not negative"),
+        (["1f1b", "--output", "picture.nonsense"], "nonsense"),
+        (["1f1b", "--output", "no/such/folder/picture.png"], "No such file"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def colour_at(image: Any, figure: Any, x: float, y: float) -> str:
+    """The colour at a point in the axes' units, as in COLOURS."""
+    column, row = figure.axes[0].transData.transform((x, y))
+    red, green, blue = image[image.shape[0] - 1 - round(row), round(column)]
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def test_every_cell_has_the_colour_of_what_runs_there() -> None:
+    timeline = simulated()
+    figure = picture.draw(timeline)
+    image = picture.pixels(figure)
+    near_top = 0.08  # of the row, clear of the number in its middle
+    for span in timeline.spans:
+        kind = "forward" if span.action.kind == "F" else "backward"
+        middle = (span.begin_s + span.end_s) / 2
+        assert colour_at(image, figure, middle, span.stage + near_top) == picture.COLOURS[kind], span
+    for transfer in timeline.transfers:
+        lane = 0.72 if transfer.direction == "forward" else 0.86
+        middle = (transfer.begin_s + transfer.end_s) / 2
+        assert colour_at(image, figure, middle, transfer.source + lane) == picture.COLOURS["transfer"], transfer
+    for stage in range(3):
+        spans = sorted((s.begin_s, s.end_s) for s in timeline.spans if s.stage == stage)
+        for (_, end), (begin, _) in itertools.pairwise([(0.0, 0.0), *spans]):
+            if begin - end > 0.2:
+                assert colour_at(image, figure, (end + begin) / 2, stage + near_top) == picture.COLOURS["idle"]
+
+
+def test_numbers_are_written_where_they_fit() -> None:
+    wide = picture.draw(simulated()).axes[0]
+    assert sorted(text.get_text() for text in wide.texts) == sorted(str(i) for i in range(4) for _ in range(3 * 2))
+    narrow = picture.draw(simulate(build("1f1b", 2, 200), StageCosts.uniform(2, 1, 2))).axes[0]
+    assert not narrow.texts
+
+
+def test_stages_of_a_device_share_a_row_and_optimizer_and_averaging_have_colours() -> None:
+    figure = picture.draw(recorded_on_two_devices())
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["stages 0, 2\nrank 1", "stage 1\nrank 0"]
+    image = picture.pixels(figure)
+    for x, row, kind in [
+        (0.5, 0, "forward"), (2.5, 0, "idle"), (4.5, 0, "forward"), (12.0, 0, "backward"), (15.0, 0, "step"),
+        (9.0, 1, "backward"), (16.5, 1, "averaging"),
+    ]:  # fmt: skip
+        assert colour_at(image, figure, x, row + 0.08) == picture.COLOURS[kind], (x, row)
+    assert {"0.0", "2.0", "0"} == {text.get_text() for text in axes.texts}
+
+
+def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning_avgpipe\[pictures\]'"):
+        picture.draw(simulated())
+
+
+def test_a_trace_has_every_action_once_and_none_overlaps() -> None:
+    trace = json.loads(json.dumps(chrome_trace(simulated(), schedule="1f1b")))
+    assert trace["otherData"] == {"schedule": "1f1b"}
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for device in range(3):
+        actions = sorted(
+            (e for e in events if e["pid"] == device and e["cat"] in ("forward", "backward")), key=lambda e: e["ts"]
+        )
+        assert sorted(e["name"] for e in actions) == sorted(f"{kind}{i}" for kind in "FB" for i in range(4))
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in itertools.pairwise(actions))
+        assert len({e["tid"] for e in actions}) == 1
+    assert sum(e["cat"] == "transfer" for e in events) == 2 * 4 * 2
+    assert min(e["ts"] for e in events) == 0
+
+
+def test_a_recorded_trace_has_its_waits_and_its_devices_in_order_of_stages() -> None:
+    events = chrome_trace(recorded_on_two_devices())["traceEvents"]
+    wait = next(e for e in events if e.get("cat") == "wait")
+    assert (wait["pid"], wait["ts"], wait["dur"], wait["args"]) == (1, 1e6, 3e6, {"note": "F0"})
+    order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
+    assert order == {1: 0, 0: 1}
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for event in events:
+        if event["ph"] == "X":
+            assert (event["pid"], event["tid"]) in tracks
+
+
+def test_costs_read_off_a_simulated_timeline_are_those_it_was_made_with() -> None:
+    measured = StageCosts.measured(simulated())
+    for name in ("forward_s", "backward_s", "send_forward_s", "send_backward_s", "latency_s"):
+        assert getattr(measured, name) == pytest.approx(getattr(COSTS, name)), name
+
+
+def test_a_timeline_knows_the_schedule_that_it_shows() -> None:
+    assert simulated().schedule().rows == build("advance_forward", 3, 4, 1).rows
+
+
+def test_idleness_counts_devices_and_begins_with_the_first_action() -> None:
+    timeline = recorded_on_two_devices()
+    assert timeline.iteration_s == 13
+    assert timeline.bubble_fraction == pytest.approx(1 - 9 / 26)
+
+
+def test_the_picture_in_the_readme_is_what_its_command_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from matplotlib.image import imread
+
+    root = Path(__file__).parents[2]
+    readme = (root / "README.md").read_text()
+    found = re.search(r"python -m lightning_avgpipe\.schedule (.*) --output (\S+)", readme)
+    assert found is not None
+    arguments, path = found.groups()
+    assert main([*arguments.split(), "--output", str(tmp_path / "picture.png")]) == 0
+    drawn, shown = imread(tmp_path / "picture.png"), imread(root / path)
+    assert drawn.shape == shown.shape
+    assert abs(drawn - shown).mean() < 0.01  # fonts differ from one machine to another
+    assert (root / path).stat().st_size < 60_000
+    assert main(arguments.replace("--advance 1", "").split()) == 0
+    fast, slow = re.findall(r"iteration (\S+) s", capsys.readouterr().out)
+    assert f"would take {slow} s instead of {fast} s" in readme
