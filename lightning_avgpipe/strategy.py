@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,34 +21,28 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_avgpipe import checks, launch, tree
-from lightning_avgpipe.adaptation import adapted, quiet_hooks
+from lightning_avgpipe import checks, launch
+from lightning_avgpipe.adaptation import adapted
 from lightning_avgpipe.capture.cache import CostCache, default_directory
 from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.data import Shipping, has_transfer_hooks, mirror
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.interrupts import ending_together
 from lightning_avgpipe.metrics import StepLog
-from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.runtime.materialize import on_meta
 from lightning_avgpipe.runtime.memory import limit_of
 from lightning_avgpipe.runtime.mesh import Mesh
-from lightning_avgpipe.runtime.microbatch import MicroBatch, merge, split, split_with
 from lightning_avgpipe.runtime.ownership import to_host
 from lightning_avgpipe.runtime.planner import Planner
-from lightning_avgpipe.runtime.randomness import RandomKey
-from lightning_avgpipe.runtime.stage import Task
-from lightning_avgpipe.schedule import Schedule, build
-from lightning_avgpipe.stateful import StatefulStrategy
+from lightning_avgpipe.stepping import SplitBatch, SteppingStrategy
 
 __all__ = ["AvgPipeStrategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-_MICROBATCHES_PER_STAGE = 4
 
 _STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -60,10 +52,8 @@ _STEPS = {
     RunningStage.PREDICTING: "predict_step",
 }
 
-SplitBatch = Callable[[Any, int], Sequence[Any]]
 
-
-class AvgPipeStrategy(StatefulStrategy):
+class AvgPipeStrategy(SteppingStrategy):
     """Trains an unmodified LightningModule as a pipeline of stages.
 
     The step functions are captured on the first batch, divided into stages of about equal time, and replayed stage by
@@ -191,7 +181,7 @@ class AvgPipeStrategy(StatefulStrategy):
 
     def _forget(self) -> None:
         """Set everything that belongs to one run of the trainer."""
-        self.plan: Plan | None = None
+        self.plan = None
         self._division: Division | None = None
         self.failed = False
         self._log: StepLog | None = None
@@ -349,114 +339,6 @@ class AvgPipeStrategy(StatefulStrategy):
         self.failed = True
         self.mesh.report(exception)
         launch.end_with_this_process(self._launcher)
-
-    # -- steps -------------------------------------------------------------------------------------------------------
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all forwards and backwards of a batch; returns what the step would have returned for it, detached."""
-        assert self.lightning_module is not None
-        assert self._division is not None
-        module, precision = self.lightning_module, self.precision_plugin
-        parts = self._split(args[0])
-        accumulate = module.trainer.accumulate_grad_batches
-
-        def finish(i: int, result: Any) -> Tensor:
-            loss = checks.loss(result)
-            if accumulate > 1:
-                loss = loss / accumulate
-            # a batch deserves its hooks once: with the first micro-batch's loss, before anything else is known
-            with contextlib.nullcontext() if i == 0 else quiet_hooks(module.trainer, "on_before_backward"):
-                loss = precision.pre_backward(loss, module)
-            return loss * parts[i].weight if self._loss_reduction == "mean" and len(parts) > 1 else loss
-
-        # Lightning's weight averaging passes over the data once more without training
-        trains = not module.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
-        outputs = self._run("training_step", precision.train_step_context, parts, args[1:], finish if trains else None)
-        result: Any = {"loss": torch.zeros((), device=self.root_device)}
-        if outputs is not None:
-            result = self._merge_training(outputs, parts)
-        if trains:
-            if not module.trainer.fit_loop._should_accumulate():
-                self._division.sum_copied_gradients()
-            precision.post_backward(checks.loss(result), module)
-        return result
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run validation_step; on the last stage's rank the merged result, None elsewhere."""
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run test_step; on the last stage's rank the merged result, None elsewhere."""
-        return self._evaluate("test_step", self.precision_plugin.test_step_context, args)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run predict_step; on the last stage's rank the merged result, None elsewhere."""
-        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args)
-
-    def _evaluate(self, step: str, context: Callable[[], Any], args: Sequence[Any]) -> Any:
-        parts = self._split(args[0])
-        outputs = self._run(step, context, parts, args[1:], None)
-        return None if outputs is None else merge(outputs, [part.size for part in parts])
-
-    def _run(
-        self,
-        step: str,
-        context: Callable[[], Any],
-        parts: Sequence[MicroBatch],
-        rest: Sequence[Any],
-        finish: Callable[[int, Any], Tensor] | None,
-    ) -> list[Any] | None:
-        module, division, step_log = self.lightning_module, self._division, self._log
-        assert module is not None and division is not None and step_log is not None
-
-        def run(i: int, *args: Any) -> Any:
-            with context(), step_log.micro_batch(parts[i].size):
-                return getattr(module, step)(*args)
-
-        decides = step == "training_step" or module.trainer.state.fn != TrainerFn.FITTING
-        schedule = self._schedule(len(parts), training=finish is not None)
-        if division.prepare(step, partial(run, 0), (parts[0].data, *rest), decides, schedule):
-            rank_zero_info(f"\n{self.num_stages} stages on {self.world_size} processes:\n{division.plan}")
-        self.plan = division.plan
-        step_log.begin(len(parts))
-        task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self.seed, self._iteration(step)))
-        outputs = division.pipeline.run(step, schedule, task)
-        with context():  # which may decide what a number is
-            step_log.issue()
-        return outputs
-
-    def _split(self, batch: Any) -> list[MicroBatch]:
-        self._shipping.check_seal(batch)
-        wanted = self._num_microbatches
-        count = _MICROBATCHES_PER_STAGE * self.num_stages if wanted == "auto" else wanted
-        splitter = self._splitter
-        return split(batch, count) if splitter is None else split_with(splitter, batch, count)
-
-    @property
-    def _splitter(self) -> SplitBatch | None:
-        return getattr(self.lightning_module, "split_batch", None) or self._split_batch
-
-    def _schedule(self, num_microbatches: int, training: bool) -> Schedule:
-        if not training:
-            return build("forward", self.num_stages, num_microbatches)
-        return build(self._schedule_name, self.num_stages, num_microbatches, self._advance)
-
-    def _merge_training(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
-        detached = [tree.map_tensors(Tensor.detach, output) for output in outputs]
-        merged = merge(detached, [part.size for part in parts])
-        if self._loss_reduction == "sum":
-            total = torch.stack([checks.loss(output) for output in detached]).sum()
-            merged = {**merged, "loss": total} if isinstance(merged, dict) else total
-        return merged
-
-    def _iteration(self, step: str) -> int:
-        """A number that no other batch of this step function has, and the same after a resume."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if step == "training_step":
-            # of batches that are done, since one that was interrupted comes again after a resume
-            return 1 + int(trainer.fit_loop.epoch_loop.batch_progress.total.completed)
-        return int(trainer._active_loop.batch_progress.total.ready)  # type: ignore[union-attr]
 
     # -- what Lightning asks of processes ----------------------------------------------------------------------------
 
