@@ -181,7 +181,8 @@ def _stages_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> li
         if able[-1] < current:
             raise PartitionError(
                 f"{graph.step} goes back from stage {current} ({latest}) to stage {able[-1]} ({node}); a step must "
-                "call units in the order in which training_step does. Use split_points to keep both on one stage"
+                "call units in the order in which training_step does. Keep both on one stage with split_points; a step "
+                "that runs the whole model again and again (generate()) belongs on one device"
             )
         current, latest = next(stage for stage in able if stage >= current), node
         stages.append(current)
