@@ -91,7 +91,9 @@ def commands(way: str, folder: Path) -> list[tuple[Sequence[str], dict[str, str]
     ]
 
 
-@pytest.mark.parametrize("way", ["script", "torchrun", "two nodes"])
+@pytest.mark.parametrize(
+    "way", ["script", *(pytest.param(way, marks=pytest.mark.slow) for way in ("torchrun", "two nodes"))]
+)
 def test_every_way_to_start_processes_trains_the_same(way: str, tmp_path: Path) -> None:
     with started(*commands(way, tmp_path)) as running:
         for process in running:

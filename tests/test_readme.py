@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,14 +16,22 @@ README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
-def test_snippets_run(number: int, tmp_path: Path) -> None:
-    script = tmp_path / "snippet.py"
-    script.write_text(SNIPPETS[number])
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+@functools.cache
+def output(snippet: str) -> str:
+    """What a snippet prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "snippet.py"
+        script.write_text(snippet)
+        done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+    return done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+def test_snippets_run(number: int) -> None:
+    printed = output(SNIPPETS[number])
     for expected in re.findall(r"^# (stage .*)$", SNIPPETS[number], re.MULTILINE):
-        assert expected in done.stdout
+        assert expected in printed
 
 
 def masked(plan: str) -> str:
@@ -30,24 +40,19 @@ def masked(plan: str) -> str:
     return re.sub(r"[ -]+", " ", numbers).strip()
 
 
-def test_the_plan_in_the_readme_is_what_the_first_snippet_prints(tmp_path: Path) -> None:
-    script = tmp_path / "snippet.py"
-    script.write_text(SNIPPETS[0].replace("max_epochs=2", "max_steps=1"))
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+def test_the_plan_in_the_readme_is_what_the_first_snippet_prints() -> None:
     plan = re.search(r"```\n(2 stages on .*?)```", README, re.DOTALL)
     assert plan is not None
-    assert masked(plan.group(1)) in masked(done.stderr + done.stdout)
+    assert masked(plan.group(1)) in masked(output(SNIPPETS[0]))
 
 
-def test_with_counted_costs_the_first_snippet_has_one_plan(tmp_path: Path) -> None:
-    script = tmp_path / "snippet.py"
+def test_with_counted_costs_the_first_snippet_has_one_plan() -> None:
     counted = 'strategy=lightning_avgpipe.AvgPipeStrategy(costs="flops")'
-    script.write_text(SNIPPETS[0].replace("max_epochs=2", "max_steps=1").replace('strategy="avgpipe"', counted))
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    printed = output(SNIPPETS[0].replace("max_epochs=2", "max_steps=1").replace('strategy="avgpipe"', counted))
     assert (
         "0      layers.0 .. layers.7 (8)   16.6 K      50%   1 value, 2.0 KiB a micro-batch\n"
         "1      layers.8 .. layers.16 (9)  16.7 K      50%   -\n"
-    ) in done.stderr + done.stdout
+    ) in printed
 
 
 def test_files_that_the_readme_names_exist() -> None:

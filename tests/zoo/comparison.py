@@ -72,7 +72,7 @@ class Subject:
         return split_with(splitter, batch, self.num_microbatches)
 
     def call(self, step: str, part: MicroBatch, *args: Any) -> Any:
-        with local_metrics(self.metrics), self.log.micro_batch(part.size), mode(step):
+        with local_metrics(self.metrics, self.log.batch_values), self.log.micro_batch(part.size), mode(step):
             return getattr(self.module, step)(*args)
 
     def task(self, step: str, parts: Sequence[MicroBatch], iteration: int) -> Task:
@@ -88,11 +88,13 @@ class Subject:
         self.module.train()
         losses = []
         for i, batch in enumerate(batches):
+            self.log.begin(len(self.parts(batch)))
             losses += [tree.map_tensors(Tensor.detach, result) for result in run(TRAINING, batch, i)]
             self.log.issue()
         self.module.eval()
         results: list[Any] = []
         for i, batch in enumerate(batches):
+            self.log.begin(len(self.parts(batch)))
             results += run(VALIDATION, batch, i)
             self.log.issue()
         self.logged += [(type(metric).__name__, metric.compute()) for metric in self.metrics]
