@@ -2,10 +2,12 @@
 
 from lightning_avgpipe.tuning.predictors import PREDICTORS, Corrected, Paper, Prediction, Predictor, Simulator
 from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, OtherSize, Profile, StageMemory, StageProfile
+from lightning_avgpipe.tuning.search import Candidate, Result, candidates, search
 from lightning_avgpipe.tuning.setting import Setting
 
 __all__ = [
     "PREDICTORS",
+    "Candidate",
     "Corrected",
     "Curve",
     "Device",
@@ -15,8 +17,11 @@ __all__ = [
     "Prediction",
     "Predictor",
     "Profile",
+    "Result",
     "Setting",
     "Simulator",
     "StageMemory",
     "StageProfile",
+    "candidates",
+    "search",
 ]

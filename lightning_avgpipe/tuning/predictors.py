@@ -112,13 +112,14 @@ def _summed(seconds: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Corrected:
-    """A closed form: one micro-batch's way through the pipeline, and what the tightest resource adds to it.
+    """A closed form: the first micro-batch's way through the pipeline, and what the tightest resource adds to it.
 
-    The way there and back takes ``base``, the sum of all actions and messages of one micro-batch alone. Then, with
-    AFAB, in each direction the slowest stage adds its other micro-batches, or the slowest link its other messages. With
-    a warm-up w, forwards and backwards are one phase, and besides the stages and links every round trip between two
-    stages j <= k may be the tightest: ``c = w_j - w_k + 1`` micro-batches make it at once, so that M of them need
-    ``ceil(M / c)`` trips. A stage's own work is the trip j = k. With sufficient advance no longer trip matters.
+    The way there and back is the sum of its actions and messages. On devices that serve lanes side by side the first
+    micro-batches of all N pipelines go together; every link draws them apart by the time of a message, so that they
+    disturb each other less on the stage behind it. Then, with AFAB, in each direction the slowest stage adds its other
+    micro-batches, or the slowest link its other messages. With a warm-up w, forwards and backwards are one phase, and
+    besides stages and links every round trip between two stages j < k may be the tightest: ``c = w_j - w_k + 1``
+    micro-batches make it at once, so that M of them need ``ceil(M / c)`` trips. With sufficient advance none matters.
     """
 
     name: str = "corrected"
@@ -126,31 +127,50 @@ class Corrected:
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
         """Predict a setting from a profile."""
         loads, m, n = loads_at(profile, setting), setting.num_microbatches, setting.num_pipelines
-        base = sum(load.alone_s for load in (*loads.forward, *loads.backward))
+        first = {
+            "F": _first_s(profile, loads.forward, (0.0, *loads.values_s), n),
+            "B": _first_s(profile, loads.backward, (*loads.gradients_s, 0.0), n),
+        }
+        base = sum(first["F"]) + sum(first["B"])
         base += sum(loads.values_s) + sum(loads.gradients_s) + sum(map(sum, loads.latency_s))
+        forward, backward = (loads.forward, first["F"]), (loads.backward, first["B"])
         if setting.schedule == "afab":
             extra = sum(
-                max(_work_beyond_s(profile, setting, [actions]), (n * m - 1) * max(messages, default=0.0))
-                for actions, messages in ((loads.forward, loads.values_s), (loads.backward, loads.gradients_s))
+                max(_work_beyond_s(profile, setting, [phase]), (n * m - 1) * max(messages, default=0.0))
+                for phase, messages in ((forward, loads.values_s), (backward, loads.gradients_s))
             )
         else:
             extra = max(
-                _work_beyond_s(profile, setting, [loads.forward, loads.backward]),
+                _work_beyond_s(profile, setting, [forward, backward]),
                 (n * m - 1) * max((*loads.values_s, *loads.gradients_s), default=0.0),
                 _trips_beyond_s(loads, m, setting.warm_up(profile.num_stages)),
             )
         return _prediction(profile, setting, base + extra + loads.update_s)
 
 
-def _work_beyond_s(profile: Profile, setting: Setting, phase: Sequence[Sequence[Load]]) -> float:
-    """What the slowest stage or device does in a phase, besides one micro-batch."""
+def _first_s(profile: Profile, loads: Sequence[Load], gaps: Sequence[float], num_pipelines: int) -> list[float]:
+    """Seconds of the first micro-batch on each stage, with those of the other pipelines ``gaps`` behind each other."""
+    if profile.device.in_turns:
+        return [load.alone_s for load in loads]
+    return [max(load.alone_s, load.shared_s - (num_pipelines - 1) * gap) for load, gap in zip(loads, gaps, strict=True)]
+
+
+def _work_beyond_s(
+    profile: Profile, setting: Setting, phase: Sequence[tuple[Sequence[Load], Sequence[float]]]
+) -> float:
+    """What the slowest stage or device does in a phase, besides the first micro-batch.
+
+    Args:
+        phase: loads of each stage, with the seconds of the first micro-batch, in one or both directions.
+    """
     m, n = setting.num_microbatches, setting.num_pipelines
     per_device: dict[int, float] = {}
     longest = 0.0
-    for device, loads in zip(profile.devices, zip(*phase, strict=True), strict=True):
-        alone = sum(load.alone_s for load in loads)
-        longest = max(longest, m * sum(load.shared_s for load in loads) - alone)
-        per_device[device] = per_device.get(device, 0.0) + n * m * sum(load.work_s for load in loads) - alone
+    for k, device in enumerate(profile.devices):
+        first = sum(firsts[k] for _, firsts in phase)
+        longest = max(longest, m * sum(loads[k].shared_s for loads, _ in phase) - first)
+        work = n * m * sum(loads[k].work_s for loads, _ in phase)
+        per_device[device] = per_device.get(device, 0.0) + work - first
     return max(longest, *per_device.values())
 
 
