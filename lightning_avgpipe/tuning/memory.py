@@ -36,8 +36,8 @@ class Needed:
 def memory_at(profile: Profile, setting: Setting) -> tuple[Needed, ...]:
     """What each stage needs, shape ``(K,)``.
 
-    ``F_k = context + reference + N model + N S_k A / M + N (Q + I) / M``, with S_k stashed micro-batches, and A, Q, I of
-    a full batch. With one parallel model there is no reference. All N pipelines may be at their peak at once.
+    ``F_k = context + reference + N model + N S_k A / M + N (Q + I) / M``, with S_k stashed micro-batches, and A, Q, I
+    of a full batch. With one parallel model there is no reference. All N pipelines may be at their peak at once.
     """
     n, m = setting.num_pipelines, setting.num_microbatches
     needed = []

@@ -7,7 +7,6 @@ without its slips; ``Simulator`` plays the iteration through. Memory is predicte
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -118,8 +117,8 @@ class Corrected:
     micro-batches of all N pipelines go together; every link draws them apart by the time of a message, so that they
     disturb each other less on the stage behind it. Then, with AFAB, in each direction the slowest stage adds its other
     micro-batches, or the slowest link its other messages. With a warm-up w, forwards and backwards are one phase, and
-    besides stages and links every round trip between two stages j < k may be the tightest: ``c = w_j - w_k + 1``
-    micro-batches make it at once, so that M of them need ``ceil(M / c)`` trips. With sufficient advance none matters.
+    besides stages and links every round trip between two stages j < k may be the tightest: ``w_j - w_k + 1``
+    micro-batches make it at once. With sufficient advance none matters.
     """
 
     name: str = "corrected"
@@ -180,7 +179,10 @@ def _trips_beyond_s(loads: Loads, num_microbatches: int, warm_up: Sequence[int])
     for j, k in itertools.combinations(range(len(warm_up)), 2):
         trip = sum(load.alone_s for load in (*loads.forward[j : k + 1], *loads.backward[j : k + 1]))
         trip += sum(loads.values_s[j:k]) + sum(loads.gradients_s[j:k]) + sum(map(sum, loads.latency_s[j:k]))
-        longest = max(longest, (math.ceil(num_microbatches / (warm_up[j] - warm_up[k] + 1)) - 1) * trip)
+        # before the first trip and after the last one, stage k does its warm-up and as many backwards
+        aside = warm_up[k] * (loads.forward[k].alone_s + loads.backward[k].alone_s)
+        trips = (num_microbatches - 1 - warm_up[k]) // (warm_up[j] - warm_up[k] + 1)
+        longest = max(longest, aside + trips * trip)
     return longest
 
 

@@ -10,7 +10,7 @@ A micro-batch of stage 1, on the time axis of its device::
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_avgpipe.errors import TuningError
@@ -128,8 +128,8 @@ class HopProfile:
 
     forward_bytes: float
     backward_bytes: float
-    forward: Link = Link()
-    backward: Link = Link()
+    forward: Link = field(default_factory=Link)
+    backward: Link = field(default_factory=Link)
 
 
 @dataclass(frozen=True)
