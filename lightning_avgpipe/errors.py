@@ -33,6 +33,10 @@ class DeadlockError(ScheduleError):
     """A schedule in which a stage waits for something that never comes."""
 
 
+class TuningError(AvgPipeError, ValueError):
+    """A profile that cannot be used, or one for which no setting fits the memory."""
+
+
 class StepChangedError(AvgPipeError):
     """A step function did something else than when it was captured."""
 

@@ -12,7 +12,7 @@ from lightning_avgpipe.capture.graph import CallGraph, Leaf, Value
 from lightning_avgpipe.partition.memory import Memory, Need, nbytes
 from lightning_avgpipe.partition.ranges import Ranges
 
-__all__ = ["Forecast", "Plan", "StagePlan", "make_plan"]
+__all__ = ["Forecast", "Plan", "StagePlan", "format_seconds", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -141,18 +141,18 @@ class Plan:
     def _row(self, stage: StagePlan) -> tuple[str, ...]:
         values = "value" if len(stage.sends) == 1 else "values"
         sends = f"{len(stage.sends)} {values}, {nbytes(stage.boundary_bytes)} a micro-batch"
-        seconds = _seconds(stage.forward + stage.backward)
+        shown = format_seconds(stage.forward + stage.backward)
         return (
             str(stage.index),
             _units(stage.units),
             _count(stage.num_parameters),
-            f"{seconds} ({stage.share:.0%})" if self.measured else f"{stage.share:.0%}",
+            f"{shown} ({stage.share:.0%})" if self.measured else f"{stage.share:.0%}",
             nbytes(stage.memory.total),
             "-" if stage is self.stages[-1] else sends,
         )
 
     def _expectation(self, forecast: Forecast) -> str:
-        time = f"{_seconds(forecast.iteration_s)} an iteration, " if self.measured else ""
+        time = f"{format_seconds(forecast.iteration_s)} an iteration, " if self.measured else ""
         count = forecast.num_microbatches
         batches = f"{count} micro-batch" + ("es" if count > 1 else "")
         return f"expected: {time}{forecast.bubble:.0%} idle ({forecast.schedule}, {batches})"
@@ -209,7 +209,8 @@ def _count(number: float) -> str:
     return f"{number:.1f} T"
 
 
-def _seconds(number: float) -> str:
+def format_seconds(number: float) -> str:
+    """Seconds for people: ``2.0 ms``."""
     if number >= 1:
         return f"{number:.2f} s"
     return f"{number * 1e3:.1f} ms" if number >= 1e-3 else f"{number * 1e6:.0f} us"

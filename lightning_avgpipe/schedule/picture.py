@@ -47,7 +47,7 @@ def require_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
-            "drawing a schedule needs matplotlib, which is not installed; pip install 'lightning_avgpipe[pictures]'"
+            "drawing needs matplotlib, which is not installed; pip install 'lightning_avgpipe[pictures]'"
         ) from error
 
 

@@ -1,0 +1,27 @@
+"""From a profile at one setting to the best setting: predictors, and a search within the memory limit."""
+
+from lightning_avgpipe.tuning.predictors import PREDICTORS, Corrected, Paper, Prediction, Predictor, Simulator
+from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, OtherSize, Profile, StageMemory, StageProfile
+from lightning_avgpipe.tuning.search import Candidate, Result, candidates, search
+from lightning_avgpipe.tuning.setting import Setting
+
+__all__ = [
+    "PREDICTORS",
+    "Candidate",
+    "Corrected",
+    "Curve",
+    "Device",
+    "HopProfile",
+    "OtherSize",
+    "Paper",
+    "Prediction",
+    "Predictor",
+    "Profile",
+    "Result",
+    "Setting",
+    "Simulator",
+    "StageMemory",
+    "StageProfile",
+    "candidates",
+    "search",
+]

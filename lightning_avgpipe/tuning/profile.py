@@ -1,0 +1,218 @@
+"""The profile: what a few iterations at one setting tell about a model, its division and its devices.
+
+A micro-batch of stage 1, on the time axis of its device::
+
+    utilisation 1 |      ____
+                  |  ___|    |__      a curve: pieces of constant utilisation, one curve per forward and backward
+                0 +-------------+
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from lightning_avgpipe.errors import TuningError
+from lightning_avgpipe.partition import Link
+from lightning_avgpipe.tuning import plain
+
+__all__ = ["Curve", "Device", "HopProfile", "OtherSize", "Profile", "StageMemory", "StageProfile"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How much of a device one micro-batch uses while it is on it, piecewise constant.
+
+    Attributes:
+        seconds: length of each piece.
+        utilisation: of the device in each piece, 0..1; same shape.
+    Raises:
+        TuningError: lengths that differ, or a number out of range.
+    """
+
+    seconds: tuple[float, ...]
+    utilisation: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.seconds or len(self.seconds) != len(self.utilisation):
+            raise TuningError(
+                f"a curve has {len(self.seconds)} times and {len(self.utilisation)} utilisations; give one of each per "
+                "piece, at least one"
+            )
+        if not all(0 <= s < math.inf for s in self.seconds) or not all(0 <= u <= 1 for u in self.utilisation):
+            raise TuningError(f"{self}: times must be finite and not negative, utilisations between 0 and 1")
+
+    @classmethod
+    def constant(cls, seconds: float, utilisation: float) -> Curve:
+        """One piece."""
+        return cls((seconds,), (utilisation,))
+
+    @cached_property
+    def total_s(self) -> float:
+        """Duration."""
+        return sum(self.seconds)
+
+    def stretched(self, demand: float) -> Curve:
+        """When the work in every piece is ``demand`` times as much: fuller, and longer where the device is full."""
+        wanted = [demand * used for used in self.utilisation]
+        lengths = tuple(s * max(1.0, w) for s, w in zip(self.seconds, wanted, strict=True))
+        return Curve(lengths, tuple(min(1.0, w) for w in wanted))
+
+    def stretched_s(self, demand: float) -> float:
+        """Duration of ``stretched(demand)``: the integral of ``max(demand * utilisation, 1)``."""
+        return sum(s * max(1.0, demand * u) for s, u in zip(self.seconds, self.utilisation, strict=True))
+
+    @cached_property
+    def work_s(self) -> float:
+        """Seconds of a full device that it uses: the integral of the utilisation."""
+        return sum(s * u for s, u in zip(self.seconds, self.utilisation, strict=True))
+
+
+@dataclass(frozen=True)
+class OtherSize:
+    """Durations of a micro-batch of another size, measured with one pipeline alone."""
+
+    num_microbatches: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one stage.
+
+    Attributes:
+        context: of the device's runtime, whatever is trained.
+        model: parameters, gradients and optimizer states of one pipeline.
+        reference: reference model and its accumulator.
+        activations: the stash of a full batch; that of a micro-batch is 1/M of it.
+        transient: what a full batch needs beyond that while an action runs.
+        boundary: buffers for the messages of a full batch.
+    """
+
+    context: int
+    model: int
+    reference: int
+    activations: int
+    transient: int = 0
+    boundary: int = 0
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """One stage at the profiled setting.
+
+    Attributes:
+        forward: of one micro-batch; its duration is that of the action.
+        backward: the same.
+        memory: bytes.
+        others: durations at other micro-batch sizes; where there are some, they correct what the curves predict.
+        step_s: seconds of the optimizer's step, per pipeline.
+        averaging_s: seconds of the averaging, per pipeline.
+    """
+
+    forward: Curve
+    backward: Curve
+    memory: StageMemory
+    others: tuple[OtherSize, ...] = ()
+    step_s: float = 0.0
+    averaging_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class HopProfile:
+    """One hop: bytes of the messages of one micro-batch, and the link in each direction."""
+
+    forward_bytes: float
+    backward_bytes: float
+    forward: Link = field(default_factory=Link)
+    backward: Link = field(default_factory=Link)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What all devices of the profile are.
+
+    Attributes:
+        name: for people, and to notice a profile from elsewhere.
+        memory: bytes.
+        in_turns: whether lanes run one action at a time, as on a CPU, instead of side by side.
+    """
+
+    name: str
+    memory: int
+    in_turns: bool = False
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measurements at M = ``num_microbatches``, N = ``num_pipelines``.
+
+    M should be large and N = 1, so that devices are not full: what a full device would have liked to do is not seen.
+
+    Attributes:
+        num_microbatches: m.
+        num_pipelines: n.
+        batch_size: samples of a batch of one pipeline.
+        stages: shape ``(K,)``.
+        hops: shape ``(K-1,)``.
+        device: description.
+        devices: number of the device of each stage, shape ``(K,)``; empty: stage k on device k.
+        groups: process groups that are averaged with this one, and itself.
+    Raises:
+        TuningError: numbers that do not fit together.
+    """
+
+    num_microbatches: int
+    num_pipelines: int
+    batch_size: int
+    stages: tuple[StageProfile, ...]
+    hops: tuple[HopProfile, ...]
+    device: Device
+    devices: tuple[int, ...] = ()
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_microbatches", "num_pipelines", "batch_size", "groups"):
+            if getattr(self, name) < 1:
+                raise TuningError(f"a profile with {name}={getattr(self, name)}: it must be at least 1")
+        if self.num_microbatches > self.batch_size:
+            raise TuningError(
+                f"a profile of {self.num_microbatches} micro-batches, but only {self.batch_size} samples in a batch"
+            )
+        if not self.stages or len(self.hops) != len(self.stages) - 1:
+            raise TuningError(f"a profile of {len(self.stages)} stages and {len(self.hops)} hops: needs one hop fewer")
+        if self.devices and len(self.devices) != len(self.stages):
+            raise TuningError(f"{len(self.devices)} devices for {len(self.stages)} stages; give one per stage, or none")
+        if not self.devices:
+            object.__setattr__(self, "devices", tuple(range(len(self.stages))))
+        for k, stage in enumerate(self.stages):
+            times = [stage.step_s, stage.averaging_s]
+            times += [s for other in stage.others for s in (other.forward_s, other.backward_s)]
+            if not all(0 <= s < math.inf for s in times) or any(o.num_microbatches < 1 for o in stage.others):
+                raise TuningError(f"stage {k} of the profile: times must be finite and not negative, sizes at least 1")
+        for hop, found in enumerate(self.hops):
+            links = (found.forward.per_byte, found.forward.latency, found.backward.per_byte, found.backward.latency)
+            if not all(0 <= x < math.inf for x in (found.forward_bytes, found.backward_bytes, *links)):
+                raise TuningError(f"hop {hop} of the profile: {found}: must be finite and not negative")
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self.stages)
+
+    def averages(self, num_pipelines: int) -> bool:
+        """Whether there is a reference model."""
+        return num_pipelines * self.groups > 1
+
+    def to_json(self) -> str:
+        """Text that ``from_json`` makes an equal profile of."""
+        return plain.to_json(self, _FORMAT)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Raises TuningError for what is no profile of this version."""
+        return plain.from_json(cls, text, _FORMAT)

@@ -1,0 +1,226 @@
+"""The search: every setting that may be used, what is predicted for it, and the fastest that fits the memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_avgpipe.errors import TuningError
+from lightning_avgpipe.partition.memory import nbytes
+from lightning_avgpipe.partition.plan import format_seconds
+from lightning_avgpipe.tuning import plain
+from lightning_avgpipe.tuning.memory import memory_at
+from lightning_avgpipe.tuning.predictors import Corrected, Prediction, Predictor
+from lightning_avgpipe.tuning.profile import Profile
+from lightning_avgpipe.tuning.setting import Setting
+
+__all__ = ["ADVANCES", "Candidate", "Result", "candidates", "search"]
+
+ADVANCES = (0, 1, 2, 4, 8)
+_FORMAT = 1
+_ROUNDING = 1e-9  # relative; times that differ by less differ only in the order of their additions
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting with what is predicted for it."""
+
+    setting: Setting
+    prediction: Prediction
+
+    def lacking(self, memory_limit: float) -> tuple[int, float]:
+        """The stage that needs the most, and how many bytes that is above the limit; negative where it fits."""
+        stage = max(range(len(self.prediction.memory)), key=self.prediction.memory.__getitem__)
+        return stage, self.prediction.memory[stage] - memory_limit
+
+    def fits(self, memory_limit: float) -> bool:
+        """Whether every stage stays within the limit."""
+        return self.lacking(memory_limit)[1] <= 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was chosen, from what, and why; ``str(result)`` is a table.
+
+    Attributes:
+        profile: that everything is predicted from.
+        predictor: its name.
+        memory_limit: bytes that no stage may exceed; None for no limit.
+        candidates: all settings that were considered.
+        choice: the one to use.
+        reason: why.
+    """
+
+    profile: Profile
+    predictor: str
+    memory_limit: float | None
+    candidates: tuple[Candidate, ...]
+    choice: Candidate
+    reason: str
+
+    @property
+    def limit(self) -> float:
+        """Bytes, infinite without a limit."""
+        return math.inf if self.memory_limit is None else self.memory_limit
+
+    def best(self, num_microbatches: int | None = None, num_pipelines: int | None = None) -> Candidate | None:
+        """The best candidate with this M and N (None: any); where none of them fits, the one that lacks least."""
+        found = [
+            candidate
+            for candidate in self.candidates
+            if num_microbatches in (None, candidate.setting.num_microbatches)
+            and num_pipelines in (None, candidate.setting.num_pipelines)
+        ]
+        fitting = [candidate for candidate in found if candidate.fits(self.limit)]
+        if fitting:
+            return _fastest(fitting)
+        return min(found, key=lambda candidate: candidate.lacking(self.limit)[1], default=None)
+
+    def to_json(self) -> str:
+        """Text that ``from_json`` makes an equal result of."""
+        return plain.to_json(self, _FORMAT)
+
+    @classmethod
+    def from_json(cls, text: str) -> Result:
+        """Raises TuningError for what is no result of this version."""
+        return plain.from_json(cls, text, _FORMAT)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("pipelines", "micro-batches", "schedule", "a batch", "fullest stage", "")]
+        for n in sorted({candidate.setting.num_pipelines for candidate in self.candidates}):
+            best = self.best(num_pipelines=n)
+            assert best is not None
+            rows.append(self._row(best))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "-" * max(len(line) for line in lines))
+        return "\n".join([*lines, f"{self.choice.setting}: {self.reason}"])
+
+    def _row(self, candidate: Candidate) -> tuple[str, ...]:
+        setting, (stage, lacking) = candidate.setting, candidate.lacking(self.limit)
+        note = f"lacks {nbytes(lacking)}" if lacking > 0 else "chosen" if candidate == self.choice else ""
+        return (
+            str(setting.num_pipelines),
+            str(setting.num_microbatches),
+            f"advance {setting.advance}" if setting.schedule == "advance_forward" else setting.schedule,
+            format_seconds(candidate.prediction.per_batch_s),
+            f"{nbytes(candidate.prediction.memory[stage])} on {stage}",
+            note,
+        )
+
+
+def candidates(
+    profile: Profile,
+    max_num_pipelines: int,
+    microbatch_candidates: Sequence[int] | None = None,
+    advances: Iterable[int] = ADVANCES,
+    schedule: str = "advance_forward",
+) -> tuple[Setting, ...]:
+    """All settings to consider.
+
+    Args:
+        profile: for the batch size and the number of stages.
+        max_num_pipelines: N goes from 1 to this.
+        microbatch_candidates: every M; default: the divisors of the batch size, or the powers of two up to it if there
+            are more of those.
+        advances: every h; those that change nothing are left out, and other schedules than advance forward have none.
+        schedule: its name.
+    Raises:
+        TuningError: no pipelines, or an M that the batch cannot be split into.
+    """
+    if max_num_pipelines < 1:
+        raise TuningError(f"max_num_pipelines={max_num_pipelines}: must be at least 1")
+    counts = _counts(profile.batch_size) if microbatch_candidates is None else sorted(set(microbatch_candidates))
+    wrong = [m for m in counts if not 1 <= m <= profile.batch_size]
+    if wrong or not counts:
+        raise TuningError(
+            f"microbatch_candidates={list(counts)}: give numbers from 1 to {profile.batch_size}, the samples of a batch"
+        )
+    usable = sorted(set(advances)) if schedule == "advance_forward" else [0]
+    found = []
+    for m in counts:
+        distinct: dict[tuple[int, ...], int] = {}
+        for h in usable:
+            distinct.setdefault(Setting(m, 1, h, schedule).warm_up(profile.num_stages), h)
+        found += [Setting(m, n, h, schedule) for n in range(1, max_num_pipelines + 1) for h in distinct.values()]
+    return tuple(found)
+
+
+def _counts(batch_size: int) -> list[int]:
+    divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+    powers = [2**i for i in range(batch_size.bit_length())]
+    return divisors if len(divisors) >= len(powers) else powers
+
+
+def search(
+    profile: Profile,
+    settings: Sequence[Setting],
+    memory_limit: float | None = None,
+    predictor: Predictor | None = None,
+) -> Result:
+    """Choose the setting with the shortest predicted time per batch among those that fit.
+
+    Of settings that are equally fast, the one whose fullest stage needs less memory is taken.
+
+    Args:
+        profile: of one setting.
+        settings: to consider, as ``candidates`` gives them.
+        memory_limit: bytes that no stage may exceed; None for no limit.
+        predictor: default: ``Corrected()``.
+    Raises:
+        TuningError: there is none, or none fits; says what is missing on which stage, and what would help.
+    """
+    if not settings:
+        raise TuningError("no settings to choose from; give at least one")
+    predictor = predictor or Corrected()
+    limit = math.inf if memory_limit is None else memory_limit
+    found = tuple(Candidate(setting, predictor.predict(profile, setting)) for setting in settings)
+    fitting = [candidate for candidate in found if candidate.fits(limit)]
+    if not fitting:
+        raise TuningError(_nothing_fits(profile, found, limit))
+    choice = _fastest(fitting)
+    reason = _reason(choice, found, fitting, limit)
+    return Result(profile, predictor.name, None if limit == math.inf else limit, found, choice, reason)
+
+
+def _fastest(fitting: Sequence[Candidate]) -> Candidate:
+    least = min(candidate.prediction.per_batch_s for candidate in fitting)
+    equal = [c for c in fitting if c.prediction.per_batch_s <= least * (1 + _ROUNDING)]
+    return min(equal, key=lambda c: (max(c.prediction.memory), sum(c.prediction.memory), c.setting))
+
+
+def _reason(choice: Candidate, found: Sequence[Candidate], fitting: Sequence[Candidate], limit: float) -> str:
+    text = f"{format_seconds(choice.prediction.per_batch_s)} a batch, the shortest of {len(fitting)} settings"
+    if len(fitting) < len(found):
+        text += f" that fit {nbytes(limit)} ({len(found)} considered)"
+    fastest = _fastest(found)
+    if not fastest.fits(limit):
+        stage, lacking = fastest.lacking(limit)
+        text += (
+            f"; {fastest.setting} would take {format_seconds(fastest.prediction.per_batch_s)}, "
+            f"but lacks {nbytes(lacking)} on stage {stage}"
+        )
+    return text
+
+
+def _nothing_fits(profile: Profile, found: Sequence[Candidate], limit: float) -> str:
+    nearest = min(found, key=lambda candidate: candidate.lacking(limit)[1])
+    stage, lacking = nearest.lacking(limit)
+    needed = memory_at(profile, nearest.setting)[stage]
+    helps = []
+    if nearest.setting.num_microbatches < profile.batch_size and needed.stash + needed.working > 0:
+        helps.append(f"more micro-batches (up to {profile.batch_size})")
+    if nearest.setting.num_pipelines > 1:
+        helps.append("fewer pipelines")
+    if needed.stash > 0:
+        helps.append(f"recomputing activations (their stash takes {nbytes(needed.stash)})")
+    if needed.models > 0:
+        helps.append(
+            f"more stages (parameters, gradients and optimizer states of stage {stage} take {nbytes(needed.models)})"
+        )
+    helps.append("a higher memory_limit")
+    return (
+        f"none of {len(found)} settings fits memory_limit={nbytes(limit)}: the smallest, {nearest.setting}, needs "
+        f"{nbytes(needed.total)} on stage {stage}, {nbytes(lacking)} too much. What would help: {', '.join(helps)}"
+    )

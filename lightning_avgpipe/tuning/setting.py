@@ -1,0 +1,49 @@
+"""Settings: what the tuner chooses, and how many micro-batches a setting stashes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_avgpipe.errors import TuningError
+from lightning_avgpipe.schedule import builders
+
+__all__ = ["Setting"]
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """M, N, and the schedule.
+
+    Attributes:
+        num_microbatches: M, per batch and pipeline.
+        num_pipelines: N.
+        advance: h, of ``"advance_forward"``.
+        schedule: ``"advance_forward"``, ``"1f1b"`` or ``"afab"``.
+    Raises:
+        TuningError: a number below 1 or a schedule that does not train.
+    """
+
+    num_microbatches: int
+    num_pipelines: int = 1
+    advance: int = 0
+    schedule: str = "advance_forward"
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1 or self.num_pipelines < 1 or self.advance < 0:
+            raise TuningError(f"{self}: M and N must be at least 1, the advance at least 0")
+        if self.schedule not in builders.NAMES or self.schedule == "forward":
+            raise TuningError(f"{self}: tune 'advance_forward', '1f1b' or 'afab'")
+
+    def warm_up(self, num_stages: int) -> tuple[int, ...]:
+        """Forwards before the first pair, shape ``(num_stages,)``; M - 1 stands for M, which has the same rows."""
+        ahead = builders.warm_up(self.schedule, num_stages, self.num_microbatches, self.advance)
+        return tuple(min(w, self.num_microbatches - 1) for w in ahead)
+
+    def stash(self, num_stages: int) -> tuple[int, ...]:
+        """Largest number of stashed micro-batches of one pipeline, shape ``(num_stages,)``."""
+        return tuple(w + 1 for w in self.warm_up(num_stages))
+
+    def __str__(self) -> str:
+        name = f"advance {self.advance}" if self.schedule == "advance_forward" else self.schedule
+        pipelines = f"{self.num_pipelines} pipeline{'s' * (self.num_pipelines > 1)}"
+        return f"{pipelines}, {self.num_microbatches} micro-batch{'es' * (self.num_microbatches > 1)}, {name}"

@@ -1,0 +1,173 @@
+"""Predictors: what they must return at the profiled setting, in the limits, and against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.predictors import compare, random_profile, table
+from lightning_avgpipe.errors import TuningError
+from lightning_avgpipe.partition import Link
+from lightning_avgpipe.schedule import StageCosts, build, simulate
+from lightning_avgpipe.tuning import (
+    Corrected,
+    Curve,
+    Device,
+    HopProfile,
+    OtherSize,
+    Paper,
+    Predictor,
+    Profile,
+    Setting,
+    Simulator,
+    StageMemory,
+    StageProfile,
+)
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "predictions.json").read_text())
+CLOSE = 1e-9
+BOTH = [Corrected(), Simulator()]
+
+
+def balanced(
+    utilisation: float, num_stages: int = 3, send_s: float = 0.25, latency_s: float = 0.125, in_turns: bool = False
+) -> Profile:
+    """Forwards of 1 s and backwards of 2 s at M=8; a message has 100 bytes."""
+    memory = StageMemory(context=1000, model=300, reference=200, activations=800, transient=80, boundary=40)
+    stage = StageProfile(Curve.constant(1.0, utilisation), Curve.constant(2.0, utilisation), memory)
+    link = Link(send_s / 100, latency_s)
+    hops = (HopProfile(100, 100, link, link),) * (num_stages - 1)
+    return Profile(8, 1, 8, (stage,) * num_stages, hops, Device("made up", 10_000, in_turns))
+
+
+def test_profiles_survive_json_bit_for_bit() -> None:
+    for seed in range(5):
+        profile = random_profile(seed)
+        assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize("text", ["{}", '{"format": 9, "Profile": {}}', '{"format": 1, "Profile": {"stages": []}}'])
+def test_what_is_no_profile_is_refused(text: str) -> None:
+    with pytest.raises(TuningError, match="no Profile that can be read"):
+        Profile.from_json(text)
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"seed{case['seed']}")
+def test_predictions_of_recorded_profiles_are_golden(case: dict) -> None:
+    profile = Profile.from_json(json.dumps(case["profile"]))
+    assert profile == random_profile(case["seed"])
+    for predictor in (Paper(), Corrected(), Simulator()):
+        for m, n, advance, expected in case[predictor.name]:
+            found = predictor.predict(profile, Setting(m, n, advance)).iteration_s
+            assert found == pytest.approx(expected, rel=1e-9), (predictor.name, m, n, advance)
+
+
+@pytest.mark.parametrize("predictor", BOTH, ids=lambda p: p.name)
+@pytest.mark.parametrize("utilisation", [0.3, 1.0])
+def test_at_the_profiled_setting_the_measurements_come_out(predictor: Predictor, utilisation: float) -> None:
+    """A balanced AFAB: the way of one micro-batch there and back, and the other micro-batches on one stage."""
+    predicted = predictor.predict(balanced(utilisation), Setting(8, 1, schedule="afab"))
+    assert predicted.iteration_s == pytest.approx(3 * 3 + 2 * 2 * (0.25 + 0.125) + 7 * 3, rel=CLOSE)
+
+
+@pytest.mark.parametrize("utilisation", [0.01, 0.4, 1.0])
+@pytest.mark.parametrize("schedule", [("afab", 0), ("advance_forward", 0), ("advance_forward", 1)])
+def test_with_one_pipeline_it_is_the_simulator_of_schedules(utilisation: float, schedule: tuple[str, int]) -> None:
+    name, advance = schedule
+    profile = balanced(utilisation)
+    expected = simulate(build(name, 3, 8, advance), StageCosts.uniform(3, 1, 2, 0.25, 0.125)).iteration_s
+    assert Simulator().predict(profile, Setting(8, 1, advance, name)).iteration_s == pytest.approx(expected, rel=CLOSE)
+
+
+@pytest.mark.parametrize("schedule", [("afab", 0), ("advance_forward", 1), ("advance_forward", 7)])
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_closed_form_and_simulator_agree_on_balanced_stages_with_enough_advance(
+    schedule: tuple[str, int], in_turns: bool
+) -> None:
+    for utilisation, m in itertools.product((0.01, 0.5, 1.0), (4, 8)):
+        setting = Setting(m, 1, schedule[1], schedule[0])
+        found = [p.predict(balanced(utilisation, in_turns=in_turns), setting).iteration_s for p in BOTH]
+        assert found[0] == pytest.approx(found[1], rel=CLOSE), setting
+
+
+def test_a_full_device_takes_n_times_as_long_for_n_pipelines_and_an_empty_one_no_longer() -> None:
+    for predictor, n in itertools.product(BOTH, (1, 2, 3)):
+        setting = Setting(8, n, schedule="afab")
+        full = predictor.predict(balanced(1.0, num_stages=1), setting)
+        assert full.iteration_s == pytest.approx(n * 8 * 3, rel=CLOSE)
+        assert full.per_batch_s == pytest.approx(8 * 3, rel=CLOSE)
+        empty = predictor.predict(balanced(1e-6, 3, send_s=0.0), setting)
+        assert empty.iteration_s == pytest.approx(10 * 3 + 4 * 0.125, rel=CLOSE)
+        assert empty.per_batch_s == pytest.approx(empty.iteration_s / n)
+
+
+def test_lanes_that_ask_for_more_than_the_device_are_slowed_down_together() -> None:
+    profile = balanced(0.6, num_stages=1)
+    for predictor in BOTH:
+        found = predictor.predict(profile, Setting(8, 2, schedule="afab")).iteration_s
+        assert found == pytest.approx(8 * 3 * 1.2, rel=CLOSE)
+
+
+def test_in_turns_pipelines_fill_each_others_bubbles() -> None:
+    profile = balanced(0.1, send_s=0.0, latency_s=0.0, in_turns=True)
+    for predictor in BOTH:
+        found = predictor.predict(profile, Setting(8, 2, schedule="afab")).iteration_s
+        assert found == pytest.approx((3 + 15) * 3, rel=CLOSE)  # 16 micro-batches one after another
+
+
+def test_messages_of_all_pipelines_share_a_link() -> None:
+    profile = balanced(1e-6, num_stages=2, send_s=5.0, latency_s=0.0)
+    setting = Setting(8, 3, schedule="afab")
+    assert Corrected().predict(profile, setting).iteration_s == pytest.approx(2 * 3 + 2 * 24 * 5, rel=CLOSE)
+    # the first pipeline has its last value, and begins its backwards, two messages before the third one
+    assert Simulator().predict(profile, setting).iteration_s == pytest.approx(2 * 3 + (2 * 24 - 2) * 5, rel=CLOSE)
+
+
+@pytest.mark.parametrize("predictor", [*BOTH, Paper(), Paper(growing=False)], ids=lambda p: p.name)
+def test_more_bandwidth_is_never_slower_for_one_pipeline(predictor: Predictor) -> None:
+    """For several it can be: a slow link draws them apart, and they disturb each other less."""
+    for seed in range(8):
+        slow = random_profile(seed)
+        link = {"forward": Link(1e-12, 0.0), "backward": Link(1e-12, 0.0)}
+        fast = dataclasses.replace(slow, hops=tuple(dataclasses.replace(hop, **link) for hop in slow.hops))
+        times = [predictor.predict(p, Setting(8, 1, schedule="afab")).iteration_s for p in (fast, slow)]
+        assert times[0] <= times[1] * (1 + CLOSE), seed
+
+
+def test_measured_durations_of_other_sizes_correct_the_curves() -> None:
+    profile = balanced(0.01, num_stages=1)
+    stage = dataclasses.replace(profile.stages[0], others=(OtherSize(2, 1.5, 5.0),))
+    profile = dataclasses.replace(profile, stages=(stage,))
+    for predictor in BOTH:
+        at = {m: predictor.predict(profile, Setting(m, 1)).iteration_s for m in (2, 4, 8)}
+        assert at[8] == pytest.approx(8 * 3)
+        assert at[2] == pytest.approx(2 * 6.5)
+        assert 3 < at[4] / 4 < 6.5
+
+
+def test_steps_and_averaging_end_an_iteration() -> None:
+    profile = balanced(1e-6, num_stages=1)
+    stage = dataclasses.replace(profile.stages[0], step_s=10.0, averaging_s=1.0)
+    profile = dataclasses.replace(profile, stages=(stage,))
+    for predictor in BOTH:
+        assert predictor.predict(profile, Setting(8, 1)).iteration_s == pytest.approx(24 + 10)
+        assert predictor.predict(profile, Setting(8, 2)).iteration_s == pytest.approx(24 + 2 * 11)
+
+
+def test_memory_counts_pipelines_stashes_and_one_reference() -> None:
+    predicted = Corrected().predict(balanced(0.5), Setting(4, 1, schedule="1f1b")).memory
+    assert predicted == tuple(1000 + 300 + stash * 200 + 30 for stash in (3, 2, 1))
+    predicted = Simulator().predict(balanced(0.5), Setting(8, 2, schedule="afab")).memory
+    assert predicted == (1000 + 200 + 2 * 300 + 2 * 800 + 2 * 15,) * 3
+
+
+def test_the_printed_formula_chooses_worse_than_the_corrected_one() -> None:
+    printed, per_batch, corrected = rows = compare([random_profile(seed) for seed in range(10)])
+    assert corrected.mean_regret <= 0.01 and corrected.rank_correlation >= 0.9
+    assert printed.mean_regret > 0.05 and per_batch.mean_regret < printed.mean_regret
+    assert printed.rank_correlation < corrected.rank_correlation
+    assert [line.split()[0] for line in table(rows).splitlines()] == ["predictor", "paper", "paper,", "corrected"]
