@@ -19,6 +19,8 @@ class Memory:
             several stages use it; empty: that is not counted.
         held: full name -> bytes that a stage which uses it holds for it: weight, gradient, optimizer state.
         in_flight: micro-batches that each stage stashes at most, shape ``(K,)``; empty: one on every stage.
+        repeats: of each stage whether it repeats its forwards, shape ``(K,)``; it then has one stash at a time, and
+            keeps what it received for the micro-batches in flight. Empty: none does.
         num_microbatches: M, over which work that is done once in an iteration is spread.
     """
 
@@ -26,11 +28,20 @@ class Memory:
     weights: Mapping[str, int] = field(default_factory=dict)
     held: Mapping[str, int] = field(default_factory=dict)
     in_flight: tuple[int, ...] = ()
+    repeats: tuple[bool, ...] = ()
     num_microbatches: int = 1
 
-    def stashes(self, stage: int) -> int:
+    def flights(self, stage: int) -> int:
         """Micro-batches in flight on a stage."""
         return self.in_flight[stage] if self.in_flight else 1
+
+    def stashes(self, stage: int) -> int:
+        """Micro-batches of which a stage has a stash at the same time."""
+        return 1 if self.is_repeated(stage) else self.flights(stage)
+
+    def is_repeated(self, stage: int) -> bool:
+        """Whether a stage repeats its forwards."""
+        return bool(self.repeats) and self.repeats[stage]
 
 
 @dataclass(frozen=True)
