@@ -19,17 +19,17 @@ class Memory:
             several stages use it; empty: that is not counted.
         held: full name -> bytes that a stage which uses it holds for it: weight, gradient, optimizer state.
         in_flight: micro-batches that each stage stashes at most, shape ``(K,)``; empty: one on every stage.
+        num_microbatches: M, over which work that is done once in an iteration is spread.
         repeats: of each stage whether it repeats its forwards, shape ``(K,)``; it then has one stash at a time, and
             keeps what it received for the micro-batches in flight. Empty: none does.
-        num_microbatches: M, over which work that is done once in an iteration is spread.
     """
 
     limit: float = math.inf
     weights: Mapping[str, int] = field(default_factory=dict)
     held: Mapping[str, int] = field(default_factory=dict)
     in_flight: tuple[int, ...] = ()
-    repeats: tuple[bool, ...] = ()
     num_microbatches: int = 1
+    repeats: tuple[bool, ...] = ()
 
     def flights(self, stage: int) -> int:
         """Micro-batches in flight on a stage."""

@@ -103,4 +103,4 @@ def memory_of(
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         weights[name] = tensor.numel() * tensor.element_size()
         held[name] = weights[name] * (2 + copies if trains and tensor.requires_grad else 1)
-    return Memory(limit, weights, held, flights, repeats, schedule.num_microbatches if schedule is not None else 1)
+    return Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
