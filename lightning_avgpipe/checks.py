@@ -73,7 +73,7 @@ def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
         raise ConfigurationError(f"{option}={value!r}: must be one of {', '.join(map(repr, choices))}")
 
 
-def partition_options(costs: str, costs_cache: Any, memory_limit: Any) -> None:
+def partition_options(costs: str, costs_cache: Any, memory_limit: Any, recompute: Any = False) -> None:
     """Check what the strategy's arguments say about costs and memory."""
     if costs not in _COSTS:
         raise ConfigurationError(f"costs={costs!r}: must be one of {', '.join(map(repr, _COSTS))}")
@@ -82,6 +82,14 @@ def partition_options(costs: str, costs_cache: Any, memory_limit: Any) -> None:
             f"costs_cache={costs_cache!r}: must be a directory, 'auto' for the user's cache directory, or None for none"
         )
     parse_limit(memory_limit)
+    if isinstance(recompute, str):
+        raise ConfigurationError(f"recompute={recompute!r}: must be a list of names; use [{recompute!r}]")
+    if not isinstance(recompute, bool) and not (
+        isinstance(recompute, (list, tuple)) and recompute and all(isinstance(name, str) for name in recompute)
+    ):
+        raise ConfigurationError(
+            f"recompute={recompute!r}: must be True (whole stages), False, or a list of names of submodules"
+        )
 
 
 def processes(num_stages: int, world_size: int) -> None:

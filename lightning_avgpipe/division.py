@@ -56,7 +56,7 @@ class Division:
         optimizers: Callable[[], Sequence[Optimizer]],
         origin: Origin | None = None,
     ) -> None:
-        self.pipeline = Pipeline(mesh, module)
+        self.pipeline = Pipeline(mesh, module, planner.recompute)
         self.plan: Plan | None = None
         self._module = module
         self._mesh = mesh

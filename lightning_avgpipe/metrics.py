@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.runtime.mesh import Mesh
+from lightning_avgpipe.runtime.recompute import is_repeating
 
 __all__ = ["BatchValues", "StepLog", "SyncedLoggerConnector", "local_metrics"]
 
@@ -97,11 +98,13 @@ class StepLog:
         self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        tracer = StepTracer.current()
+        if tracer is None and is_repeating():  # inside a unit, which has logged before
+            return
         if self._size is None:  # in a hook
             if self._hosts_last:
                 self._log(*args, **kwargs)
             return
-        tracer = StepTracer.current()
         if tracer is not None:
             tracer.observe(self._collect, args, kwargs)
         elif self._hosts_last:
@@ -222,6 +225,11 @@ def local_metrics(metrics: list[Metric], values: BatchValues) -> Iterator[None]:
 def _observed(method: Callable[..., Any]) -> Callable[..., Any]:
     def observe(*args: Any, **kwargs: Any) -> Any:
         tracer = StepTracer.current()
+        if tracer is None and is_repeating():
+            raise AvgPipeError(
+                "a metric is called inside a submodule that is executed once more before its backward (recompute), "
+                "which would count twice; call it in the step, or do without recompute"
+            )
         return method(*args, **kwargs) if tracer is None else tracer.observe(method, args, kwargs)
 
     return observe

@@ -38,6 +38,7 @@ from lightning_avgpipe.runtime.memory import limit_of
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.ownership import to_host
 from lightning_avgpipe.runtime.planner import Planner
+from lightning_avgpipe.runtime.recompute import chosen
 from lightning_avgpipe.stepping import SplitBatch, SteppingStrategy
 
 __all__ = ["AvgPipeStrategy"]
@@ -85,6 +86,12 @@ class AvgPipeStrategy(SteppingStrategy):
         memory_limit: what each stage may use, estimated from its weights, gradients, optimizer states, and what the
             micro-batches in flight keep for their backwards: bytes, a size such as ``"10GB"`` or ``"512MiB"``, or a
             fraction up to 1.0 of the device's memory for all of its stages together. None: no limit.
+        recompute: trades time for memory. True: a stage keeps only what it received for the micro-batches in flight
+            and repeats its forward before the backward, a third more time; not where the backward follows
+            at once, as on the last stage under 1F1B. A list names submodules as ``split_points`` does, or by patterns
+            such as ``"blocks.*"``: each of these keeps its inputs, and repeats itself within the backward. The results
+            are the same; buffers, attributes and logs change once. With True what a step prints, or changes outside of
+            the module, happens again.
         loss_reduction: how the loss depends on the batch: ``"mean"`` weights each micro-batch's loss by its share of
             the samples, ``"sum"`` adds them up.
         split_batch: ``(batch, num_microbatches) -> list of micro-batches`` for batches that are no trees of tensors
@@ -130,6 +137,7 @@ class AvgPipeStrategy(SteppingStrategy):
         costs: Literal["measured", "flops"] = "measured",
         costs_cache: str | Path | None = "auto",
         memory_limit: str | int | float | None = None,
+        recompute: bool | list[str] = False,
         loss_reduction: Literal["mean", "sum"] = "mean",
         split_batch: SplitBatch | None = None,
         reader: Literal["last", "first"] = "last",
@@ -156,7 +164,7 @@ class AvgPipeStrategy(SteppingStrategy):
             num_stages, num_pipelines, num_microbatches, schedule, advance, split_points, loss_reduction, reader,
             send_batch, start_method,
         )  # fmt: skip
-        checks.partition_options(costs, costs_cache, memory_limit)
+        checks.partition_options(costs, costs_cache, memory_limit, recompute)
         self.num_nodes = 1
         self._wanted_stages = num_stages
         self._num_microbatches = num_microbatches
@@ -166,6 +174,7 @@ class AvgPipeStrategy(SteppingStrategy):
         self._costs = costs
         self._costs_cache = costs_cache
         self._memory_limit = memory_limit
+        self._recompute = recompute
         self._loss_reduction = loss_reduction
         self._split_batch = split_batch
         self._reader = reader
@@ -290,6 +299,7 @@ class AvgPipeStrategy(SteppingStrategy):
             "flops" if on_meta(module) else self._costs,  # what has no contents cannot be timed
             None if cache is None else CostCache(default_directory() if cache == "auto" else cache),
             limit_of(self._memory_limit, self.root_device, self._sharing()),
+            chosen(module, self._recompute),
         )
         self._division = Division(module, self.mesh, planner, lambda: self.optimizers, self.take_origin(module))
         self._log = StepLog(module, self.mesh.hosts_last)

@@ -16,6 +16,7 @@ from lightning_avgpipe.runtime.microbatch import MicroBatch, split
 from lightning_avgpipe.runtime.pipeline import Pipeline
 from lightning_avgpipe.runtime.planner import Planner
 from lightning_avgpipe.runtime.randomness import RandomKey
+from lightning_avgpipe.runtime.recompute import chosen
 from lightning_avgpipe.runtime.stage import Task
 from lightning_avgpipe.schedule import build
 
@@ -36,17 +37,19 @@ class Engine:
         num_microbatches: int = 2,
         step: str = "training_step",
         split_points: Sequence[str] | None = None,
+        recompute: bool | Sequence[str] = False,
     ) -> None:
         self.module = module
         self.step = step
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
         first = split(copy.deepcopy(example), num_microbatches)[0]
-        planner = Planner(module, num_stages, split_points)
+        repeats = chosen(module, recompute)
+        planner = Planner(module, num_stages, split_points, recompute=repeats)
         self.plan: Plan = planner.plan(step, self._call, (first.data, 0))
         self.mesh = Mesh(num_stages, 0, 1, torch.device("cpu"), timedelta(seconds=10))
         self.mesh.open()
-        self.pipeline = Pipeline(self.mesh, module)
+        self.pipeline = Pipeline(self.mesh, module, repeats)
         self.pipeline.load(self.plan.graph, self.plan.cuts)
 
     def _call(self, *args: Any) -> Any:

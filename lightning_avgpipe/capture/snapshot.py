@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["random_state", "untouched"]
+__all__ = ["Attributes", "random_state", "untouched"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _CONTAINERS = (list, dict, set, deque)
+_MISSING = object()
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 @contextlib.contextmanager
@@ -49,6 +51,62 @@ def untouched(module: nn.Module) -> Iterator[None]:
                 _restore(m, state)
 
 
+class Attributes:
+    """Attributes of modules (counters, lists of outputs, what a forward left behind) and which tensors their buffers
+    are, as of now; no tensor is copied.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._saved = [(m, *_references(m)) for m in modules]
+        self._versions = [
+            (m, name, held, held._version)
+            for m, attributes, buffers in self._saved
+            for name, held in (*((name, held) for name, (held, _) in attributes.items()), *buffers.items())
+            if isinstance(held, Tensor) and not held.is_inference()
+        ]
+        self._whole = True
+
+    def restore(self) -> None:
+        """Put everything, or what was kept, back."""
+        for m, attributes, buffers in self._saved:
+            if self._whole:
+                for name in [name for name in vars(m) if name not in _OF_EVERY_MODULE and name not in attributes]:
+                    del vars(m)[name]
+            for name, (held, copy) in attributes.items():
+                vars(m)[name] = _put_back(held, copy)
+            m._buffers.update(buffers)
+
+    def keep_changed(self) -> None:
+        """Forget what is now as it was, and tensors with a history, which would keep all of it."""
+        changed: list[Any] = []
+        for m, attributes, _ in self._saved:
+            kept = {
+                name: (held, copy)
+                for name, (held, copy) in attributes.items()
+                if not _is_now(m, name, held, copy) and not (isinstance(held, Tensor) and held.grad_fn is not None)
+            }
+            if kept:
+                changed.append((m, kept, {}))
+        self._saved, self._versions, self._whole = changed, [], False
+
+    def written(self) -> tuple[nn.Module, str] | None:
+        """An attribute or buffer whose tensor has been changed in place since; None if there is none."""
+        return next(((m, name) for m, name, held, version in self._versions if held._version != version), None)
+
+
+def _references(module: nn.Module) -> tuple[dict[str, tuple[Any, Any]], dict[str, Any]]:
+    own = {name: held for name, held in vars(module).items() if name not in _OF_EVERY_MODULE}
+    return {name: (held, _copy(held, contents=False)) for name, held in own.items()}, dict(module._buffers)
+
+
+def _is_now(module: nn.Module, name: str, held: Any, copy: Any) -> bool:
+    return vars(module).get(name, _MISSING) is held and _has_items(held, copy)
+
+
+def _has_items(held: Any, copy: Any) -> bool:
+    return copy is None or (_same_items(held, copy[0]) and all(_has_items(item, below) for item, below in copy[1]))
+
+
 def _save(module: nn.Module) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
     attributes = {name: (held, _copy(held)) for name, held in vars(module).items() if name not in _REGISTRIES}
     buffers = {name: (held, _copy(held)) for name, held in module._buffers.items()}
@@ -65,14 +123,14 @@ def _restore(module: nn.Module, state: tuple[dict[str, tuple[Any, Any]], dict[st
         module._buffers[name] = _put_back(held, copy)
 
 
-def _copy(held: Any, inside: frozenset[int] = frozenset()) -> Any:
-    """What to put back: a tensor's contents; a container's items, and what these hold in turn."""
+def _copy(held: Any, inside: frozenset[int] = frozenset(), contents: bool = True) -> Any:
+    """What to put back: a tensor's contents, if wanted; a container's items, and what these hold in turn."""
     if isinstance(held, Tensor):
-        return None if isinstance(held, nn.Parameter) else held.detach().clone()
+        return held.detach().clone() if contents and not isinstance(held, nn.Parameter) else None
     if not isinstance(held, _CONTAINERS) or id(held) in inside:
         return None
     inside |= {id(held)}
-    below = [(item, _copy(item, inside)) for item in (held.values() if isinstance(held, dict) else held)]
+    below = [(item, _copy(item, inside, contents)) for item in (held.values() if isinstance(held, dict) else held)]
     return held.copy(), [(item, copy) for item, copy in below if copy is not None]
 
 

@@ -196,11 +196,11 @@ def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int
     need, limit = ranges.need(k, bounds[k], bounds[k + 1]), ranges.memory.limit
     units = [n.name for n in graph.nodes[positions[bounds[k]] : positions[bounds[k + 1]]] if n.kind != "glue"]
     first_to_last = " .. ".join(dict.fromkeys([units[0], units[-1]]))
-    count = ranges.memory.stashes(k)
+    count = ranges.memory.flights(k)
     flying, them = ("1 micro-batch in flight", "it") if count == 1 else (f"{count} micro-batches in flight", "them")
     parts = {
         f"{nbytes(need.held)} of weights, gradients and optimizer states": need.held,
-        f"{nbytes(need.stash)} stashed by {flying}": need.stash,
+        f"{nbytes(need.stash)} stashed by {_stashed(ranges.memory, k, flying)}": need.stash,
         f"{nbytes(need.boundary)} of values received for {them}": need.boundary,
     }
     advice = "use more stages"
@@ -212,6 +212,10 @@ def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int
         f"much. That is stage {k} ({first_to_last}), with {', '.join(p for p, n in parts.items() if n)}; "
         f"{advice}, or raise memory_limit"
     )
+
+
+def _stashed(memory: Memory, stage: int, flying: str) -> str:
+    return "the micro-batch that is being repeated" if memory.is_repeated(stage) else flying
 
 
 def too_few_cuts(graph: CallGraph, num_stages: int) -> PartitionError:

@@ -20,6 +20,8 @@ class Memory:
         held: full name -> bytes that a stage which uses it holds for it: weight, gradient, optimizer state.
         in_flight: micro-batches that each stage stashes at most, shape ``(K,)``; empty: one on every stage.
         num_microbatches: M, over which work that is done once in an iteration is spread.
+        repeats: of each stage whether it repeats its forwards, shape ``(K,)``; it then has one stash at a time, and
+            keeps what it received for the micro-batches in flight. Empty: none does.
     """
 
     limit: float = math.inf
@@ -27,10 +29,19 @@ class Memory:
     held: Mapping[str, int] = field(default_factory=dict)
     in_flight: tuple[int, ...] = ()
     num_microbatches: int = 1
+    repeats: tuple[bool, ...] = ()
 
-    def stashes(self, stage: int) -> int:
+    def flights(self, stage: int) -> int:
         """Micro-batches in flight on a stage."""
         return self.in_flight[stage] if self.in_flight else 1
+
+    def stashes(self, stage: int) -> int:
+        """Micro-batches of which a stage has a stash at the same time."""
+        return 1 if self.is_repeated(stage) else self.flights(stage)
+
+    def is_repeated(self, stage: int) -> bool:
+        """Whether a stage repeats its forwards."""
+        return bool(self.repeats) and self.repeats[stage]
 
 
 @dataclass(frozen=True)

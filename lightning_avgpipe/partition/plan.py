@@ -27,7 +27,7 @@ class StagePlan:
         num_parameters: elements of these parameters.
         share: its part of the time of all stages, 0..1.
         forward: time of one micro-batch; seconds if the costs were measured, else counted operations.
-        backward: the same for the backward.
+        backward: the same for the backward, with the forward before it where that is repeated.
         memory: bytes that it needs, estimated.
         sends: values that cross to the next stage; empty for the last.
         leaves: tensors of the batch that it needs.
@@ -171,8 +171,12 @@ def make_plan(
         memory: for what the stages need of it.
     """
     bounds = [0, *cuts, len(graph.nodes)]
-    ranges = Ranges.of(graph, costs, bounds, len(bounds) - 1, memory or Memory())
-    total = sum(costs.node) or 1.0
+    memory = memory or Memory()
+    ranges = Ranges.of(graph, costs, bounds, len(bounds) - 1, memory)
+    forward = [sum(costs.forward[start:end]) for start, end in itertools.pairwise(bounds)]
+    backward = [sum(costs.backward[start:end]) for start, end in itertools.pairwise(bounds)]
+    backward = [b + f * memory.is_repeated(k) for k, (f, b) in enumerate(zip(forward, backward, strict=True))]
+    total = sum(forward) + sum(backward) or 1.0
     stages = []
     for k, (start, end) in enumerate(itertools.pairwise(bounds)):
         nodes = graph.nodes[start:end]
@@ -184,9 +188,9 @@ def make_plan(
                 parameters=parameters,
                 states=tuple(dict.fromkeys(name for node in nodes for name in node.states)),
                 num_parameters=sum(sizes[name] for name in parameters),
-                share=sum(costs.node[start:end]) / total,
-                forward=sum(costs.forward[start:end]),
-                backward=sum(costs.backward[start:end]),
+                share=(forward[k] + backward[k]) / total,
+                forward=forward[k],
+                backward=backward[k],
                 memory=ranges.need(k, k, k + 1),
                 sends=tuple(graph.values[v] for v in graph.live(end)) if k < len(cuts) else (),
                 leaves=graph.needed_leaves(start, end),

@@ -33,6 +33,7 @@ class Ranges:
     Attributes:
         num_stages: K.
         work: time of a stage from point i to point j, shape ``(n, n)``; infinite where ``j <= i``.
+        forward: the forward's part of it, which a stage that repeats its forwards takes once more, shape ``(n, n)``.
         transfer: time for which a cut at each point occupies each hop, shape ``(K-1, n)``.
         held: bytes of weights, gradients and optimizer states from i to j, shape ``(n, n)``.
         stash: bytes that one micro-batch stashes before each point, shape ``(n,)``.
@@ -42,6 +43,7 @@ class Ranges:
 
     num_stages: int
     work: np.ndarray
+    forward: np.ndarray
     transfer: np.ndarray
     held: np.ndarray
     stash: np.ndarray
@@ -63,11 +65,13 @@ class Ranges:
         node = np.asarray(costs.node, dtype=float)
         grain = float(node.sum()) * _GRAIN or 1.0
         before = np.concatenate([[0.0], np.cumsum(np.rint(node / grain))])[points] * grain
+        forward = np.concatenate([[0.0], np.cumsum(np.rint(np.asarray(costs.forward) / grain))])[points] * grain
         work = before[None, :] - before[:, None] + (used - alone) * slowest / memory.num_microbatches
         work[np.tri(len(points), dtype=bool)] = np.inf
         return cls(
             num_stages,
             work,
+            forward[None, :] - forward[:, None],
             np.array([costs.link(hop).per_byte for hop in range(num_stages - 1)])[:, None] * crossing,
             _owned(graph, points, memory.held)[0],
             np.concatenate([[0.0], np.cumsum(costs.stash_bytes, dtype=float)])[points],
@@ -77,24 +81,24 @@ class Ranges:
 
     def needed(self, stage: int) -> np.ndarray:
         """Bytes that a stage from i to j needs, shape ``(n, n)``; infinite where ``j <= i``."""
-        per_microbatch = self.stash[None, :] - self.stash[:, None] + self.crossing[:, None]
-        needed = self.held + per_microbatch * self.memory.stashes(stage)
+        stash = (self.stash[None, :] - self.stash[:, None]) * self.memory.stashes(stage)
+        needed = self.held + stash + self.crossing[:, None] * self.memory.flights(stage)
         return np.where(np.isinf(self.work), np.inf, needed)
 
     def need(self, stage: int, first: int, last: int) -> Need:
         """What a stage from point ``first`` to point ``last`` needs."""
-        count = self.memory.stashes(stage)
         return Need(
             int(self.held[first, last]),
-            int(self.stash[last] - self.stash[first]) * count,
-            int(self.crossing[first]) * count,
+            int(self.stash[last] - self.stash[first]) * self.memory.stashes(stage),
+            int(self.crossing[first]) * self.memory.flights(stage),
         )
 
     def times(self, stage: int) -> np.ndarray:
         """Time of a stage from i to j, shape ``(n, n)``; infinite where it does not fit."""
+        work = self.work + self.forward if self.memory.is_repeated(stage) else self.work
         if np.isinf(self.memory.limit):
-            return self.work
-        return np.where(self.needed(stage) <= self.memory.limit, self.work, np.inf)
+            return work
+        return np.where(self.needed(stage) <= self.memory.limit, work, np.inf)
 
     def leanest(self) -> tuple[list[int], int]:
         """The inner points that need the least memory on the stage that needs most, and that stage."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.partition import Memory
+from lightning_avgpipe.runtime.recompute import repeated
 from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
 
 __all__ = ["MemoryLimit", "limit_of", "memory_of", "parse_limit", "state_copies"]
@@ -78,21 +79,28 @@ def _copies(optimizer: Optimizer) -> int:
     return _UNKNOWN_COPIES
 
 
-def memory_of(module: nn.Module, schedule: Schedule | None, copies: int, limit: float) -> Memory:
+def memory_of(
+    module: nn.Module, schedule: Schedule | None, copies: int, limit: float, recompute: bool = False
+) -> Memory:
     """What a partition must know: sizes, and how many micro-batches each stage has in flight.
 
     Args:
         schedule: of the step; None for one micro-batch without a backward.
         copies: optimizer state of each parameter that has a gradient, in copies of it.
         limit: bytes for each stage.
+        recompute: whether stages repeat their forwards.
     """
     flights: tuple[int, ...] = ()
+    repeats: tuple[bool, ...] = ()
     if schedule is not None:
         stashed = simulate(schedule, StageCosts.uniform(schedule.num_stages, 1, 2)).peak_stash
         flights = tuple(max(1, count) for count in stashed)
+        if recompute:
+            rows = schedule.rows
+            repeats = tuple(bool(repeated(row, k == len(rows) - 1)) for k, row in enumerate(rows))
     trains = schedule is not None and schedule.name != "forward"
     weights, held = {}, {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         weights[name] = tensor.numel() * tensor.element_size()
         held[name] = weights[name] * (2 + copies if trains and tensor.requires_grad else 1)
-    return Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1)
+    return Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)

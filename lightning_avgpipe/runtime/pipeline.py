@@ -15,6 +15,7 @@ from lightning_avgpipe.runtime.copies import Copies, copied_parameters
 from lightning_avgpipe.runtime.executor import Lane, execute
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.program import stage_programs
+from lightning_avgpipe.runtime.recompute import Recompute
 from lightning_avgpipe.runtime.stage import Stage, Task
 from lightning_avgpipe.schedule import Schedule
 
@@ -27,11 +28,13 @@ class Pipeline:
     Args:
         mesh: who hosts what; its channels are open.
         module: the whole module.
+        recompute: what stages repeat.
     """
 
-    def __init__(self, mesh: Mesh, module: nn.Module) -> None:
+    def __init__(self, mesh: Mesh, module: nn.Module, recompute: Recompute = Recompute()) -> None:  # noqa: B008
         self._mesh = mesh
         self._module = module
+        self._recompute = recompute
         self._stages: dict[str, list[Stage]] = {}
         self._graphs: dict[str, CallGraph] = {}
         self._copies: dict[str, Copies] = {}
@@ -53,6 +56,7 @@ class Pipeline:
             graph: of the step.
             cuts: K-1 positions.
         """
+        self._recompute.check(graph)
         programs = stage_programs(graph, cuts)
         copies = Copies(self._module, self._mesh, copied_parameters(programs))
         self._graphs[graph.step] = graph
@@ -62,7 +66,7 @@ class Pipeline:
         }
         self._copies[graph.step] = copies
         self._stages[graph.step] = [
-            Stage(programs[k], self._module, self._mesh.device, copies) for k in self._mesh.stages
+            Stage(programs[k], self._module, self._mesh.device, copies, self._recompute) for k in self._mesh.stages
         ]
 
     def unload(self) -> None:
@@ -99,6 +103,7 @@ class Pipeline:
             wiring = mesh.wiring[stage.program.stage]
             lane = Lane(stage, wiring.values, wiring.to_next, wiring.gradients, wiring.to_previous)
             lane.begin(schedule.rows[stage.program.stage])
+            stage.begin(schedule.rows[stage.program.stage])
             lanes.append(lane)
         try:
             with intercepting():

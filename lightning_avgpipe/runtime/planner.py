@@ -21,6 +21,7 @@ from lightning_avgpipe.capture.units import divisible, initial_units, refine, sp
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.partition import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan
 from lightning_avgpipe.runtime.memory import memory_of
+from lightning_avgpipe.runtime.recompute import Recompute
 from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
 
 __all__ = ["Conditions", "Planner"]
@@ -75,6 +76,7 @@ class Planner:
         costs: ``"measured"`` on the device, or counted operations (``"flops"``).
         cache: of measured costs; None measures every time.
         memory_limit: bytes that each stage may use.
+        recompute: what is repeated before, or in, a backward.
     """
 
     module: nn.Module
@@ -85,6 +87,7 @@ class Planner:
     costs: Literal["measured", "flops"] = "flops"
     cache: CostCache | None = None
     memory_limit: float = math.inf
+    recompute: Recompute = Recompute()  # noqa: RUF009
 
     @property
     def measures(self) -> bool:
@@ -119,11 +122,17 @@ class Planner:
         """
         conditions = conditions or Conditions()
         what = _Step(step, run, args)
-        memory = memory_of(self.module, conditions.schedule, conditions.state_copies, self.memory_limit)
+        memory = memory_of(
+            self.module, conditions.schedule, conditions.state_copies, self.memory_limit, self.recompute.stages
+        )
         if not self.measures:  # the price of a byte is a guess then, and no reason to avoid a copy
             memory = replace(memory, weights={})
         units = tuple(units) or initial_units(self.module, self.observers)
-        costs_of = Costs.from_flops
+        units = split_units(self.module, units, self.recompute.modules, self.observers)
+
+        def costs_of(graph: CallGraph) -> Costs:
+            return self.recompute.costs(graph, Costs.from_flops(graph))
+
         measured = partial(self._measured, what, conditions.links, Samples())
         if self.split_points is not None:
             units = split_units(self.module, units, self.split_points, self.observers)
@@ -184,7 +193,8 @@ class Planner:
             _log.info("measured %d nodes of %s in %.1f s", len(graph.nodes), step.name, time.perf_counter() - begin)
             if self.cache is not None:
                 self.cache.save(key, costs, about)
-        return replace(costs, links=links)
+        # what the cache holds is of the units alone, whatever is repeated
+        return self.recompute.costs(graph, replace(costs, links=links))
 
     def _heavy_units(self, graph: CallGraph, costs: Costs, limit: float) -> list[str]:
         weights: dict[str, float] = {}

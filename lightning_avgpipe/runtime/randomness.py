@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
 
-__all__ = ["Drawing", "Draws", "RandomKey", "host_stream", "stream"]
+__all__ = ["Drawing", "Draws", "RandomKey", "generators", "host_stream", "stream"]
 
 # fmt: off
 _DRAWING_FUNCTIONS = frozenset((
@@ -202,7 +202,8 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
+def generators(device: torch.device) -> list[torch.Generator]:
+    """Those that draws on this device may use."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
@@ -210,14 +211,14 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 
 def _seed(seed: int, device: torch.device) -> None:
-    for generator in _generators(device):
+    for generator in generators(device):
         generator.manual_seed(seed)
 
 
 @contextlib.contextmanager
 def stream(seed: int, device: torch.device) -> Iterator[None]:
     """Draw torch's random numbers from a fresh stream, then go on with the old one."""
-    states = [(generator, generator.get_state()) for generator in _generators(device)]
+    states = [(generator, generator.get_state()) for generator in generators(device)]
     _seed(seed, device)
     try:
         yield

@@ -30,7 +30,7 @@ from lightning_avgpipe.runtime.program import StageProgram
 from lightning_avgpipe.runtime.randomness import Drawing, Draws, RandomKey, host_stream, stream
 from lightning_avgpipe.source import source_line
 
-__all__ = ["Entry", "Replayed", "Spec", "replay"]
+__all__ = ["Entry", "Observe", "Repeat", "Replayed", "Spec", "replay"]
 
 
 @dataclass(frozen=True, eq=True)
@@ -46,6 +46,9 @@ class Spec:
 
 # What a node returned: one tensor's description, or a tree of descriptions and constants.
 Entry = TensorMeta | tuple[Spec, tuple[TensorMeta | Constant, ...]]
+
+Observe = Callable[[Callable[..., Any], Any, Any], Any]
+Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ def replay(
     key: RandomKey | None = None,
     drawing: Drawing | None = None,
     device: torch.device = torch.device("cpu"),  # noqa: B008
+    observe: Observe | None = None,
+    repeat: Repeat | None = None,
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
 
@@ -92,13 +97,15 @@ def replay(
         key: names this execution, for random numbers.
         drawing: the modules that draw; None if nothing does.
         device: of this stage.
+        observe: calls ``self.log`` and metrics on the last stage; None: as they are.
+        repeat: makes what executes a unit into what keeps less for the backward.
     Raises:
         StepChangedError: the step did something else than when it was captured.
         AbsentValueError: the step needs a value that was not sent.
     """
     key = key or RandomKey(0)
     draws = Draws(drawing, key, device) if drawing else None
-    replayer = _Replayer(program, units, owned, received, entries, draws, device)
+    replayer = _Replayer(program, units, owned, received, entries, draws, device, observe, repeat)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
     with contextlib.ExitStack() as stack:
@@ -127,8 +134,12 @@ class _Replayer(StepTracer):
         entries: tuple[Entry, ...],
         draws: Draws | None,
         device: torch.device,
+        observe: Observe | None,
+        repeat: Repeat | None,
     ) -> None:
         super().__init__(units, owned)
+        self._observe = observe
+        self._repeat = repeat
         self._program = program
         self._nodes = program.graph.nodes
         self._resident = program.graph.resident
@@ -165,7 +176,7 @@ class _Replayer(StepTracer):
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._program.is_last:
             return Absent(TensorMeta((), torch.get_default_dtype(), False, False), self._device, "a metric")
-        return run(*args, **kwargs)
+        return run(*args, **kwargs) if self._observe is None else self._observe(run, args, kwargs)
 
     def _at_node(
         self, kind: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]
@@ -229,6 +240,8 @@ class _Replayer(StepTracer):
         kwargs: Any,
         tensors: list[Tensor],
     ) -> Any:
+        if self._repeat is not None and kind == "call" and node is not None:
+            run = self._repeat(node, run)
         if self._draws is None or kind == "glue":
             result = run(*args, **kwargs)
         else:

@@ -10,13 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe import tree
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.runtime.copies import Copies
 from lightning_avgpipe.runtime.message import Message
 from lightning_avgpipe.runtime.program import StageProgram
 from lightning_avgpipe.runtime.randomness import Drawing, RandomKey
-from lightning_avgpipe.runtime.replay import replay
+from lightning_avgpipe.runtime.recompute import (
+    Observations,
+    Recompute,
+    Surroundings,
+    UnitRepeater,
+    overwritten,
+    repeated,
+    scope,
+)
+from lightning_avgpipe.runtime.replay import Observe, Replayed, replay
+from lightning_avgpipe.schedule import Action
 
 __all__ = ["Stage", "Task"]
 
@@ -63,6 +74,27 @@ class _Stash:
     roots: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """What a forward keeps that will be repeated.
+
+    Attributes:
+        task: which holds the micro-batch.
+        message: as received; None on the first stage.
+        versions: of the received tensors.
+        surroundings: what else the forward reads.
+        observations: what it logged.
+        ending: on the last stage where its backward starts, and the tensors of the result that lead there.
+    """
+
+    task: Task
+    message: Message | None
+    versions: tuple[int, ...]
+    surroundings: Surroundings
+    observations: Observations
+    ending: tuple[Tensor, tuple[Tensor | None, ...]] | None
+
+
 class _Enter(torch.autograd.Function):
     """A received leaf enters the step: without a copy, and yet such that in-place glue may change it."""
 
@@ -85,13 +117,21 @@ class Stage:
         module: the whole module; parameters of other stages may be absent.
         device: where it computes.
         copies: parameters that other stages use as well.
+        recompute: what is repeated before, or in, a backward.
 
     Attributes:
         stash: micro-batch -> what its forward keeps for its backward.
         results: on the last stage, what the step returned for each micro-batch.
     """
 
-    def __init__(self, program: StageProgram, module: nn.Module, device: torch.device, copies: Copies) -> None:
+    def __init__(
+        self,
+        program: StageProgram,
+        module: nn.Module,
+        device: torch.device,
+        copies: Copies,
+        recompute: Recompute = Recompute(),  # noqa: B008
+    ) -> None:
         self.program = program
         self._copies = copies
         self._device = device
@@ -99,8 +139,17 @@ class Stage:
         self._module = module
         self._owned = owned_tensors(module, ())
         self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
-        self.stash: dict[int, _Stash] = {}
+        self._repeats: frozenset[int] = frozenset()
+        self._recompute = recompute
+        self._repeat_units = UnitRepeater(module, recompute, self._drawing, device) if recompute.modules else None
+        self._scope = scope(program, module) if recompute.stages else ([], frozenset())
+        self._overwritten = overwritten(program) if recompute.stages else frozenset()
+        self.stash: dict[int, _Stash | _Inputs] = {}
         self.results: dict[int, Any] = {}
+
+    def begin(self, row: Sequence[Action]) -> None:
+        """An iteration with these actions begins."""
+        self._repeats = repeated(row, self.program.is_last) if self._recompute.stages else frozenset()
 
     def forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
         """Run one forward.
@@ -116,39 +165,106 @@ class Stage:
                 f"stage {program.stage} wants micro-batch {micro_batch} and received {message.micro_batch}; "
                 "the stages do not run the same schedule"
             )
-        gates: list[_Gate] = []
-        received: list[Tensor] = []
-        if message is not None:
-            for tensor, wanted in zip(message.tensors, message.requires_grad, strict=True):
-                assert tensor is not None
-                if wanted and task.trains:
-                    gates.append(_Gate())
-                    tensor = _Enter.apply(tensor.detach().requires_grad_(), gates[-1])
-                received.append(tensor)
         with torch.profiler.record_function(f"avgpipe::F{micro_batch}"), self._copies.placed(program.stage) as copies:
-            replayed = replay(
-                program,
-                partial(task.run, micro_batch),
-                task.args[micro_batch],
-                self._units,
-                self._owned_now() | copies,
-                received,
-                message.entries if message is not None else (),
-                RandomKey(task.key.seed, task.key.iteration, task.key.pipeline, micro_batch),
-                self._drawing,
-                self._device,
-            )
+            if task.trains and micro_batch in self._repeats:
+                return self._forward_to_repeat(task, micro_batch, message, copies)
+            gates, replayed = self._replay(task, micro_batch, message, copies)
             if program.is_last:
                 self.results[micro_batch] = replayed.result
                 if task.finish is not None:
                     loss = task.finish(micro_batch, replayed.result)
-                    self.stash[micro_batch] = _Stash(tuple(gates), (loss,))
+                    self.stash[micro_batch] = _Stash(gates, (loss,))
                 return None
-        requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
-        if task.trains:
-            roots = tuple(t for t, asks in zip(replayed.sent, requires_grad, strict=True) if asks)
-            self.stash[micro_batch] = _Stash(tuple(gates), roots)
-        return Message(micro_batch, tuple(t.detach() for t in replayed.sent), requires_grad, replayed.entries)
+            if task.trains:
+                self.stash[micro_batch] = _Stash(gates, _roots(replayed))
+            return _message(task, micro_batch, replayed)
+
+    def _replay(
+        self,
+        task: Task,
+        micro_batch: int,
+        message: Message | None,
+        copies: dict[int, str],
+        observe: Observe | None = None,
+    ) -> tuple[tuple[_Gate, ...], Replayed]:
+        """Execute this stage's part of the step; ``observe`` as for :func:`replay`."""
+        program = self.program
+        gates: list[_Gate] = []
+        received: list[Tensor] = []
+        if message is not None:
+            for value, tensor, wanted in zip(program.receives, message.tensors, message.requires_grad, strict=True):
+                assert tensor is not None
+                if value in self._overwritten:  # it, or its neighbour in this process, is needed once more
+                    tensor = tensor.clone()
+                if wanted and task.trains:
+                    gates.append(_Gate())
+                    tensor = _Enter.apply(tensor.detach().requires_grad_(), gates[-1])
+                received.append(tensor)
+        replayed = replay(
+            program,
+            partial(task.run, micro_batch),
+            task.args[micro_batch],
+            self._units,
+            self._owned_now() | copies,
+            received,
+            message.entries if message is not None else (),
+            RandomKey(task.key.seed, task.key.iteration, task.key.pipeline, micro_batch),
+            self._drawing,
+            self._device,
+            observe,
+            self._repeat_units if task.trains else None,
+        )
+        return tuple(gates), replayed
+
+    # -- repeated forwards ---------------------------------------------------------------------------------------------
+
+    def _forward_to_repeat(
+        self, task: Task, micro_batch: int, message: Message | None, copies: dict[int, str]
+    ) -> Message | None:
+        """A forward that keeps its inputs. What it computes lives until it ends, as it will in the backward."""
+        modules, states = self._scope
+        buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
+        surroundings, observations = Surroundings(modules, buffers), Observations()
+        versions = tuple(_version(t) for t in message.tensors) if message is not None else ()
+        _, replayed = self._replay(task, micro_batch, message, copies, observations.first)
+        surroundings.done()
+        ending = None
+        if self.program.is_last:
+            assert task.finish is not None
+            result = tree.map_tensors(_cut, replayed.result)
+            self.results[micro_batch] = result
+            leaves = tuple(tensor if tensor.requires_grad else None for tensor in tree.tensors(result))
+            ending = task.finish(micro_batch, result), leaves
+        self.stash[micro_batch] = _Inputs(task, message, versions, surroundings, observations, ending)
+        return None if self.program.is_last else _message(task, micro_batch, replayed)
+
+    def _repeat(
+        self, kept: _Inputs, micro_batch: int, gradients: Message | None, copies: dict[int, str]
+    ) -> tuple[_Stash, Sequence[Tensor | None]]:
+        """Execute a forward once more: what it would have kept, and the gradients of its roots."""
+        self._check_unchanged(kept)
+        with torch.profiler.record_function(f"avgpipe::R{micro_batch}"), kept.surroundings.again():
+            gates, again = self._replay(kept.task, micro_batch, kept.message, copies, kept.observations.again())
+        if kept.ending is None:
+            assert gradients is not None
+            return _Stash(gates, _roots(again)), gradients.tensors
+        loss, leaves = kept.ending
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        trains = loss.requires_grad and bool(wanted)
+        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True) if trains else [None] * len(wanted))
+        return _Stash(gates, tuple(tree.tensors(again.result))), [None if t is None else next(found) for t in leaves]
+
+    def _check_unchanged(self, kept: _Inputs) -> None:
+        if kept.message is None:
+            return
+        for value, tensor, version in zip(self.program.receives, kept.message.tensors, kept.versions, strict=True):
+            if _version(tensor) != version:
+                graph = self.program.graph
+                raise StepChangedError(
+                    f"the value '{graph.values[value].name}', which stage {self.program.stage} received, was changed "
+                    f"in place after {graph.step} was captured without such a change; it cannot be repeated from it. "
+                    "Compute out of place, or do without recompute"
+                )
 
     def _owned_now(self) -> dict[int, str]:
         glue_states = self.program.graph.glue_states  # such buffers may be other objects by now
@@ -163,13 +279,20 @@ class Stage:
             Gradients for the stage before; None from the first.
         """
         stash = self.stash.pop(micro_batch)
-        gradients = (None,) if message is None else message.tensors
+        gradients: Sequence[Tensor | None] = (None,) if message is None else message.tensors
+        alone = message is None  # a loss needs no gradient
         # copies are in place for what is recomputed
-        with torch.profiler.record_function(f"avgpipe::B{micro_batch}"), self._copies.placed(self.program.stage):
+        with (
+            torch.profiler.record_function(f"avgpipe::B{micro_batch}"),
+            self._copies.placed(self.program.stage) as copies,
+        ):
+            if isinstance(stash, _Inputs):
+                stash, gradients = self._repeat(stash, micro_batch, message, copies)
+                alone = False
             pairs = [
                 (root, gradient)
                 for root, gradient in zip(stash.roots, gradients, strict=True)
-                if root.requires_grad and (gradient is not None or message is None)
+                if root.requires_grad and (gradient is not None or alone)
             ]
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
@@ -181,3 +304,21 @@ class Stage:
         """Forget everything about unfinished micro-batches."""
         self.stash.clear()
         self.results.clear()
+
+
+def _roots(replayed: Replayed) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in replayed.sent if tensor.requires_grad)
+
+
+def _message(task: Task, micro_batch: int, replayed: Replayed) -> Message:
+    requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
+    return Message(micro_batch, tuple(t.detach() for t in replayed.sent), requires_grad, replayed.entries)
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    """The same numbers without history, such that a gradient can be asked for."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version

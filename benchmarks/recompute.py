@@ -1,0 +1,178 @@
+"""Memory and time of recomputation: a transformer in two stages in this process, plain, per block and per stage.
+
+Each way runs in a process of its own. Prints MiB of the tensors that graphs hold for backwards at most (the stash), the
+peak of the process's memory above that before the first batch (on CUDA of the device's), and the time of a batch beside
+the plain run's.
+
+    python benchmarks/recompute.py --layers 8 --microbatches 8 --json recompute.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import statistics
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_avgpipe import AvgPipeStrategy
+
+MIB = 2**20
+WAYS: dict[str, Any] = {"plain": False, "blocks": ["blocks.*"], "stages": True}
+
+
+class Transformer(L.LightningModule):
+    """Blocks that torch brings along."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 100)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Predict tokens."""
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """No states."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Stash:
+    """Bytes of the storages that graphs hold, now and at most; parameters do not count."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[int, int]] = {}  # storage -> holders, bytes
+        self._now = 0
+        self.largest = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """A tensor is saved."""
+        kept = tensor.detach()
+        if not tensor.is_leaf or not tensor.requires_grad:
+            storage = tensor.untyped_storage()
+            count, nbytes = self._held.get(storage._cdata, (0, storage.nbytes()))
+            self._held[storage._cdata] = count + 1, nbytes
+            self._now += 0 if count else nbytes
+            self.largest = max(self.largest, self._now)
+            weakref.finalize(kept, self._release, storage._cdata)
+        return kept
+
+    def _release(self, storage: int) -> None:
+        count, nbytes = self._held.pop(storage)
+        if count > 1:
+            self._held[storage] = count - 1, nbytes
+        else:
+            self._now -= nbytes
+
+
+class Resident:
+    """The largest memory of this process that belongs to no file, above that of the start; on CUDA the device's."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._base = self._largest = self._read()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        if torch.cuda.is_available():
+            self._base = torch.cuda.memory_allocated() / MIB
+            torch.cuda.reset_peak_memory_stats()
+
+    @staticmethod
+    def _read() -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.002):
+            self._largest = max(self._largest, self._read())
+
+    def peak(self) -> float:
+        """MiB; ends the watch."""
+        self._ended.set()
+        self._thread.join()
+        largest = torch.cuda.max_memory_allocated() / MIB if torch.cuda.is_available() else self._largest
+        return largest - self._base
+
+
+def fit(way: str, options: argparse.Namespace, batches: int, **callbacks: Any) -> list[float]:
+    """Train; seconds between batches."""
+    torch.manual_seed(0)
+    strategy = AvgPipeStrategy(
+        num_stages=2, num_microbatches=options.microbatches, schedule=options.schedule, recompute=WAYS[way],
+        costs="flops", split_points=[f"blocks.{options.layers // 2}"],
+    )  # fmt: skip
+    times: list[float] = []
+    clock = L.pytorch.callbacks.LambdaCallback(
+        on_train_batch_start=lambda *_: times.append(-time.perf_counter()),
+        on_train_batch_end=lambda *_: times.append(times.pop() + time.perf_counter()),
+    )
+    tokens = torch.randint(0, 100, (batches * options.batch, options.length))
+    trainer = L.Trainer(
+        strategy=strategy, devices=1, accelerator="auto", logger=False, enable_checkpointing=False, max_epochs=1,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
+    )  # fmt: skip
+    trainer.fit(
+        Transformer(options.layers, options.width), DataLoader(TensorDataset(tokens, tokens), batch_size=options.batch)
+    )
+    return times
+
+
+def measure(way: str, options: argparse.Namespace, pipe: Any) -> None:
+    """The figures of one way, into the pipe."""
+    torch.set_num_threads(1)
+    fit(way, options, 1)  # what is allocated once for all
+    resident = Resident()
+    seconds = statistics.median(fit(way, options, options.batches)[1:])
+    peak = resident.peak()
+    stash = Stash()
+    with saved_tensors_hooks(stash.pack, lambda kept: kept):
+        fit(way, options, 2)
+    pipe.send({"way": way, "stash": stash.largest / MIB, "peak": peak, "seconds": seconds})
+
+
+def main() -> None:
+    """Measure all ways and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (
+        ("layers", 8), ("width", 128), ("length", 64), ("batch", 64), ("microbatches", 8), ("batches", 5)
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--schedule", choices=["afab", "1f1b"], default="1f1b")
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    options = parser.parse_args()
+    rows = []
+    for way in WAYS:
+        receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
+        process = mp.get_context("spawn").Process(target=measure, args=(way, options, sender))
+        process.start()
+        sender.close()
+        rows.append(receiver.recv())
+        process.join()
+    print(f"{'recompute':10s} {'stash':>10s} {'peak':>10s} {'batch':>9s} {'time':>7s}")
+    for row in rows:
+        ratio = row["seconds"] / rows[0]["seconds"]
+        print(f"{row['way']:10s} {row['stash']:6.1f} MiB {row['peak']:6.1f} MiB {row['seconds']:7.3f} s {ratio:6.2f}x")
+    if options.json:
+        options.json.write_text(json.dumps({"unit": "MiB", "rows": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
