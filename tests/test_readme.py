@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -22,9 +22,7 @@ def output(snippet: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "snippet.py"
         script.write_text(snippet)
-        done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stderr + done.stdout
+        return run(Path(folder), script)
 
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
