@@ -144,6 +144,7 @@ def test_a_fit_in_two_stages_through_the_command_line(strategy: str, example: An
     assert list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.slow
 def test_the_name_needs_the_import_and_the_class_path_does_not(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(

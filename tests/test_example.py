@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.commands import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -12,7 +14,8 @@ CONFIG = EXAMPLES.parent / "configs" / "language_model.yaml"
 
 def test_the_example_trains_in_two_processes_and_writes_a_sample(tmp_path: Path) -> None:
     out = run(
-        tmp_path, EXAMPLES / "language_model.py", "--max_steps", 20, "--layers", 2, "--width", 32, COLUMNS="120"
+        tmp_path, EXAMPLES / "language_model.py", "--max_steps", 20, "--layers", 2, "--width", 32,
+        "--batch_size", 128, "--num_microbatches", 2, COLUMNS="120",
     )  # fmt: skip
     assert "2 stages on 2 processes" in out
     losses = [float(x) for x in out.split("val_loss:")[-1].split("\n")[0].split(" -> ")]
@@ -21,6 +24,7 @@ def test_the_example_trains_in_two_processes_and_writes_a_sample(tmp_path: Path)
     assert out.split("checkpoint: ")[-1].split("\n")[1].startswith("def ")
 
 
+@pytest.mark.slow  # in one process: tests/test_cli.py
 def test_the_config_trains_through_lightning_cli(tmp_path: Path) -> None:
     out = run(
         tmp_path, EXAMPLES / "cli.py", "fit", "--config", CONFIG, "--trainer.max_steps", 3,

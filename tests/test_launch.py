@@ -53,7 +53,7 @@ def commands(way: str, folder: Path) -> list[Command]:
 
 
 @pytest.mark.parametrize(
-    "way", ["script", *(pytest.param(way, marks=pytest.mark.slow) for way in ("torchrun", "two nodes"))]
+    "way", [pytest.param(way, marks=pytest.mark.slow) for way in ("script", "torchrun", "two nodes")]
 )
 def test_every_way_to_start_processes_trains_the_same(way: str, tmp_path: Path) -> None:
     with started(*commands(way, tmp_path)) as running:
