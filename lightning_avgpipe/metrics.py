@@ -97,6 +97,8 @@ class StepLog:
         self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # in a backward, which computes a checkpointed forward once more
+            return
         if self._size is None:  # in a hook
             if self._hosts_last:
                 self._log(*args, **kwargs)
