@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 
 from tests import processes
 from tests.models import MLP, loader
@@ -163,8 +163,7 @@ def sampled(make: Make) -> dict[str, Any]:
     data = loader(MLP, 12, 4).dataset
     sampler = BatchSampler(RandomSampler(data, generator=torch.Generator().manual_seed(1)), 5, drop_last=False)
     own, standard = (DataLoader(data, batch_sampler=batches) for batches in (Backwards(), sampler))
-    # one batch is read ahead, with which the random sampler would end earlier than it does in a shorter sanity check
-    return fitted(make, Several(), own, standard, num_sanity_val_steps=0)
+    return fitted(make, Several(), own, standard)
 
 
 def reloaded(make: Make) -> dict[str, Any]:
@@ -173,6 +172,20 @@ def reloaded(make: Make) -> dict[str, Any]:
 
 def overfitted(make: Make) -> dict[str, Any]:
     return fitted(make, Several(), loader(MLP, 40, 8), loader(MLP, 20, 4), overfit_batches=0.4)
+
+
+class Noisy(Dataset[Any]):
+    """Augmentation in this process: one batch more than needed would change the numbers of all that follow."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(8), torch.randn(8)
+
+
+def augmented(make: Make) -> dict[str, Any]:
+    return fitted(make, Several(), DataLoader(Noisy(), 8), limit_train_batches=3)
 
 
 def limited(make: Make) -> dict[str, Any]:
@@ -195,6 +208,7 @@ CASES: dict[str, Callable[[Make], dict[str, Any]]] = {
     "reload": reloaded,
     "overfit": overfitted,
     "limits": limited,
+    "augmentation": augmented,
     "recomputation": lambda make: fitted(make, Recomputed(), loader(MLP, 16, 8)),
     "reentrant recomputation": lambda make: fitted(make, RecomputedReentrantly(), loader(MLP, 16, 8)),
 }
