@@ -66,9 +66,10 @@ def test_every_way_to_start_processes_trains_the_same(way: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)  # the strategy's timeout, and then that of its watch
 def test_a_script_takes_its_stuck_process_with_it(tmp_path: Path) -> None:
     with started(([str(SCRIPT), *options(tmp_path, model="Stuck", timeout_s=40)], {})) as (process,):
-        _, errors = process.communicate(timeout=LIMIT_S)
+        _, errors = process.communicate(timeout=2 * LIMIT_S)
         assert process.returncode != 0
         assert "rank 0 (stage 1) waits for the input of F" in errors
         assert "in on_train_batch_start" in errors
