@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.runtime.feed import Feed, Needs, Passed
 from lightning_avgpipe.runtime.mesh import Mesh
 
-__all__ = ["Shipping", "has_transfer_hooks", "mirror"]
+__all__ = ["Shipping", "batches_wanted", "has_transfer_hooks", "mirror"]
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -35,6 +36,15 @@ def has_transfer_hooks(trainer: pl.Trainer) -> bool:
     return any(is_overridden(hook, owner) for owner in owners if owner is not None for hook in _TRANSFER_HOOKS)
 
 
+def batches_wanted(trainer: pl.Trainer, dataloader: Any) -> float:
+    """How many batches the loop that runs now takes of a dataloader, which may have more."""
+    combined = getattr(trainer._active_loop, "_combined_loader", None)
+    if combined is None or combined.limits is None:
+        return float("inf")
+    limits = zip(combined.flattened, combined.limits, strict=True)
+    return next((limit for one, limit in limits if one is dataloader), float("inf"))
+
+
 class Shipping:
     """How batches of one run of the trainer come to the processes that do not read.
 
@@ -43,12 +53,14 @@ class Shipping:
         needs: which tensors each process gets.
         sends: whether this process reads for others.
         early: whether batches travel when they are read, one ahead of the work; else after the user's transfer hooks.
+        wanted: dataloader -> how many of its batches the loop takes.
     """
 
-    def __init__(self, feed: Feed, needs: Needs, sends: bool, early: bool) -> None:
+    def __init__(self, feed: Feed, needs: Needs, sends: bool, early: bool, wanted: Callable[[Any], float]) -> None:
         self.feed = feed
         self.needs = needs
         self.early = early
+        self.wanted = wanted
         self._sends = sends
         self._stream = feed.begin()
         self._sealed: list[tuple[Tensor, int]] = []
@@ -138,9 +150,13 @@ class _Reader:
 
         # a dataloader that can be saved must not be ahead of the training when that happens
         ahead = shipping.early and not hasattr(self._dataloader, "state_dict")
+        # nor read what nobody wants: that would draw random numbers which one device does not draw
+        limit = shipping.wanted(self) if ahead else 0
         batch, passed = pass_on(next(batches, _End))
-        while batch is not _End:
-            following = pass_on(next(batches, _End)) if ahead else None
+        for number in itertools.count(1):
+            if batch is _End:
+                break
+            following = pass_on(next(batches, _End)) if number < limit else None
             shipping.feed.accept(passed)
             yield batch
             batch, passed = following or pass_on(next(batches, _End))

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_avgpipe.errors import ConfigurationError, PeerError
+from lightning_avgpipe.starter import ScriptLauncher, needing_starter
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy import AvgPipeStrategy
@@ -48,7 +49,7 @@ def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
                 "(with num_stages=...)"
             )
         # also where processes exist already (torchrun, SLURM): it starts none then, but limits their threads
-        return _SubprocessScriptLauncher(environment, processes, strategy.num_nodes)
+        return ScriptLauncher(environment, processes, strategy.num_nodes)
     if external:
         raise ConfigurationError(
             f"start_method={start_method!r} starts processes, but {type(environment).__name__} says that they exist "
@@ -59,16 +60,17 @@ def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
 
 @contextlib.contextmanager
 def connecting(rank: int, world_size: int) -> Iterator[None]:
-    """Explain why the processes do not find each other."""
-    try:
-        yield
-    except RuntimeError as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise PeerError(
-            f"rank {rank} could not connect to the other processes ({world_size} in all) at {address} in set-up: "
-            f"{error}. Either one of them failed before, or not all were started, or they were given different "
-            "MASTER_ADDR, MASTER_PORT or NODE_RANK"
-        ) from error
+    """Explain why the processes do not find each other; and do not wait for them without the one that started this."""
+    with needing_starter(f"rank {rank}"):
+        try:
+            yield
+        except RuntimeError as error:
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise PeerError(
+                f"rank {rank} could not connect to the other processes ({world_size} in all) at {address} in set-up: "
+                f"{error}. Either one of them failed before, or not all were started, or they were given different "
+                "MASTER_ADDR, MASTER_PORT or NODE_RANK"
+            ) from error
 
 
 def end_with_this_process(started_by: Any) -> None:

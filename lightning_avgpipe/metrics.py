@@ -99,7 +99,8 @@ class StepLog:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         tracer = StepTracer.current()
-        if tracer is None and is_repeating():  # inside a unit, which has logged before
+        recomputed = torch._C._current_graph_task_id() != -1  # a checkpointed forward, in the midst of a backward
+        if recomputed or (tracer is None and is_repeating()):  # has logged before
             return
         if self._size is None:  # in a hook
             if self._hosts_last:

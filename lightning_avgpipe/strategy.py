@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from lightning_avgpipe import checks, launch
 from lightning_avgpipe.adaptation import adapted
 from lightning_avgpipe.capture.cache import CostCache, default_directory
 from lightning_avgpipe.counts import Count, Natural
-from lightning_avgpipe.data import Shipping, has_transfer_hooks, mirror
+from lightning_avgpipe.data import Shipping, batches_wanted, has_transfer_hooks, mirror
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.interrupts import ending_together
 from lightning_avgpipe.metrics import StepLog
@@ -304,7 +305,8 @@ class AvgPipeStrategy(SteppingStrategy):
         self._division = Division(module, self.mesh, planner, lambda: self.optimizers, self.take_origin(module))
         self._log = StepLog(module, self.mesh.hosts_last)
         sends = self.mesh.reads and self.world_size > 1
-        self._shipping = Shipping(self.mesh.feed, self._needs, sends, early=not has_transfer_hooks(trainer))
+        early = not has_transfer_hooks(trainer)
+        self._shipping = Shipping(self.mesh.feed, self._needs, sends, early, partial(batches_wanted, trainer))
         self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))
 
     def _sharing(self) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -10,7 +11,9 @@ from pathlib import Path
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 
+import lightning_avgpipe.strategy
 from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.replaced import replaced
 from tests.models import MLP, loader
 from tests.trainers import trainer
 
@@ -23,13 +26,45 @@ class Stuck(MLP):
             time.sleep(300)
 
 
-def main(folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 60, **options) -> None:
+def die(signal_name: str) -> None:
+    os.kill(os.getpid(), signal.Signals[signal_name])
+
+
+class Doomed(AvgPipeStrategy):
+    """The first process is killed when it has started the other one, or when the other one waits for it."""
+
+    folder = Path()
+    dies: tuple[str, str] = ("", "")  # by which signal, when
+
+    def setup_environment(self) -> None:
+        signal_name, moment = self.dies
+        waiting = self.folder / "waiting"
+        connect = lightning_avgpipe.strategy._init_dist_connection
+
+        def noted(*args, **kwargs) -> None:
+            waiting.touch()
+            connect(*args, **kwargs)
+
+        if self.local_rank == 0 and moment != "training":
+            deadline = time.monotonic() + 60
+            while moment == "connecting" and not waiting.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            die(signal_name)
+        with replaced(lightning_avgpipe.strategy, "_init_dist_connection", noted):
+            super().setup_environment()
+
+
+def main(folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 60, dies=("", ""), **options) -> None:
     torch.manual_seed(5)
     module = Stuck() if model == "Stuck" else MLP()
-    strategy = AvgPipeStrategy(num_stages=2, num_microbatches=2, timeout=timedelta(seconds=timeout_s))
+    kind = Doomed if any(dies) else AvgPipeStrategy
+    Doomed.folder, Doomed.dies = folder, dies
+    strategy = kind(num_stages=2, num_microbatches=2, timeout=timedelta(seconds=timeout_s), costs="flops")
 
     def note(*_) -> None:
         (folder / f"pid-{runner.global_rank}").write_text(str(os.getpid()))
+        if dies[1] == "training" and runner.global_step == 2 and runner.global_rank == 0:
+            die(dies[0])
 
     callbacks = [OnExceptionCheckpoint(folder), LambdaCallback(on_train_batch_start=note)]
     runner = trainer(strategy=strategy, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True, **options)

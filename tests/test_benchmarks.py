@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.schedules import table
-
-ROOT = Path(__file__).parents[1]
+from tests.commands import ROOT, run
 
 
 def test_the_table_compares_with_1f1b_and_with_the_simulator() -> None:
@@ -27,13 +24,12 @@ def test_the_table_compares_with_1f1b_and_with_the_simulator() -> None:
 
 @pytest.mark.slow
 def test_the_schedules_are_measured_without_root(tmp_path: Path) -> None:
-    command = [
-        sys.executable, ROOT / "benchmarks" / "schedules.py", "--stages", "2", "--ratios", "0.5", "--links",
+    arguments = [
+        ROOT / "benchmarks" / "schedules.py", "--stages", "2", "--ratios", "0.5", "--links",
         "throttled", "--microbatches", "4", "--forward-ms", "10", "--backward-ms", "20", "--iterations", "1",
         "--limit-s", "90", "--json", tmp_path / "rows.json", "--picture", tmp_path / "picture.png",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
+    run(tmp_path, *arguments)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["schedule"] for row in rows] == ["afab", "1f1b", "advance_forward"]
     # no action is shorter than its sleep, and none of them overlap on a stage

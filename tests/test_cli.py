@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_avgpipe import AvgPipeStrategy
+from tests.commands import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -144,6 +144,7 @@ def test_a_fit_in_two_stages_through_the_command_line(strategy: str, example: An
     assert list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.slow
 def test_the_name_needs_the_import_and_the_class_path_does_not(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(
@@ -158,9 +159,7 @@ def test_the_name_needs_the_import_and_the_class_path_does_not(tmp_path: Path) -
         "    except ValueError as error:\n"
         "        print('refused', 'lightning_avgpipe' in sys.modules, error)\n"
     )
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    first, second = (line for line in done.stdout.splitlines() if line.startswith(("built", "refused")))
+    first, second = (line for line in run(tmp_path, script).splitlines() if line.startswith(("built", "refused")))
     assert first.startswith("refused False")
     assert "strategy='avgpipe'" in first
     assert second == "built AvgPipeStrategy"

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+import pytest
+
+from tests.commands import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIG = EXAMPLES.parent / "configs" / "language_model.yaml"
 
 
-def run(folder: Path, *arguments: object) -> str:
-    """Run a script in a folder of its own; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
 def test_the_example_trains_in_two_processes_and_writes_a_sample(tmp_path: Path) -> None:
-    out = run(tmp_path, EXAMPLES / "language_model.py", "--max_steps", 20, "--layers", 2, "--width", 32)
+    out = run(
+        tmp_path, EXAMPLES / "language_model.py", "--max_steps", 20, "--layers", 2, "--width", 32,
+        "--batch_size", 128, "--num_microbatches", 2, COLUMNS="120",
+    )  # fmt: skip
     assert "2 stages on 2 processes" in out
     losses = [float(x) for x in out.split("val_loss:")[-1].split("\n")[0].split(" -> ")]
     assert losses[-1] < losses[0] - 0.5
@@ -34,10 +24,12 @@ def test_the_example_trains_in_two_processes_and_writes_a_sample(tmp_path: Path)
     assert out.split("checkpoint: ")[-1].split("\n")[1].startswith("def ")
 
 
+@pytest.mark.slow  # in one process: tests/test_cli.py
 def test_the_config_trains_through_lightning_cli(tmp_path: Path) -> None:
     out = run(
         tmp_path, EXAMPLES / "cli.py", "fit", "--config", CONFIG, "--trainer.max_steps", 3,
         "--trainer.val_check_interval", 3, "--trainer.limit_val_batches", 2, "--model.layers", 2, "--model.width", 32,
+        COLUMNS="120",
     )  # fmt: skip
     assert "2 stages on 2 processes" in out
     assert "`max_steps=3` reached" in out

@@ -146,6 +146,7 @@ class Faulty(Regression):
 
 def train(rank: int, cell: Cell, folder: Path) -> None:
     os.setsid()  # so that whoever descends from this process can be found, also when it is gone
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     torch.set_num_threads(1)
     model = Faulty(cell, rank, folder)
     options = {

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import psutil
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
@@ -23,46 +18,12 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from lightning_avgpipe import AvgPipeStrategy, launch
 from lightning_avgpipe.errors import ConfigurationError
+from tests.commands import LIMIT_S, Command, started
 from tests.models import MLP, loader
 from tests.processes import free_port
 from tests.trainers import pipeline, trainer
 
 SCRIPT = Path(__file__).with_name("script.py")
-LIMIT_S = 100.0
-ENDING_S = 5.0  # a process that has done its work may still be about to end
-
-
-@contextmanager
-def started(*commands: tuple[Sequence[str], dict[str, str]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Commands with their environment; whatever they start is gone at the end, or the test fails."""
-    inherited = {"PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, *command], env={**os.environ, **inherited, **environment}, text=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-        )
-        for command, environment in commands
-    ]  # fmt: skip
-    sessions = {process.pid for process in running}
-    try:
-        yield running
-        others = [pid for pid in psutil.pids() if session(pid) in sessions and pid not in sessions]
-        _, left = psutil.wait_procs([psutil.Process(pid) for pid in others if psutil.pid_exists(pid)], timeout=ENDING_S)
-        left = [process for process in left if session(process.pid) is not None]
-        assert not left, f"processes left behind: {left}"
-    finally:
-        for pid in psutil.pids():
-            if session(pid) in sessions:
-                os.kill(pid, signal.SIGKILL)
-        for process in running:
-            process.wait()
-
-
-def session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid) if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE else None
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return None
 
 
 def options(folder: Path, **given: Any) -> list[str]:
@@ -77,7 +38,7 @@ def expected() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def commands(way: str, folder: Path) -> list[tuple[Sequence[str], dict[str, str]]]:
+def commands(way: str, folder: Path) -> list[Command]:
     port = free_port()
     if way == "script":
         return [([str(SCRIPT), *options(folder)], {})]
@@ -92,7 +53,7 @@ def commands(way: str, folder: Path) -> list[tuple[Sequence[str], dict[str, str]
 
 
 @pytest.mark.parametrize(
-    "way", ["script", *(pytest.param(way, marks=pytest.mark.slow) for way in ("torchrun", "two nodes"))]
+    "way", [pytest.param(way, marks=pytest.mark.slow) for way in ("script", "torchrun", "two nodes")]
 )
 def test_every_way_to_start_processes_trains_the_same(way: str, tmp_path: Path) -> None:
     with started(*commands(way, tmp_path)) as running:
@@ -105,9 +66,10 @@ def test_every_way_to_start_processes_trains_the_same(way: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)  # the strategy's timeout, and then that of its watch
 def test_a_script_takes_its_stuck_process_with_it(tmp_path: Path) -> None:
     with started(([str(SCRIPT), *options(tmp_path, model="Stuck", timeout_s=40)], {})) as (process,):
-        _, errors = process.communicate(timeout=LIMIT_S)
+        _, errors = process.communicate(timeout=2 * LIMIT_S)
         assert process.returncode != 0
         assert "rank 0 (stage 1) waits for the input of F" in errors
         assert "in on_train_batch_start" in errors
@@ -125,6 +87,29 @@ def test_sigterm_to_a_script_saves_and_ends_all_its_processes(tmp_path: Path) ->
         saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
         assert saved["global_step"] > 0
         assert not any(value.is_meta for value in saved["state_dict"].values())
+
+
+DEATHS = {  # by which signal, when -> what the other process says
+    (
+        "SIGKILL",
+        "connecting",
+    ): r"rank 1 was started by process \d+, which ended or was killed before the",
+    ("SIGTERM", "starting"): r"PeerError: rank 1 was started by process \d+, which ended or was killed before",
+    ("SIGKILL", "training"): r"PeerError: rank 0 (\(stage 1\) is gone|broke)",
+}
+
+
+@pytest.mark.parametrize(
+    ("signal_name", "moment"),
+    [pytest.param(*death, marks=() if "connecting" in death else pytest.mark.slow) for death in DEATHS],
+)
+def test_a_killed_script_leaves_no_process_behind(signal_name: str, moment: str, tmp_path: Path) -> None:
+    """The other process ends long before its timeout; it closes the pipe that ``communicate`` reads."""
+    given = options(tmp_path, epochs=10_000, timeout_s=1800, dies=[signal_name, moment])
+    with started(([str(SCRIPT), *given], {})) as (process,):
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == -signal.Signals[signal_name]
+        assert re.search(DEATHS[signal_name, moment], errors), errors
 
 
 @pytest.mark.parametrize(

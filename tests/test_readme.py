@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import functools
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.commands import run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@functools.cache
-def output(snippet: str) -> str:
-    """What a snippet prints."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "snippet.py"
-        script.write_text(snippet)
-        done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stderr + done.stdout
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the first snippet prints, as a script that starts a second process."""
+    script = tmp_path_factory.mktemp("snippet") / "snippet.py"
+    script.write_text(SNIPPETS[0])
+    return run(script.parent, script)
 
 
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
-def test_snippets_run(number: int) -> None:
-    printed = output(SNIPPETS[number])
+def execute(snippet: str) -> dict[str, Any]:
+    """Run a snippet in this process; returns its names."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(snippet, names)
+    return names
+
+
+@pytest.mark.parametrize("number", range(1, len(SNIPPETS)))
+def test_snippets_run(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    execute(SNIPPETS[number])
+    out = capsys.readouterr().out
     for expected in re.findall(r"^# (stage .*)$", SNIPPETS[number], re.MULTILINE):
-        assert expected in printed
+        assert expected in out
 
 
 def masked(plan: str) -> str:
@@ -40,19 +44,21 @@ def masked(plan: str) -> str:
     return re.sub(r"[ -]+", " ", numbers).strip()
 
 
-def test_the_plan_in_the_readme_is_what_the_first_snippet_prints() -> None:
+def test_the_first_snippet_trains_in_two_processes_and_prints_the_plan(printed: str) -> None:
     plan = re.search(r"```\n(2 stages on .*?)```", README, re.DOTALL)
     assert plan is not None
-    assert masked(plan.group(1)) in masked(output(SNIPPETS[0]))
+    assert masked(plan.group(1)) in masked(printed)
+    assert "`max_epochs=2` reached" in printed
 
 
 def test_with_counted_costs_the_first_snippet_has_one_plan() -> None:
-    counted = 'strategy=lightning_avgpipe.AvgPipeStrategy(costs="flops")'
-    printed = output(SNIPPETS[0].replace("max_epochs=2", "max_steps=1").replace('strategy="avgpipe"', counted))
+    counted = 'strategy=lightning_avgpipe.AvgPipeStrategy(num_stages=2, costs="flops")'
+    snippet = SNIPPETS[0].replace("max_epochs=2", "max_steps=1").replace("devices=2", "devices=1")
+    names = execute(snippet.replace('strategy="avgpipe"', counted))
     assert (
         "0      layers.0 .. layers.7 (8)   16.6 K      50%   1 value, 2.0 KiB a micro-batch\n"
         "1      layers.8 .. layers.16 (9)  16.7 K      50%   -\n"
-    ) in printed
+    ) in f"{names['trainer'].strategy.plan}\n"
 
 
 def test_files_that_the_readme_names_exist() -> None:

@@ -66,7 +66,9 @@ def both(folder: Path, name: str, **options: Any) -> tuple[list[dict[str, Any]],
     return two, one
 
 
-@pytest.mark.parametrize("name", [model.__name__ for model in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(m.__name__, marks=() if m in (UNet, TinyTransformer) else pytest.mark.slow) for m in MODELS]
+)
 def test_two_processes_equal_one_bitwise(name: str, tmp_path: Path) -> None:
     two, one = both(tmp_path, name, optimizer="adamw", gradient_clip_val=0.1)
     for rank in two:

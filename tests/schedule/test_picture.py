@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,12 @@ def test_the_command_prints_the_grid(capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
-def test_the_command_runs_as_a_module_and_writes_a_picture(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_avgpipe.schedule", "afab", "--send", "0.5", "--output", "picture.png"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+def test_the_command_runs_as_a_module_and_writes_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["schedule", "afab", "--send", "0.5", "--output", "picture.png"])
+    monkeypatch.delitem(sys.modules, "lightning_avgpipe.schedule.__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("lightning_avgpipe.schedule", run_name="__main__")
+    assert ended.value.code == 0
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -8,7 +8,7 @@ from tests.zoo.comparison import check
 from tests.zoo.transformers_models import MODELS, HuggingFace
 
 
-@pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("num_stages", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_equal_the_model_bitwise(name: str, num_stages: int) -> None:
     build, batch = MODELS[name]

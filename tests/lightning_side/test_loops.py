@@ -1,0 +1,277 @@
+"""Loops see what they would on one device: combined and several loaders, samplers, limits, results, recomputation."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
+
+from tests import processes
+from tests.models import MLP, loader
+from tests.trainers import pipeline, trainer
+
+Make = Callable[..., L.Trainer]
+
+
+def combined(mode: str, equal: bool = False) -> CombinedLoader:
+    """Three batches and two, or as many of each; batches of the second loader are smaller at its end."""
+    return CombinedLoader({"a": loader(MLP, 12, 4), "b": loader(MLP, 12 if equal else 8, 4, seed=1)}, mode)  # type: ignore[arg-type]
+
+
+class Several(MLP):
+    """Takes what any loaders give, and notes what hooks and callbacks get of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def loss_of(self, batch: Any) -> Tensor:
+        """Of all parts that are there; a loader that has ended gives None."""
+        if not isinstance(batch, dict):
+            return self.loss(batch)
+        parts = [part for part in (batch["a"], batch["b"]) if part is not None]
+        return self.loss(tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss_of(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        loss = self.loss_of(batch)
+        self.log("val_loss", loss)
+        return {"loss": loss, "index": 10 * dataloader_idx + batch_idx}
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self(batch[0]) + dataloader_idx
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append((outputs["index"], outputs["loss"].item()))
+
+
+class Outputs(L.Callback):
+    """Notes what a callback gets of the results of steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.seen.append(outputs and (outputs["index"], outputs["loss"].item()))
+
+
+class Backwards(Sampler[list[int]]):
+    """A user's own batch sampler, with batches of several sizes."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([11, 10, 9, 8, 7, 6], [5, 4, 3, 2], [1, 0])
+
+
+class Growing(L.LightningModule):
+    """A new loader with more batches in every second epoch, made by the module."""
+
+    def train_dataloader(self) -> Any:
+        self.reloads = getattr(self, "reloads", 0) + 1
+        return loader(MLP, 4 * self.reloads, 4, seed=self.reloads)
+
+
+class Reloading(Growing, Several):
+    pass
+
+
+class Recomputed(MLP):
+    """Logs inside of code that the backward runs once more."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back = self.layers[:4], self.layers[4:]
+        self.logged = 0
+
+    def tail(self, x: Tensor) -> Tensor:
+        y = self.back(x)
+        self.logged += 1
+        self.log("inside", y.square().mean(), on_step=True, on_epoch=True)
+        self.log("sum", y.square().sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.tail, self.front(x), use_reentrant=self.reentrant)
+
+
+class RecomputedReentrantly(Recomputed):
+    reentrant = True
+
+
+def result(runner: L.Trainer, model: L.LightningModule) -> dict[str, Any]:
+    return {
+        "steps": (runner.global_step, runner.current_epoch),
+        "metrics": {name: value.item() for name, value in runner.callback_metrics.items()},
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "seen": list(getattr(model, "seen", [])),
+    }
+
+
+def fitted(make: Make, model: L.LightningModule, *loaders: Any, **options: Any) -> dict[str, Any]:
+    runner = make(**{"max_epochs": 2, **options})
+    runner.fit(model, *loaders)
+    return result(runner, model)
+
+
+def trained_on_combined(make: Make, mode: str) -> dict[str, Any]:
+    return fitted(make, Several(), combined(mode, equal=True), combined(mode))
+
+
+def validated_on_combined(make: Make, mode: str) -> dict[str, Any]:
+    outputs, model = Outputs(), Several()
+    runner = make(callbacks=[outputs])
+    metrics = runner.validate(model, combined(mode), verbose=False)
+    return {"metrics": metrics, "seen": model.seen, "outputs": outputs.seen}
+
+
+def validated_on_several(make: Make) -> dict[str, Any]:
+    outputs, model = Outputs(), Several()
+    loaders = [loader(MLP, 12, 4), loader(MLP, 6, 4, seed=1)]
+    runner = make(callbacks=[outputs], limit_val_batches=2, max_epochs=1)
+    runner.fit(model, loader(MLP, 8, 4), loaders)
+    found = {**result(runner, model), "outputs": list(outputs.seen)}
+    found["tested"] = runner.validate(model, loaders, verbose=False)
+    return found
+
+
+def predicted(make: Make) -> dict[str, Any]:
+    loaders = CombinedLoader([loader(MLP, 12, 4), loader(MLP, 6, 4, seed=1)], "sequential")
+    return {"predictions": make(limit_predict_batches=2).predict(Several(), loaders)}
+
+
+def sampled(make: Make) -> dict[str, Any]:
+    data = loader(MLP, 12, 4).dataset
+    sampler = BatchSampler(RandomSampler(data, generator=torch.Generator().manual_seed(1)), 5, drop_last=False)
+    own, standard = (DataLoader(data, batch_sampler=batches) for batches in (Backwards(), sampler))
+    return fitted(make, Several(), own, standard)
+
+
+def reloaded(make: Make) -> dict[str, Any]:
+    return fitted(make, Reloading(), max_epochs=5, reload_dataloaders_every_n_epochs=2)
+
+
+def overfitted(make: Make) -> dict[str, Any]:
+    return fitted(make, Several(), loader(MLP, 40, 8), loader(MLP, 20, 4), overfit_batches=0.4)
+
+
+class Noisy(Dataset[Any]):
+    """Augmentation in this process: one batch more than needed would change the numbers of all that follow."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(8), torch.randn(8)
+
+
+def augmented(make: Make) -> dict[str, Any]:
+    return fitted(make, Several(), DataLoader(Noisy(), 8), limit_train_batches=3)
+
+
+def limited(make: Make) -> dict[str, Any]:
+    loaders = loader(MLP, 40, 8), loader(MLP, 20, 4)
+    return fitted(make, Several(), *loaders, limit_train_batches=0.6, limit_val_batches=0.5, val_check_interval=0.34)
+
+
+CASES: dict[str, Callable[[Make], dict[str, Any]]] = {
+    **{
+        f"train {mode}": functools.partial(trained_on_combined, mode=mode)
+        for mode in ("min_size", "max_size_cycle", "max_size")
+    },
+    **{
+        f"validate {mode}": functools.partial(validated_on_combined, mode=mode)
+        for mode in ("min_size", "max_size_cycle", "max_size", "sequential")
+    },
+    "validate several": validated_on_several,
+    "predict several": predicted,
+    "samplers": sampled,
+    "reload": reloaded,
+    "overfit": overfitted,
+    "limits": limited,
+    "augmentation": augmented,
+    "recomputation": lambda make: fitted(make, Recomputed(), loader(MLP, 16, 8)),
+    "reentrant recomputation": lambda make: fitted(make, RecomputedReentrantly(), loader(MLP, 16, 8)),
+}
+
+
+def found(name: str, make: Make) -> dict[str, Any]:
+    torch.manual_seed(3)
+    return CASES[name](make)
+
+
+def piped(devices: int = 1) -> Make:
+    return functools.partial(pipeline, 2, devices, {"num_microbatches": 2})
+
+
+def assert_alike(expected: Any, other: Any, what: str) -> None:
+    """Equal but for rounding."""
+    if isinstance(expected, dict):
+        assert other.keys() == expected.keys(), what
+        for key, value in expected.items():
+            assert_alike(value, other[key], f"{what} {key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(other) == len(expected), what
+        for i, (one, two) in enumerate(zip(expected, other, strict=True)):
+            assert_alike(one, two, f"{what} {i}")
+    elif isinstance(expected, Tensor):
+        torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-6, msg=what)
+    else:
+        assert other == pytest.approx(expected, rel=1e-5, abs=1e-6), what
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_see_what_one_device_sees(name: str) -> None:
+    assert_alike(found(name, trainer), found(name, piped()), name)
+
+
+def fit_all(rank: int) -> dict[str, dict[str, Any]]:
+    torch.set_num_threads(1)
+    return {name: found(name, piped(2)) for name in CASES}
+
+
+def test_two_processes_see_what_one_device_sees(tmp_path: Path) -> None:
+    """Weights and metrics everywhere; results of steps on rank 0, and None in their place on the other rank."""
+    zero, other = processes.results(processes.run(2, fit_all, folder=tmp_path))
+    for name in CASES:
+        expected = found(name, trainer)
+        assert_alike(expected, zero[name], name)
+        shared = expected.keys() - {"seen", "outputs", "predictions"}
+        assert_alike({key: expected[key] for key in shared}, {key: other[name][key] for key in shared}, name)
+        assert not other[name].get("seen"), "hooks of the module that look at results run where those are"
+        assert other[name].get("outputs") == (expected.get("outputs") and [None] * len(expected["outputs"]))
+        assert all(value is None for values in other[name].get("predictions", []) for value in values)
+
+
+def test_code_that_is_recomputed_runs_again_and_logs_once() -> None:
+    for model in (Recomputed(), RecomputedReentrantly()):
+        expected = fitted(trainer, copy.deepcopy(model), loader(MLP, 16, 8), max_epochs=1)["metrics"]
+        model.logged = 0
+        metrics = fitted(piped(), model, loader(MLP, 16, 8), max_epochs=1)["metrics"]
+        assert model.logged >= 8  # two batches of two micro-batches, and the capture
+        assert_alike(expected, metrics, type(model).__name__)
+
+
+def test_sequential_training_is_refused_as_by_lightning() -> None:
+    for make in (trainer, piped()):
+        with pytest.raises(ValueError, match="does not support the `CombinedLoader"):
+            make().fit(Several(), combined("sequential"))
