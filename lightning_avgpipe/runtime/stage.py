@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -125,13 +126,13 @@ class Stage:
                     gates.append(_Gate())
                     tensor = _Enter.apply(tensor.detach().requires_grad_(), gates[-1])
                 received.append(tensor)
-        with torch.profiler.record_function(f"avgpipe::F{micro_batch}"), self._copies.placed(program.stage) as copies:
+        with _profiled(f"avgpipe::F{micro_batch}"), self._copies.placed(program.stage) as copies:
             replayed = replay(
                 program,
                 partial(task.run, micro_batch),
                 task.args[micro_batch],
                 self._units,
-                self._owned_now() | copies,
+                self._owned_now() | copies if copies else self._owned_now(),
                 received,
                 message.entries if message is not None else (),
                 RandomKey(task.key.seed, task.key.iteration, task.key.pipeline, micro_batch),
@@ -165,7 +166,7 @@ class Stage:
         stash = self.stash.pop(micro_batch)
         gradients = (None,) if message is None else message.tensors
         # copies are in place for what is recomputed
-        with torch.profiler.record_function(f"avgpipe::B{micro_batch}"), self._copies.placed(self.program.stage):
+        with _profiled(f"avgpipe::B{micro_batch}"), self._copies.placed(self.program.stage):
             pairs = [
                 (root, gradient)
                 for root, gradient in zip(stash.roots, gradients, strict=True)
@@ -181,3 +182,8 @@ class Stage:
         """Forget everything about unfinished micro-batches."""
         self.stash.clear()
         self.results.clear()
+
+
+def _profiled(name: str) -> AbstractContextManager[Any]:
+    """A range in the trace of torch's profiler, if it runs: the range alone costs as much as a small operation."""
+    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
