@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +31,7 @@ def launch(script: str, arguments: Sequence[str], world_size: int, megabits: int
     Raises:
         SystemExit: a rank failed.
     """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
     with tempfile.TemporaryDirectory() as folder, _ranks(world_size, megabits) as (before, environments):
         result = Path(folder) / "result.json"
         command = [sys.executable, script, *arguments, "--result", str(result)]
