@@ -12,16 +12,11 @@ the times that were asked for, not the measured ones.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +28,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network
+from benchmarks.processes import launch
 from lightning_avgpipe.runtime.channel import Wire
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.pipeline import Pipeline
@@ -241,42 +237,13 @@ def measure(mesh: Mesh, options: argparse.Namespace, ratio: float, bytes_per_s: 
 # -- the parent ------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def ranks(links: str, world_size: int, megabits: int) -> Iterator[tuple[list[list[str]], list[dict[str, str]]]]:
-    """For each rank what to put before its command, and its environment."""
-    base = {**os.environ, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-    if links == "throttled":
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        local = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        yield [[]] * world_size, [{**base, **local, "RANK": str(rank)} for rank in range(world_size)]
-        return
-    with network.namespaces(world_size, megabits) as spaces:
-        shared = {"MASTER_ADDR": spaces.master, "MASTER_PORT": "29511"}
-        environments = [
-            {**base, **shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": spaces.interface(rank)}
-            for rank in range(world_size)
-        ]
-        yield [spaces.command(rank) for rank in range(world_size)], environments
-
-
 def run(arguments: Sequence[str], options: argparse.Namespace, num_stages: int) -> list[dict[str, Any]]:
     """Measure with one process per stage; ends with all of them."""
-    with tempfile.TemporaryDirectory() as folder, ranks(options.links, num_stages, options.megabits) as (before, envs):
-        result = Path(folder) / "result.json"
-        command = [sys.executable, __file__, *arguments, "--links", options.links, "--result", str(result)]
-        processes = [subprocess.Popen([*prefix, *command], env=env) for prefix, env in zip(before, envs, strict=True)]
-        try:
-            codes = [process.wait(timeout=options.limit_s) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        if any(codes):
-            raise SystemExit(f"the processes of {num_stages} stages ended with {codes}")
-        rows: list[dict[str, Any]] = json.loads(result.read_text())
-        return rows
+    megabits = options.megabits if options.links == "namespaces" else None
+    rows: list[dict[str, Any]] = launch(
+        __file__, [*arguments, "--links", options.links], num_stages, megabits, options.limit_s
+    )
+    return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

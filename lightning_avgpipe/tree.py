@@ -56,11 +56,15 @@ def flatten(obj: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], TreeSpe
         while not _LEAF_TYPES.issuperset(map(type, leaves)) and _found_nodes(leaves, is_leaf):
             leaves, spec = pytree.tree_flatten(obj, is_leaf)
     except RecursionError:
-        raise RecursionError(
-            f"a {type(obj).__name__} leads back into itself, through items of a container or attributes of a "
-            "dataclass, so it is no tree; remove the reference that leads back, or make its type a plain class"
-        ) from None
+        raise _endless(obj) from None
     return leaves, spec
+
+
+def _endless(obj: Any) -> RecursionError:
+    return RecursionError(
+        f"a {type(obj).__name__} leads back into itself, through items of a container or attributes of a "
+        "dataclass, so it is no tree; remove the reference that leads back, or make its type a plain class"
+    )
 
 
 def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
@@ -84,7 +88,29 @@ def flatten_with_names(
 
 def tensors(obj: Any) -> list[Tensor]:
     """Return the tensors of a tree, in order."""
-    return [leaf for leaf in flatten(obj)[0] if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    try:
+        _collect(obj, found)
+    except RecursionError:
+        raise _endless(obj) from None
+    return found
+
+
+def _collect(obj: Any, found: list[Tensor]) -> None:
+    """Without specs, and without pytree for what most trees are made of: a step's every call asks for its tensors."""
+    cls = type(obj)
+    if cls in _TENSOR_TYPES:
+        found.append(obj)
+    elif cls is tuple or cls is list:
+        for child in obj:
+            _collect(child, found)
+    elif cls is dict:
+        for child in obj.values():
+            _collect(child, found)
+    elif cls not in _LEAF_TYPES:
+        found.extend(leaf for leaf in flatten(obj)[0] if isinstance(leaf, Tensor))
+    elif issubclass(cls, Tensor):
+        found.append(obj)
 
 
 def map_tensors(fn: Callable[[Tensor], Any], obj: Any) -> Any:
@@ -122,6 +148,7 @@ def _steps(obj: Any, spec: TreeSpec, num_children: int) -> list[str]:
 
 _LEAF: TreeSpec = pytree.tree_flatten(None)[1]
 _LEAF_TYPES: set[type] = {Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes}
+_TENSOR_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _REGISTRATION = threading.RLock()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine import summary
 from benchmarks.schedules import table
 from tests.commands import ROOT, run
 
@@ -36,3 +37,27 @@ def test_the_schedules_are_measured_without_root(tmp_path: Path) -> None:
     assert all(row["seconds"] > 4 * 0.030 for row in rows)
     assert [row["peak_stash"] for row in rows] == [[4, 4], [2, 1], [rows[2]["advance"] + 2, 1]]
     assert (tmp_path / "picture.png").exists()
+
+
+def test_the_engines_table_compares_round_by_round() -> None:
+    seconds = {"avgpipe 1f1b": [1.0, 4.0, 2.0], "torch gpipe": [3.0, 9.0, 5.0], "torch 1f1b": [1.5, 4.0, 4.0]}
+    found = summary({"seconds": seconds, "cpu_s": seconds, "bounds_s": {"1f1b": 1.6}})
+    assert found["best_peer"] == "torch 1f1b"
+    assert found["rows"][0]["over_best_peer"] == 1.5  # of 1.5, 1.0 and 2.0, whatever the medians of the sides
+    assert found["rows"][0]["of_bound"] == 2.0 / 1.6
+    assert "of_bound" not in found["rows"][1]
+
+
+@pytest.mark.slow
+def test_the_engine_is_measured_beside_torchs_pipelining(tmp_path: Path) -> None:
+    command = [
+        sys.executable, ROOT / "benchmarks" / "engine.py", "--quick", "--parts", "replay", "free", "--limit-s", "150",
+        "--json", tmp_path / "engine.json",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr  # it fails if the sides do not compute the same losses
+    found = json.loads((tmp_path / "engine.json").read_text())
+    assert {row["units"] for row in found["replay"]} == {"blocks", "leaves"}
+    sides = {row["side"] for row in found["free"]["rows"]}
+    assert sides >= {"avgpipe afab", "avgpipe 1f1b", "torch gpipe", "torch 1f1b"}
+    assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in found["free"]["seconds"].values())

@@ -215,21 +215,33 @@ class StepTracer(TorchFunctionMode):
             finally:
                 _following.tracer = None
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> _Aside:
         """Within this context nothing is followed: a unit, or one glue operation, runs as it always does."""
-        self._inside = True
+        return _Aside(self)
+
+
+class _Aside:
+    """Entered at every call of a unit, so a class: a generator would cost as much as the rest of the call."""
+
+    __slots__ = ("_on_top", "_tracer")
+
+    def __init__(self, tracer: StepTracer) -> None:
+        self._tracer = tracer
+        self._on_top = False
+
+    def __enter__(self) -> None:
+        tracer = self._tracer
+        tracer._inside = True
         # Off the stack the mode costs a unit nothing. If the user has put a mode of his own on top of ours
         # (``with torch.device(...)``), it stays and only passes operations through.
-        on_top = torch.overrides._get_current_function_mode() is self
-        if on_top:
-            super().__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            if on_top:
-                super().__enter__()
-            self._inside = False
+        self._on_top = torch.overrides._get_current_function_mode() is tracer
+        if self._on_top:
+            TorchFunctionMode.__exit__(tracer, None, None, None)
+
+    def __exit__(self, *error: object) -> None:
+        if self._on_top:
+            TorchFunctionMode.__enter__(self._tracer)
+        self._tracer._inside = False
 
 
 @contextlib.contextmanager

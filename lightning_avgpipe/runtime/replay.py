@@ -162,12 +162,12 @@ class _Replayer(StepTracer):
         return self._at_node("call", path, run, args, kwargs, tensors)
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = tensor_arguments(args, kwargs)
+        tensors, name = tensor_arguments(args, kwargs), function_name(func)
         if self._draws is not None:
-            self._draws.function(function_name(func))
+            self._draws.function(name)
         for tensor in tensors:
             if id(tensor) in self._owned or self.value_of(tensor) is not None:
-                return self._at_node("glue", function_name(func), func, args, kwargs, tensors)
+                return self._at_node("glue", name, func, args, kwargs, tensors)
         return func(*args, **kwargs)
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:

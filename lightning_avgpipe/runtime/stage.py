@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -165,7 +166,7 @@ class Stage:
                 f"stage {program.stage} wants micro-batch {micro_batch} and received {message.micro_batch}; "
                 "the stages do not run the same schedule"
             )
-        with torch.profiler.record_function(f"avgpipe::F{micro_batch}"), self._copies.placed(program.stage) as copies:
+        with _profiled(f"avgpipe::F{micro_batch}"), self._copies.placed(program.stage) as copies:
             if task.trains and micro_batch in self._repeats:
                 return self._forward_to_repeat(task, micro_batch, message, copies)
             gates, replayed = self._replay(task, micro_batch, message, copies)
@@ -205,7 +206,7 @@ class Stage:
             partial(task.run, micro_batch),
             task.args[micro_batch],
             self._units,
-            self._owned_now() | copies,
+            self._owned_now() | copies if copies else self._owned_now(),
             received,
             message.entries if message is not None else (),
             RandomKey(task.key.seed, task.key.iteration, task.key.pipeline, micro_batch),
@@ -243,7 +244,7 @@ class Stage:
     ) -> tuple[_Stash, Sequence[Tensor | None]]:
         """Execute a forward once more: what it would have kept, and the gradients of its roots."""
         self._check_unchanged(kept)
-        with torch.profiler.record_function(f"avgpipe::R{micro_batch}"), kept.surroundings.again():
+        with _profiled(f"avgpipe::R{micro_batch}"), kept.surroundings.again():
             gates, again = self._replay(kept.task, micro_batch, kept.message, copies, kept.observations.again())
         if kept.ending is None:
             assert gradients is not None
@@ -283,7 +284,7 @@ class Stage:
         alone = message is None  # a loss needs no gradient
         # copies are in place for what is recomputed
         with (
-            torch.profiler.record_function(f"avgpipe::B{micro_batch}"),
+            _profiled(f"avgpipe::B{micro_batch}"),
             self._copies.placed(self.program.stage) as copies,
         ):
             if isinstance(stash, _Inputs):
@@ -322,3 +323,8 @@ def _cut(tensor: Tensor) -> Tensor:
 
 def _version(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _profiled(name: str) -> AbstractContextManager[Any]:
+    """A range in the trace of torch's profiler, if it runs: the range alone costs as much as a small operation."""
+    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()

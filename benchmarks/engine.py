@@ -1,0 +1,528 @@
+"""How fast is the engine? The same model, batch and two processes for each of
+
+- this engine, with the schedules afab, 1f1b and advance_forward, from the model's unchanged training_step;
+- torch.distributed.pipelining (ScheduleGPipe, Schedule1F1B), from stage modules that are written by hand;
+- the simulator, which is given this run's own times of those hand-written stages and of the links: a bound.
+
+And in one process: a replayed stage beside the hand-written one, forward and backward of a micro-batch.
+
+    python benchmarks/engine.py                          # two to four minutes on two cores; limited links need root
+    python benchmarks/engine.py --json engine.json
+    python benchmarks/engine.py --parts replay
+
+All sides take turns in the same processes, round by round, and a ratio is the median of the ratios of the rounds: what
+disturbs the machine for longer than a round disturbs all sides alike. One thread per process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import network
+from benchmarks.processes import launch
+from lightning_avgpipe.capture.recorder import capture
+from lightning_avgpipe.capture.tracer import intercepting
+from lightning_avgpipe.capture.units import divisible, initial_units, refine
+from lightning_avgpipe.partition import cut_at
+from lightning_avgpipe.runtime.copies import Copies
+from lightning_avgpipe.runtime.mesh import Mesh
+from lightning_avgpipe.runtime.message import Message
+from lightning_avgpipe.runtime.microbatch import split
+from lightning_avgpipe.runtime.pipeline import Pipeline
+from lightning_avgpipe.runtime.planner import Planner
+from lightning_avgpipe.runtime.program import stage_programs
+from lightning_avgpipe.runtime.randomness import RandomKey
+from lightning_avgpipe.runtime.stage import Stage, Task
+from lightning_avgpipe.schedule import StageCosts, build, simulate, smallest_sufficient_advance
+
+NUM_STAGES = 2
+STEP = "training_step"
+PARTS = ["replay", "free", "limited"]  # in one process; in two on free links, and on limited ones
+_TIMEOUT = timedelta(minutes=3)
+_PROBES = 7
+_CLOSE = 1e-4  # relative; losses of two engines that add in another order
+
+# -- the model, as a user writes it, and by hand as two stages -------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout1(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
+        return x + self.dropout2(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model and its batch.
+
+    Attributes:
+        samples: per micro-batch.
+    """
+
+    width: int
+    layers: int
+    samples: int
+    length: int
+    num_microbatches: int = 8
+    vocabulary: int = 256
+
+
+SIZES = {
+    "large": Size(width=256, layers=8, samples=4, length=128),
+    "small": Size(width=64, layers=4, samples=2, length=32),
+}
+
+
+class LanguageModel(nn.Module):
+    """A language model with the step function of a LightningModule."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.positions = nn.Embedding(size.length, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, size.width // 32, 0.1) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        return loss_of(self(tokens), targets)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class FirstStage(nn.Module):
+    """The first half by hand."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.tokens, self.positions = model.tokens, model.positions
+        self.blocks = nn.Sequential(*model.blocks[: len(model.blocks) // 2])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.blocks(self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1])))
+        return hidden
+
+
+class LastStage(nn.Sequential):
+    """The second half by hand."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(*model.blocks[len(model.blocks) // 2 :], model.norm, model.head)
+
+
+def by_hand(model: LanguageModel, stage: int) -> nn.Module:
+    return LastStage(model) if stage else FirstStage(model)
+
+
+def example(size: Size, num_microbatches: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (num_microbatches * size.samples, size.length + 1)
+    text = torch.randint(size.vocabulary, shape, generator=generator)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def make_model(size: Size) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(size)
+
+
+def begin(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+# -- one process: replay beside the hand-written stage ---------------------------------------------------------------
+
+
+class HandWritten:
+    """A stage as torch alone runs it."""
+
+    def __init__(self, module: nn.Module, is_last: bool) -> None:
+        self.module = module
+        self.is_last = is_last
+
+    def __call__(self, given: Tensor, other: Tensor) -> tuple[float, float]:
+        """One micro-batch.
+
+        Args:
+            given: tokens, or what the first stage made of them.
+            other: targets of the last stage; gradients for the first.
+        Returns:
+            Seconds of the forward and of the backward, by the wall clock.
+        """
+        before = time.perf_counter()
+        output = self.module(given.detach().requires_grad_() if self.is_last else given)
+        if self.is_last:
+            output = loss_of(output, other)
+        between = time.perf_counter()
+        output.backward(None if self.is_last else other)
+        return between - before, time.perf_counter() - between
+
+
+def replay_overhead(size: Size, fine: bool, rounds: int) -> list[dict[str, Any]]:
+    """A row per stage; CPU seconds of this thread, medians over rounds of a forward and a backward each."""
+    model = make_model(size)
+    batch = example(size, 1)
+    units = initial_units(model)
+    while fine and (heavy := [unit for unit in units if divisible(model, unit)]):
+        units = refine(model, units, heavy)
+    graph = capture(STEP, model.training_step, (batch, 0), model, units)
+    cut = cut_at(graph, [f"blocks.{size.layers // 2}"], NUM_STAGES)
+    mesh = Mesh(NUM_STAGES, 0, 1, torch.device("cpu"), _TIMEOUT)
+    first, last = (
+        Stage(program, model, mesh.device, Copies(model, mesh, {})) for program in stage_programs(graph, cut)
+    )
+    task = Task(lambda i, *args: model.training_step(*args), [(batch, 0)], lambda i, loss: loss)
+    with intercepting():
+        message = first.forward(task, 0, None)
+        assert message is not None
+        hidden = message.tensors[0]
+        assert hidden is not None
+        first.clear()
+        gradient = torch.randn_like(hidden)
+
+        def replay_first() -> None:
+            first.forward(task, 0, None)
+            first.backward(0, Message(0, (gradient,)))
+
+        def replay_last() -> None:
+            last.forward(task, 0, message)
+            last.backward(0, None)
+            last.clear()
+
+        sides: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
+            (replay_first, partial(HandWritten(by_hand(model, 0), False), batch[0], gradient)),
+            (replay_last, partial(HandWritten(by_hand(model, 1), True), hidden, batch[1])),
+        ]
+        rows = []
+        for stage, (replayed, written) in enumerate(sides):
+            seconds: dict[Any, list[float]] = {replayed: [], written: []}
+            for i in range(rounds + 2):
+                for side in (replayed, written) if i % 2 else (written, replayed):
+                    begin(model)
+                    before = time.thread_time()
+                    side()
+                    if i >= 2:
+                        seconds[side].append(time.thread_time() - before)
+            overhead = statistics.median(a / b for a, b in zip(seconds[replayed], seconds[written], strict=True)) - 1
+            replayed_s, written_s = (statistics.median(seconds[side]) for side in (replayed, written))
+            rows.append(
+                {"stage": stage, "replayed_s": replayed_s, "written_s": written_s, "overhead": overhead,
+                 "difference_s": replayed_s - written_s}
+            )  # fmt: skip
+    return rows
+
+
+# -- two processes ---------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """This engine in one of the processes."""
+
+    def __init__(self, size: Size, mesh: Mesh) -> None:
+        self.model = make_model(size)
+        self.mesh = mesh
+        self.num_microbatches = size.num_microbatches
+        tokens, targets = example(size, 1)
+        planner = Planner(self.model, NUM_STAGES, [f"blocks.{size.layers // 2}"])
+        plan = planner.plan(STEP, self.model.training_step, ((tokens, targets), 0))
+        self.pipeline = Pipeline(mesh, self.model)
+        self.pipeline.load(plan.graph, plan.cuts)
+        self.iterations = 0
+
+    def run(self, schedule: str, advance: int, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """One iteration; the losses of the micro-batches where the last stage is."""
+        parts = split(batch, self.num_microbatches)
+        self.iterations += 1
+        task = Task(
+            lambda i, *args: self.model.training_step(*args),
+            [(part.data, 0) for part in parts],
+            lambda i, loss: loss * parts[i].weight,
+            RandomKey(0, self.iterations),
+        )
+        rows = build(schedule, NUM_STAGES, self.num_microbatches, advance)
+        return self.pipeline.run(STEP, rows, task) or []
+
+
+class Peer:
+    """torch.distributed.pipelining in one of the processes."""
+
+    def __init__(self, size: Size, mesh: Mesh) -> None:
+        self.model = make_model(size)
+        self.stage = mesh.rank
+        module = by_hand(self.model, self.stage)
+        self.schedules = {
+            name: schedule(
+                PipelineStage(module, self.stage, NUM_STAGES, mesh.device), size.num_microbatches, loss_fn=loss_of
+            )
+            for name, schedule in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B))
+        }
+
+    def run(self, name: str, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """One iteration; the losses of the micro-batches where the last stage is."""
+        losses: list[Tensor] = []
+        if self.stage == 0:
+            self.schedules[name].step(batch[0])
+        else:
+            self.schedules[name].step(target=batch[1], losses=losses, return_outputs=False)
+        return losses
+
+
+class Costs:
+    """The times of the hand-written stage of this process, without any engine, and of the links."""
+
+    def __init__(self, size: Size, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.model = make_model(size)
+        (stage,) = mesh.stages
+        self.written = HandWritten(by_hand(self.model, stage), stage > 0)
+        self.hidden = torch.randn(size.samples, size.length, size.width)
+        self.link_s: list[float] = []
+
+    def run(self, batch: tuple[Tensor, Tensor], num_microbatches: int) -> tuple[float, float]:
+        """As many micro-batches as in an iteration; medians of the seconds of a forward and of a backward."""
+        tokens, targets = (part.tensor_split(num_microbatches) for part in batch)
+        last = self.written.is_last
+        given = [(self.hidden, y) if last else (x, self.hidden) for x, y in zip(tokens, targets, strict=True)]
+        forward, backward = zip(*(self.written(*pair) for pair in given), strict=True)
+        return statistics.median(forward), statistics.median(backward)
+
+    def probe(self) -> None:
+        """Time of one boundary value on a link, there and back, beside nothing else."""
+        for _ in range(_PROBES):
+            self.mesh.barrier()
+            before = time.perf_counter()
+            for sender in range(NUM_STAGES):
+                if self.mesh.rank == sender:
+                    dist.send(self.hidden, 1 - sender)
+                else:
+                    dist.recv(torch.empty_like(self.hidden), sender)
+            self.link_s.append((time.perf_counter() - before) / 2)
+
+
+def work(options: argparse.Namespace) -> None:
+    """What each process does; rank 0 writes the results."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    mesh = Mesh(NUM_STAGES, dist.get_rank(), NUM_STAGES, torch.device("cpu"), _TIMEOUT)
+    mesh.open()
+    result = measure(mesh, SIZES[options.size], options.rounds)
+    mesh.barrier()
+    mesh.close()
+    if mesh.rank == 0:
+        options.result.write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def measure(mesh: Mesh, size: Size, rounds: int) -> dict[str, Any]:
+    """Seconds of each side in each round, and what the simulator makes of the costs."""
+    batch = example(size, size.num_microbatches)
+    engine, peer, costs = Engine(size, mesh), Peer(size, mesh), Costs(size, mesh)
+    models = (engine.model, peer.model, costs.model)
+    costs.probe()
+    advance = smallest_sufficient_advance(
+        NUM_STAGES, size.num_microbatches, _stage_costs(mesh, costs, [costs.run(batch, size.num_microbatches)])
+    )
+    sides: dict[str, Callable[[], list[Tensor]]] = {
+        "avgpipe afab": partial(engine.run, "afab", 0, batch),
+        "avgpipe 1f1b": partial(engine.run, "1f1b", 0, batch),
+        "torch gpipe": partial(peer.run, "gpipe", batch),
+        "torch 1f1b": partial(peer.run, "1f1b", batch),
+    }
+    if advance:  # 0 would be 1f1b
+        sides["avgpipe advance_forward"] = partial(engine.run, "advance_forward", advance, batch)
+    for model in models:
+        model.eval()  # without dropout all compute the same
+    losses = {name: _gathered(mesh, side()) for name, side in sides.items()}
+    _compare(losses)
+    for model in models:
+        model.train()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    units: list[tuple[float, float]] = []
+    for i in range(rounds):
+        units.append(costs.run(batch, size.num_microbatches))
+        names = list(sides)
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            for model in models:
+                begin(model)
+            mesh.barrier()
+            before, cpu = time.perf_counter(), time.process_time()
+            sides[name]()
+            times[name].append((time.perf_counter() - before, time.process_time() - cpu))
+    gathered = _from_all(mesh, times)
+    bound = _stage_costs(mesh, costs, units)
+    bounds = {
+        name: simulate(build(name, NUM_STAGES, size.num_microbatches, h), bound).iteration_s
+        for name, h in (("afab", 0), ("1f1b", 0), ("advance_forward", advance))
+    }
+    return {
+        "advance": advance,
+        "costs": {"forward_s": bound.forward_s, "backward_s": bound.backward_s, "send_s": bound.send_forward_s},
+        "bounds_s": bounds,
+        # all processes begin together, so the iteration ends with the last of them
+        "seconds": {name: [max(t[name][i][0] for t in gathered) for i in range(rounds)] for name in sides},
+        "cpu_s": {name: [sum(t[name][i][1] for t in gathered) for i in range(rounds)] for name in sides},
+    }
+
+
+def _gathered(mesh: Mesh, losses: list[Tensor]) -> list[float]:
+    found: list[list[float]] = _from_all(mesh, [float(loss.detach()) for loss in losses])
+    return next(values for values in found if values)
+
+
+def _from_all(mesh: Mesh, item: Any) -> Any:
+    """What every process has, by rank, known to all."""
+    return mesh.broadcast(mesh.gather_objects(item))
+
+
+def _compare(losses: dict[str, list[float]]) -> None:
+    name, wanted = next(iter(losses.items()))
+    for other, found in losses.items():
+        if len(found) != len(wanted) or any(abs(a - b) > _CLOSE * abs(b) for a, b in zip(found, wanted, strict=True)):
+            raise SystemExit(f"{other} and {name} do not compute the same: losses {found} and {wanted}")
+
+
+def _stage_costs(mesh: Mesh, costs: Costs, units: Sequence[tuple[float, float]]) -> StageCosts:
+    """Medians of all processes' times."""
+    mine = statistics.median(f for f, _ in units), statistics.median(b for _, b in units)
+    found = _from_all(mesh, (mine, statistics.median(costs.link_s)))
+    by_stage = [found[mesh.rank_of(stage)] for stage in range(NUM_STAGES)]
+    send = [max(link for _, link in found)]
+    return StageCosts([unit[0] for unit, _ in by_stage], [unit[1] for unit, _ in by_stage], send, send, [0.0])
+
+
+# -- the parent ------------------------------------------------------------------------------------------------------
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """A row per side: median, and the medians over rounds of how much faster than the peers it was."""
+    seconds: dict[str, list[float]] = result["seconds"]
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    best = min((name for name in medians if name.startswith("torch")), key=medians.__getitem__)
+    rows = []
+    for name, values in seconds.items():
+        row = {
+            "side": name,
+            "median_s": medians[name],
+            "cpu_s": statistics.median(result["cpu_s"][name]),
+            "over_best_peer": statistics.median(b / a for a, b in zip(values, seconds[best], strict=True)),
+        }
+        engine, schedule = name.split()
+        if engine == "avgpipe":
+            row["of_bound"] = row["median_s"] / result["bounds_s"][schedule]
+        rows.append(row)
+    return {"best_peer": best, "rows": rows}
+
+
+def table(found: dict[str, Any]) -> str:
+    """One line per side."""
+    lines = [f"side                        median    CPU both   over {found['best_peer']}   of its bound"]
+    for row in found["rows"]:
+        bound = f"{row['of_bound']:14.3f}" if "of_bound" in row else ""
+        lines.append(
+            f"{row['side']:24s} {row['median_s']:7.3f} s {row['cpu_s']:9.3f} s {row['over_best_peer']:15.3f}x{bound}"
+        )
+    return "\n".join(lines)
+
+
+def replay_table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line per stage; CPU time of a micro-batch, forward and backward."""
+    lines = ["model  units   stage   by hand     replayed    more      overhead"]
+    for row in rows:
+        lines.append(
+            f"{row['size']:6s} {row['units']:7s} {row['stage']:4d} {row['written_s'] * 1e3:9.2f} ms "
+            f"{row['replayed_s'] * 1e3:9.2f} ms {row['difference_s'] * 1e3:7.2f} ms {row['overhead']:+8.1%}"
+        )
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    result.add_argument("--size", choices=list(SIZES), default="large", help="of the model in two processes")
+    result.add_argument("--rounds", type=int, default=7, help="of all sides, in two processes")
+    result.add_argument("--megabits", type=int, default=100, help="per second, of the limited links")
+    result.add_argument("--replay-rounds", type=int, default=30)
+    result.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS, help="what to measure")
+    result.add_argument("--quick", action="store_true", help="the small model, and few rounds")
+    result.add_argument("--limit-s", type=float, default=600.0, help="for each pair of processes")
+    result.add_argument("--json", type=Path)
+    result.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return result
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
+    if options.quick:
+        options.size, options.rounds, options.replay_rounds = "small", 2, 3
+        arguments = [*arguments, "--size", "small", "--rounds", "2"]
+    if options.result is not None:
+        work(options)
+        return
+    found: dict[str, Any] = {"cores": os.cpu_count(), "torch": torch.__version__, "size": options.size}
+    torch.set_num_threads(1)
+    if "replay" in options.parts:
+        found["replay"] = [
+            {"size": size, "units": "leaves" if fine else "blocks", **row}
+            for size in (["small"] if options.quick else SIZES)
+            for fine in (False, True)
+            for row in replay_overhead(SIZES[size], fine, options.replay_rounds)
+        ]
+        print(f"replay in one process, CPU time per micro-batch\n{replay_table(found['replay'])}", flush=True)
+    for part, megabits in (("free", None), ("limited", options.megabits)):
+        if part not in options.parts:
+            continue
+        if megabits is not None and not network.available():
+            print("limited links are left out: network namespaces need root, ip and tc")
+            continue
+        result = launch(__file__, arguments, NUM_STAGES, megabits, options.limit_s)
+        found[part] = {"megabits": megabits, **result, **summary(result)}
+        links = "free links" if megabits is None else f"links of {megabits} Mbit/s"
+        print(f"\n{links}, two processes, {options.size} model\n{table(found[part])}", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
