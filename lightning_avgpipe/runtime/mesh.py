@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import ConfigurationError, PeerError
+from lightning_avgpipe.runtime.accounting import Meter
 from lightning_avgpipe.runtime.channel import (
     Arrivals,
     Inbox,
@@ -110,6 +111,7 @@ class Mesh:
         self._news_out: list[NetworkOutbox] = []
         self._news_in: NetworkInbox | None = None
         self.recorder: Recorder | None = None
+        self.meter: Meter | None = None  # told of what the stages of this process keep in memory
         self.wiring: dict[int, Wiring] = {}
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         self._control: dist.ProcessGroup | None = None

@@ -110,6 +110,7 @@ class Pipeline:
                     mesh.rank,
                     mesh.watch,
                     mesh.recorder,
+                    mesh.meter,
                 )
             last = self._stages[step][-1]
             if not last.program.is_last:

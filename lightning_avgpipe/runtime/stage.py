@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe import tree
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.runtime.copies import Copies
@@ -141,6 +142,8 @@ class Stage:
             if program.is_last:
                 self.results[micro_batch] = replayed.result
                 if task.finish is not None:
+                    # of a result with its graph the received values would stay until the iteration ends
+                    self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
                     loss = task.finish(micro_batch, replayed.result)
                     self.stash[micro_batch] = _Stash(tuple(gates), (loss,))
                 return None
