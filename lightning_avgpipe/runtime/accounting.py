@@ -25,7 +25,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_avgpipe.absent import Absent
 from lightning_avgpipe.schedule import Action
 
-__all__ = ["DeviceMeter", "Footprint", "HostMeter", "Meter"]
+__all__ = ["DeviceMeter", "Footprint", "Holding", "HostMeter", "Meter"]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a stage holds whatever it stashes, in bytes.
+
+    Attributes:
+        total: weights, gradients, optimizer states and the batch.
+        coming: of it optimizer states that are not there yet.
+    """
+
+    total: int
+    coming: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,12 +103,8 @@ class Meter(ABC):
         return  # an allocator knows
 
     @abstractmethod
-    def finish(self, held: Mapping[int, int]) -> dict[int, Footprint]:
-        """What was measured, by stage.
-
-        Args:
-            held: stage -> bytes of its weights, gradients and optimizer states.
-        """
+    def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
+        """What was measured, by stage."""
 
     @abstractmethod
     def _before(self, stage: int) -> int:
@@ -148,12 +157,12 @@ class HostMeter(Meter):
             if tensor is not None:
                 self._note(stage, tensor)
 
-    def finish(self, held: Mapping[int, int]) -> dict[int, Footprint]:
+    def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
         found = {}
         for stage in self._rows:
             self._kept[stage].append(self._before(stage))
             changes, crest = self._changes(stage)
-            found[stage] = Footprint(held[stage] + max(crest, self._peak[stage]), crest, changes)
+            found[stage] = Footprint(holdings[stage].total + max(crest, self._peak[stage]), crest, changes)
         return found
 
     def _before(self, stage: int) -> int:
@@ -202,15 +211,17 @@ class DeviceMeter(Meter):
         self._own: dict[int, int] = defaultdict(int)  # what the actions of each stage have added by now
         self._began = 0
 
-    def finish(self, held: Mapping[int, int]) -> dict[int, Footprint]:
+    def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
         passing = torch.cuda.max_memory_allocated(self._device) - self._highest
-        total = sum(held.values())
+        here = {stage: holding.total - holding.coming for stage, holding in holdings.items()}
+        total = sum(here.values())
         found = {}
         for stage in self._rows:
             self._kept[stage].append(self._own[stage])
             changes, crest = self._changes(stage)
-            base = self._base * held[stage] // total if total else self._base // len(self._rows)
-            found[stage] = Footprint(base + crest + passing, crest, changes)
+            # stages that share a device share what was there before, as far as one can tell
+            base = self._base * here[stage] // total if total else self._base // len(self._rows)
+            found[stage] = Footprint(base + holdings[stage].coming + crest + passing, crest, changes)
         return found
 
     def _before(self, stage: int) -> int:

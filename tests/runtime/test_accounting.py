@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_avgpipe.runtime.accounting import Footprint, HostMeter
+from lightning_avgpipe.runtime.accounting import Footprint, Holding, HostMeter
 from lightning_avgpipe.runtime.microbatch import split
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.schedule.timeline import peak_stash
@@ -78,7 +78,7 @@ def metered(engine: Engine, batch: Any, name: str, advance: int) -> dict[int, Fo
     meter = engine.mesh.meter = HostMeter([*engine.module.parameters(), *engine.module.buffers(), *given])
     engine.train(batch, name, iteration=3, advance=advance)
     engine.mesh.meter = None
-    return meter.finish(dict.fromkeys(range(engine.num_stages), 0))
+    return meter.finish(dict.fromkeys(range(engine.num_stages), Holding(0)))
 
 
 @pytest.mark.parametrize("size", [16, 19])  # equal micro-batches, and unequal ones
