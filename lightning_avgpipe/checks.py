@@ -48,9 +48,9 @@ def options(
     if num_microbatches != "auto" and not _is_count(num_microbatches):
         raise ConfigurationError(f"num_microbatches={num_microbatches!r}: must be 'auto' or an integer of at least 1")
     _check_choice("schedule", schedule, _SCHEDULES)
-    if not isinstance(advance, int) or isinstance(advance, bool) or advance < 0:
-        raise ConfigurationError(f"advance={advance!r}: must be an integer of at least 0; 0 is 1F1B")
-    if advance and schedule != "advance_forward":
+    if advance != "auto" and (not isinstance(advance, int) or isinstance(advance, bool) or advance < 0):
+        raise ConfigurationError(f"advance={advance!r}: must be 'auto' or an integer of at least 0; 0 is 1F1B")
+    if advance not in ("auto", 0) and schedule != "advance_forward":
         raise ConfigurationError(
             f"advance={advance} has no meaning for schedule={schedule!r}; use schedule='advance_forward', or advance=0"
         )

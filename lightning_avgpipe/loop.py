@@ -48,15 +48,19 @@ class PipelineOptimization(_AutomaticOptimization):
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Run one iteration; on every rank the same loss and metrics are known afterwards."""
         result = super().run(optimizer, batch_idx, kwargs)
-        connector = self.trainer._logger_connector
-        if not isinstance(connector, SyncedLoggerConnector):  # one process
-            return result
-        news = None
-        if self._strategy.is_global_zero:
-            news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
-        news = self._strategy.mesh.publish(news)
-        connector.accept(news["metrics"])
-        return {**result, "loss": news["loss"]}
+        advancing, connector = self._strategy.advancing, self.trainer._logger_connector
+        assert advancing is not None
+        decided = advancing.finish()
+        if isinstance(connector, SyncedLoggerConnector):  # several processes
+            news = None
+            if self._strategy.is_global_zero:
+                news = {"loss": result.get("loss"), "metrics": connector.snapshot(), "advance": decided}
+            news = self._strategy.mesh.publish(news)
+            connector.accept(news["metrics"])
+            result, decided = {**result, "loss": news["loss"]}, news["advance"]
+        advancing.accept(decided)
+        advancing.log(self.trainer)
+        return result
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         step: Callable[[], ClosureResult] = self._make_step_fn(kwargs)

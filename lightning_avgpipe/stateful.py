@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.advancing import Advancing
 from lightning_avgpipe.checkpoint import (
     full_optimizer_state,
     full_state_dict,
@@ -39,10 +40,12 @@ class StatefulStrategy(ParallelStrategy):
     Attributes:
         save_distributed_checkpoint: whether each process writes its own part.
         seed: of the random numbers that are drawn in units; a resumed run goes on with the seed of the first one.
+        advancing: chooses the schedule of each iteration of training.
     """
 
     save_distributed_checkpoint: bool
     seed: int = 0
+    advancing: Advancing | None = None
     _mesh: Mesh | None
     _division: Division | None
     _loaded_weights: Mapping[str, Tensor] | None = None
@@ -110,6 +113,8 @@ class StatefulStrategy(ParallelStrategy):
         """Write a checkpoint: a file, or a folder of shards. Every rank calls it."""
         if checkpoint.get("optimizer_states"):
             checkpoint[_KEY] = {"seed": self.seed}
+            if self.advancing is not None and (state := self.advancing.state_dict()) is not None:
+                checkpoint[_KEY]["advance"] = state
         if not self.save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -149,4 +154,7 @@ class StatefulStrategy(ParallelStrategy):
             states = [{**state, "state": {}} for state in states]
         for optimizer, state in zip(self.optimizers, states, strict=False):
             optimizer.load_state_dict(state)
-        self.seed = checkpoint.get(_KEY, {}).get("seed", self.seed)
+        ours = checkpoint.get(_KEY, {})
+        self.seed = ours.get("seed", self.seed)
+        if self.advancing is not None:
+            self.advancing.load_state_dict(ours.get("advance"))

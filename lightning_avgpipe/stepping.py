@@ -41,8 +41,6 @@ class SteppingStrategy(StatefulStrategy):
 
     plan: Plan | None = None
     _num_microbatches: Count | Literal["auto"]
-    _schedule_name: str
-    _advance: int
     _loss_reduction: str
     _split_batch: SplitBatch | None
     _log: StepLog | None
@@ -52,6 +50,15 @@ class SteppingStrategy(StatefulStrategy):
     @abstractmethod
     def num_stages(self) -> int:
         """K."""
+
+    @property
+    def peak_memory_bytes(self) -> dict[int, int]:
+        """Stage -> bytes at its peak, measured in the first iteration with a kind of batches and an advance.
+
+        On CUDA as the allocator counts; elsewhere weights, gradients, optimizer states, the batch, and what backwards
+        wait for. Empty before training, and on a CPU with ``costs="flops"``.
+        """
+        return {} if self.advancing is None else dict(self.advancing.peaks)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run all forwards and backwards of a batch; returns what the step would have returned for it, detached."""
@@ -115,13 +122,15 @@ class SteppingStrategy(StatefulStrategy):
                 return getattr(module, step)(*args)
 
         decides = step == "training_step" or module.trainer.state.fn != TrainerFn.FITTING
-        schedule = self._schedule(len(parts), training=finish is not None)
+        schedule = self._schedule(parts, training=finish is not None)
         if division.prepare(step, partial(run, 0), (parts[0].data, *rest), decides, schedule):
             rank_zero_info(f"\n{self.num_stages} stages on {self.world_size} processes:\n{division.plan}")
         self.plan = division.plan
         step_log.begin(len(parts))
         task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self.seed, self._iteration(step)))
-        outputs = division.pipeline.run(step, schedule, task)
+        assert self.advancing is not None and self.plan is not None
+        with self.advancing.iteration(task, parts, self.plan, schedule):
+            outputs = division.pipeline.run(step, schedule, task)
         with context():  # which may decide what a number is
             step_log.issue()
         return outputs
@@ -137,10 +146,9 @@ class SteppingStrategy(StatefulStrategy):
     def _splitter(self) -> SplitBatch | None:
         return getattr(self.lightning_module, "split_batch", None) or self._split_batch
 
-    def _schedule(self, num_microbatches: int, training: bool) -> Schedule:
-        if not training:
-            return build("forward", self.num_stages, num_microbatches)
-        return build(self._schedule_name, self.num_stages, num_microbatches, self._advance)
+    def _schedule(self, parts: Sequence[MicroBatch], training: bool) -> Schedule:
+        assert self.advancing is not None
+        return self.advancing.schedule(parts) if training else build("forward", self.num_stages, len(parts))
 
     def _merge_training(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
         detached = [tree.map_tensors(Tensor.detach, output) for output in outputs]

@@ -28,6 +28,7 @@ from torchmetrics import Metric
 
 from lightning_avgpipe import checks, launch
 from lightning_avgpipe.adaptation import adapted
+from lightning_avgpipe.advancing import Advancing
 from lightning_avgpipe.capture.cache import CostCache, default_directory
 from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.data import Shipping, batches_wanted, has_transfer_hooks, mirror
@@ -45,6 +46,7 @@ from lightning_avgpipe.stepping import SplitBatch, SteppingStrategy
 __all__ = ["AvgPipeStrategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
+_MOST = 0.9  # of a device's memory, where nobody says what an advance may use
 
 _STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -76,7 +78,11 @@ class AvgPipeStrategy(SteppingStrategy):
         schedule: ``"advance_forward"`` (1F1B with ``advance`` extra forwards in flight), ``"1f1b"`` or ``"afab"`` (all
             forwards, then all backwards).
         advance: h of advance forward propagation: stage k starts ``(K-1-k) * (1+h)`` forwards ahead of its first
-            backward. 0 is 1F1B; a larger value hides slow links at the price of memory.
+            backward. 0 is 1F1B; a larger value hides slow links at the price of memory. ``"auto"``: adapted while
+            training runs. It starts with what measured costs ask for (with unequal stages, each stage ahead of the
+            next by as much as this hop needs), goes up by one while iterations of the slowest process become faster
+            and every stage fits ``memory_limit`` (without one: 90 % of the device's memory), and then stays, until
+            the batches or the times change. In one process there is nothing to hide: 0.
         split_points: names of the units (submodules) at which the stages 1..K-1 begin, in order. None: balanced by
             ``costs``.
         costs: ``"measured"`` times each submodule's forward and backward on the device before training, which takes
@@ -133,7 +139,7 @@ class AvgPipeStrategy(SteppingStrategy):
         num_pipelines: Count = 1,
         num_microbatches: Count | Literal["auto"] = "auto",
         schedule: Literal["advance_forward", "1f1b", "afab"] = "advance_forward",
-        advance: Natural = 0,
+        advance: Natural | Literal["auto"] = "auto",
         split_points: list[str] | None = None,
         costs: Literal["measured", "flops"] = "measured",
         costs_cache: str | Path | None = "auto",
@@ -170,7 +176,7 @@ class AvgPipeStrategy(SteppingStrategy):
         self._wanted_stages = num_stages
         self._num_microbatches = num_microbatches
         self._schedule_name = schedule
-        self._advance = advance
+        self._advance: int | Literal["auto"] = advance
         self._split_points = split_points
         self._costs = costs
         self._costs_cache = costs_cache
@@ -305,6 +311,10 @@ class AvgPipeStrategy(SteppingStrategy):
         self._division = Division(module, self.mesh, planner, lambda: self.optimizers, self.take_origin(module))
         self._log = StepLog(module, self.mesh.hosts_last)
         sends = self.mesh.reads and self.world_size > 1
+        limit = limit_of(_MOST if self._memory_limit is None else self._memory_limit, self.root_device, self._sharing())
+        self.advancing = Advancing(
+            self._schedule_name, self._advance, self.mesh, limit, module, lambda: self.optimizers
+        )
         early = not has_transfer_hooks(trainer)
         self._shipping = Shipping(self.mesh.feed, self._needs, sends, early, partial(batches_wanted, trainer))
         self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))

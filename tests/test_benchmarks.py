@@ -50,12 +50,11 @@ def test_the_engines_table_compares_round_by_round() -> None:
 
 @pytest.mark.slow
 def test_the_engine_is_measured_beside_torchs_pipelining(tmp_path: Path) -> None:
-    command = [
-        sys.executable, ROOT / "benchmarks" / "engine.py", "--quick", "--parts", "replay", "free", "--limit-s", "150",
+    # it fails if the sides do not compute the same losses
+    run(
+        tmp_path, ROOT / "benchmarks" / "engine.py", "--quick", "--parts", "replay", "free", "--limit-s", "90",
         "--json", tmp_path / "engine.json",
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr  # it fails if the sides do not compute the same losses
+    )  # fmt: skip
     found = json.loads((tmp_path / "engine.json").read_text())
     assert {row["units"] for row in found["replay"]} == {"blocks", "leaves"}
     sides = {row["side"] for row in found["free"]["rows"]}

@@ -24,7 +24,7 @@ from tests.trainers import pipeline, trainer
         ({"num_stages": 0}, "num_stages=0: must be 'auto' or an integer of at least 1"),
         ({"num_pipelines": 2}, "num_pipelines=2: parallel pipelines .* are not available yet; use 1"),
         ({"schedule": "zigzag"}, "schedule='zigzag': must be one of 'advance_forward', '1f1b', 'afab'"),
-        ({"advance": -1}, "advance=-1: must be an integer of at least 0"),
+        ({"advance": -1}, "advance=-1: must be 'auto' or an integer of at least 0"),
         ({"schedule": "1f1b", "advance": 1}, "advance=1 has no meaning for schedule='1f1b'"),
         ({"num_stages": 3, "split_points": ["a"]}, "split_points names 1 units, but num_stages=3 needs 2"),
         ({"split_points": "layers.2"}, r"use \['layers.2'\]"),

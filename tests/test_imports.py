@@ -25,7 +25,7 @@ ALLOWED = {
 }
 LIGHTNING_SIDE = {
     "__init__", "strategy", "adaptation", "division", "loop", "checkpoint", "checks", "metrics", "data", "callbacks",
-    "interrupts", "launch", "replaced", "stateful", "stepping", "storage", "counts", "starter",
+    "advancing", "interrupts", "launch", "replaced", "stateful", "stepping", "storage", "counts", "starter",
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lightning_avgpipe.capture.costs import Costs
+from lightning_avgpipe.capture.costs import Costs, Link
 from lightning_avgpipe.capture.graph import CallGraph, Leaf, Value
 from lightning_avgpipe.partition.memory import Memory, Need, nbytes
 from lightning_avgpipe.partition.ranges import Ranges
@@ -78,6 +78,7 @@ class Plan:
         graph: of the step that decided.
         measured: whether times are measured seconds, not counted operations.
         forecast: None if no schedule was given.
+        links: of the hops, shape ``(K-1,)``, in the unit of the stages' times.
     """
 
     stages: tuple[StagePlan, ...]
@@ -85,6 +86,7 @@ class Plan:
     graph: CallGraph = field(repr=False)
     measured: bool = False
     forecast: Forecast | None = None
+    links: tuple[Link, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -196,7 +198,8 @@ def make_plan(
                 leaves=graph.needed_leaves(start, end),
             )
         )
-    return Plan(tuple(stages), tuple(cuts), graph, costs.measured)
+    links = tuple(costs.link(hop) for hop in range(len(cuts)))
+    return Plan(tuple(stages), tuple(cuts), graph, costs.measured, links=links)
 
 
 def _units(units: Sequence[str]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ClockOffset", "DeviceClock", "Moment", "estimate_offset", "host_now"]
+__all__ = ["ClockOffset", "DeviceClock", "Moment", "Stopwatch", "estimate_offset", "host_now"]
 
 # A time of this process's clock, or on CUDA an event that will have one.
 Moment = float | torch.cuda.Event
@@ -71,3 +73,38 @@ class DeviceClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
+
+
+class Stopwatch:
+    """Times laps on a device; the host waits neither for their ends nor for the results."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._laps: deque[tuple[int, Moment, Moment]] = deque()
+
+    @contextlib.contextmanager
+    def lap(self, number: int) -> Iterator[None]:
+        """What is queued or done within this context is one lap; one that raises is none."""
+        begin = self._now()
+        yield
+        self._laps.append((number, begin, self._now()))
+
+    def finished(self) -> list[tuple[int, float]]:
+        """Number and seconds of each lap that has ended on the device since the last call, in order."""
+        found = []
+        while self._laps:
+            number, begin, end = self._laps[0]
+            if isinstance(begin, float) or isinstance(end, float):
+                seconds = end - begin  # type: ignore[operator]
+            elif end.query():
+                seconds = begin.elapsed_time(end) / 1e3
+            else:
+                break
+            self._laps.popleft()
+            found.append((number, seconds))
+        return found
+
+    def _now(self) -> Moment:
+        if self._device.type != "cuda":
+            return host_now()
+        return DeviceClock._event(torch.cuda.current_stream(self._device))

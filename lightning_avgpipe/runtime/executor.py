@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_avgpipe import tree
 from lightning_avgpipe.errors import AvgPipeError, StageError
+from lightning_avgpipe.runtime.accounting import Meter
 from lightning_avgpipe.runtime.channel import Arrivals, Inbox, Outbox
 from lightning_avgpipe.runtime.recording import Recorder
 from lightning_avgpipe.runtime.stage import Stage, Task
@@ -60,16 +62,23 @@ class Lane:
         """Backwards first, then the lowest micro-batch: the smallest is the most urgent."""
         return self.actions[0].kind != "B", self.actions[0].micro_batch
 
-    def advance(self, task: Task, recorder: Recorder | None = None) -> None:
+    def advance(self, task: Task, recorder: Recorder | None = None, meter: Meter | None = None) -> None:
         """Do the next action and send what it gives."""
         inbox = self._inbox()
         action = self.actions.popleft()
         message = inbox.get() if inbox is not None else None
-        with _UNRECORDED if recorder is None else recorder.action(self.stage.program.stage, action):
+        k = self.stage.program.stage
+        with (
+            _UNRECORDED if recorder is None else recorder.action(k, action),
+            _UNRECORDED if meter is None else meter.action(k, action),
+        ):
             if action.kind == "F":
                 output, outbox = self.stage.forward(task, action.micro_batch, message), self.to_next
             else:
                 output, outbox = self.stage.backward(action.micro_batch, message), self.to_previous
+        if meter is not None and action.kind == "F":
+            made = tree.tensors(self.stage.results.get(action.micro_batch)) if output is None else output.tensors
+            meter.keep(k, action.micro_batch, () if message is None else message.tensors, made)
         if output is not None and outbox is not None:
             outbox.put(output)
 
@@ -85,6 +94,7 @@ def execute(
     rank: int,
     watch: Watch,
     recorder: Recorder | None = None,
+    meter: Meter | None = None,
 ) -> None:
     """Run the actions of all lanes.
 
@@ -96,6 +106,7 @@ def execute(
         rank: for messages.
         watch: knows whether another process has failed; told what this one does.
         recorder: told of actions and waits.
+        meter: told of actions and of what they keep.
     Raises:
         StageError: user code failed in an action.
         PeerError: nothing arrived in time, a channel broke, or another process has failed.
@@ -113,7 +124,7 @@ def execute(
         action = lane.actions[0]
         watch.activity = f"runs {action} of stage {lane.stage.program.stage}"
         try:
-            lane.advance(task, recorder)
+            lane.advance(task, recorder, meter)
         except AvgPipeError as error:
             error.add_note(f"in {action} of {_place(lane, rank)}")
             raise

@@ -8,15 +8,16 @@ import re
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.partition import Memory
+from lightning_avgpipe.partition import Memory, Plan
+from lightning_avgpipe.runtime.accounting import Holding
 from lightning_avgpipe.runtime.recompute import repeated
 from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
 
-__all__ = ["MemoryLimit", "limit_of", "memory_of", "parse_limit", "state_copies"]
+__all__ = ["MemoryLimit", "holdings", "limit_of", "memory_of", "parse_limit", "state_copies"]
 
 MemoryLimit = str | int | float | None
 _UNKNOWN_COPIES = 2  # as Adam
@@ -104,3 +105,36 @@ def memory_of(
         weights[name] = tensor.numel() * tensor.element_size()
         held[name] = weights[name] * (2 + copies if trains and tensor.requires_grad else 1)
     return Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
+
+
+def holdings(
+    plan: Plan, stages: Sequence[int], module: nn.Module, optimizers: Sequence[Optimizer], num_microbatches: int
+) -> dict[int, Holding]:
+    """What stages of this process hold whatever they stash, with the optimizer states that will come.
+
+    Args:
+        plan: of the module.
+        stages: some of its stages; their parameters are here.
+        optimizers: that step the module; what they have no state for yet will get as much as is usual for them.
+        num_microbatches: M, which make up the batch.
+    """
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    copies = state_copies(optimizers)
+
+    def state_of(parameter: Tensor) -> tuple[int, int]:
+        for optimizer in optimizers:
+            if state := optimizer.state.get(parameter):
+                return sum(value.nbytes for value in state.values() if isinstance(value, Tensor)), 0
+        return 0, copies * parameter.nbytes
+
+    found = {}
+    for k in stages:
+        stage = plan.stages[k]
+        held = [tensors[name] for name in (*stage.parameters, *stage.states) if name in tensors]
+        trained = [tensor for tensor in held if tensor.requires_grad]
+        states = [state_of(tensor) for tensor in trained]
+        batch = num_microbatches * sum(leaf.nbytes for leaf in stage.leaves)
+        coming = sum(missing for _, missing in states)
+        total = sum(t.nbytes for t in held) + sum(t.nbytes for t in trained) + sum(there for there, _ in states)
+        found[k] = Holding(total + coming + batch, coming)
+    return found

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import ConfigurationError, PeerError
+from lightning_avgpipe.runtime.accounting import Meter
 from lightning_avgpipe.runtime.channel import (
     Arrivals,
     Inbox,
@@ -109,7 +110,10 @@ class Mesh:
         self._local: list[LocalChannel] = []
         self._news_out: list[NetworkOutbox] = []
         self._news_in: NetworkInbox | None = None
+        self._reports_out: NetworkOutbox | None = None
+        self._reports_in: dict[int, NetworkInbox] = {}
         self.recorder: Recorder | None = None
+        self.meter: Meter | None = None  # told of what the stages of this process keep in memory
         self.wiring: dict[int, Wiring] = {}
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         self._control: dist.ProcessGroup | None = None
@@ -163,6 +167,7 @@ class Mesh:
         self._control = dist.new_group(list(range(self.world_size)), timeout=timeout, backend="gloo")
         for peer in range(1, self.world_size):
             group("news", 0, peer, "gloo")
+            group("reports", 0, peer, "gloo")
         for peer in range(self.world_size):
             if peer != self.reader:
                 group("batches", self.reader, peer, "gloo")
@@ -214,8 +219,10 @@ class Mesh:
             self.feed = FeedSink(inbox, self._agree, self.device, self._wait_for_batch)
         if self.rank == 0:
             self._news_out = [self._outbox("news", 0, peer, peer) for peer in range(1, self.world_size)]
+            self._reports_in = {peer: self._inbox("reports", 0, peer, peer) for peer in range(1, self.world_size)}
         else:
             self._news_in = self._inbox("news", 0, self.rank, 0)
+            self._reports_out = self._outbox("reports", 0, self.rank, 0)
 
     def close(self, failed: bool = False) -> None:
         """Stop the channels and their threads; after a failure without waiting for peers, and for good."""
@@ -231,6 +238,7 @@ class Mesh:
             self._collective.join(_DISCONNECTED_S)
         self.watch.close()
         self._opened, self._local, self._news_out, self._news_in = [], [], [], None
+        self._reports_out, self._reports_in = None, {}
         self.wiring = {}
 
     def record(self, recorder: Recorder | None) -> None:
@@ -318,6 +326,25 @@ class Mesh:
         news, requests = unpack(inbox.get())
         self._agree(requests)
         return news  # type: ignore[no-any-return]
+
+    def hand_in(self, item: T) -> list[tuple[int, T]]:
+        """Tell rank 0, and do not wait. Every process calls it equally often.
+
+        Args:
+            item: any tree of tensors and picklable leaves.
+        Returns:
+            On rank 0 what has arrived since the last call, with ranks, and its own item; of each rank in order.
+            Elsewhere nothing.
+        """
+        if self._reports_out is not None:
+            self._reports_out.put(pack(item))
+            return []
+        arrived = [(self.rank, item)]
+        for peer, inbox in self._reports_in.items():
+            inbox.expect(1)
+            while inbox.ready():
+                arrived.append((peer, unpack(inbox.get())))
+        return arrived
 
     def _agree(self, requests: frozenset[str]) -> None:
         """All processes learn of a request with the same news, so all do what was asked for at the same point."""

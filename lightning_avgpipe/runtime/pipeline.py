@@ -115,6 +115,7 @@ class Pipeline:
                     mesh.rank,
                     mesh.watch,
                     mesh.recorder,
+                    mesh.meter,
                 )
             last = self._stages[step][-1]
             if not last.program.is_last:

@@ -24,7 +24,7 @@ from lightning_avgpipe.runtime.memory import memory_of
 from lightning_avgpipe.runtime.recompute import Recompute
 from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
 
-__all__ = ["Conditions", "Planner"]
+__all__ = ["Conditions", "Planner", "stage_costs"]
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Planner:
             plan, costs = self._refined(what, graph, costs_of, counted)
             if self.measures:
                 plan, costs = self._refined(what, plan.graph, measured, memory)
-        return replace(plan, forecast=_forecast(plan, costs, conditions.schedule))
+        return replace(plan, forecast=_forecast(plan, conditions.schedule))
 
     def _refined(
         self, step: _Step, graph: CallGraph, costs_of: Callable[[CallGraph], Costs], memory: Memory
@@ -222,19 +222,21 @@ def _gains(plan: Plan, best: Plan) -> bool:
     return _slowest(plan) <= _slowest(best) and _unevenness(plan) < _unevenness(best) * _WORTH
 
 
-def _forecast(plan: Plan, costs: Costs, schedule: Schedule | None) -> Forecast | None:
+def stage_costs(plan: Plan) -> StageCosts:
+    """What the simulator must know of the stages, in seconds if the plan was measured."""
+    hops = list(zip(plan.links, plan.stages[:-1], strict=True))
+    return StageCosts(
+        [stage.forward for stage in plan.stages],
+        [stage.backward for stage in plan.stages],
+        [link.per_byte * stage.boundary_bytes for link, stage in hops],
+        [link.per_byte * sum(v.nbytes for v in stage.sends if v.requires_grad) for link, stage in hops],
+        [link.latency for link, _ in hops],
+    )
+
+
+def _forecast(plan: Plan, schedule: Schedule | None) -> Forecast | None:
     """Simulate the schedule with the costs of the stages."""
     if schedule is None:
         return None
-    hops = [(costs.link(stage.index), stage) for stage in plan.stages[:-1]]
-    timeline = simulate(
-        schedule,
-        StageCosts(
-            [stage.forward for stage in plan.stages],
-            [stage.backward for stage in plan.stages],
-            [link.per_byte * stage.boundary_bytes for link, stage in hops],
-            [link.per_byte * sum(v.nbytes for v in stage.sends if v.requires_grad) for link, stage in hops],
-            [link.latency for link, _ in hops],
-        ),
-    )
+    timeline = simulate(schedule, stage_costs(plan))
     return Forecast(schedule.name, schedule.num_microbatches, timeline.iteration_s, timeline.bubble_fraction)

@@ -173,6 +173,8 @@ class Stage:
             if program.is_last:
                 self.results[micro_batch] = replayed.result
                 if task.finish is not None:
+                    # of a result with its graph the received values would stay until the iteration ends
+                    self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
                     loss = task.finish(micro_batch, replayed.result)
                     self.stash[micro_batch] = _Stash(gates, (loss,))
                 return None

@@ -11,8 +11,16 @@ needs torch.
 """
 
 from lightning_avgpipe.schedule.action import Action, Schedule
-from lightning_avgpipe.schedule.builders import build, check, from_warm_up, uneven_warm_up, warm_up
-from lightning_avgpipe.schedule.simulator import StageCosts, simulate, smallest_sufficient_advance
+from lightning_avgpipe.schedule.builders import (
+    build,
+    check,
+    from_warm_up,
+    stepped_warm_up,
+    uneven_steps,
+    uneven_warm_up,
+    warm_up,
+)
+from lightning_avgpipe.schedule.simulator import StageCosts, first_advance, simulate, smallest_sufficient_advance
 from lightning_avgpipe.schedule.timeline import Activity, Span, Timeline, Transfer
 
 __all__ = [
@@ -25,9 +33,12 @@ __all__ = [
     "Transfer",
     "build",
     "check",
+    "first_advance",
     "from_warm_up",
     "simulate",
     "smallest_sufficient_advance",
+    "stepped_warm_up",
+    "uneven_steps",
     "uneven_warm_up",
     "warm_up",
 ]

@@ -141,6 +141,7 @@ class AdaptiveAdvance:
         start: first advance, as the profile suggests; lowered until it fits the memory.
         predicted_peak: ``(setting, h) -> bytes`` of each stage, at its peak.
         memory_limit: bytes that no stage may exceed; None for no limit.
+        warm_up: ``(setting, h) -> warm-up`` of each stage; default: that of equal stages.
 
     Raises:
         ScheduleError: ``start`` is no advance.
@@ -152,13 +153,16 @@ class AdaptiveAdvance:
         start: int,
         predicted_peak: Callable[[Setting, int], Sequence[float]],
         memory_limit: float | None = None,
+        warm_up: Callable[[Setting, int], Sequence[int]] | None = None,
     ) -> None:
         if start < 0:
             raise ScheduleError(f"start={start}: an advance is an integer of at least 0; 0 is 1F1B")
         self._start = start
         self._predicted_peak = predicted_peak
         self._limit = math.inf if memory_limit is None else memory_limit
+        self._warm_up = warm_up or _even_warm_up
         self._states: dict[Setting, State] = {}
+        self._loaded: dict[Setting, State] = {}  # of settings that have not been used since
 
     def state(self, setting: Setting) -> State:
         """Where the choice for a setting stands.
@@ -167,7 +171,10 @@ class AdaptiveAdvance:
             ScheduleError: not even advance 0 fits the memory.
         """
         if setting not in self._states:
-            self._states[setting] = Settling(self._first(setting))
+            loaded = self._loaded.pop(setting, None)
+            if loaded is None or self._over_limit(setting, loaded.advance) is not None:
+                loaded = Settling(self._first(setting))
+            self._states[setting] = loaded
         return self._states[setting]
 
     def advance(self, setting: Setting) -> int:
@@ -223,9 +230,13 @@ class AdaptiveAdvance:
 
     def _obstacle(self, setting: Setting, advance: int) -> str | None:
         """Why an advance is not to be tried, if so."""
-        if _effect(setting, advance) == _effect(setting, advance - 1):
+        if self._effect(setting, advance) == self._effect(setting, advance - 1):
             return f"advance {advance} would change nothing with {setting.num_microbatches} micro-batches"
         return self._over_limit(setting, advance)
+
+    def _effect(self, setting: Setting, advance: int) -> list[int]:
+        """Settings with the same effect have the same rows: a warm-up of M is one of M-1."""
+        return [min(w, setting.num_microbatches - 1) for w in self._warm_up(setting, advance)]
 
     def _over_limit(self, setting: Setting, advance: int) -> str | None:
         for stage, peak in enumerate(self._predicted_peak(setting, advance)):
@@ -247,15 +258,15 @@ class AdaptiveAdvance:
         """Plain numbers, strings, lists and dicts."""
         states = [
             {"setting": asdict(setting), "kind": type(state).__name__, "state": asdict(state)}
-            for setting, state in self._states.items()
+            for setting, state in (self._loaded | self._states).items()
         ]
         return {"states": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, but for settings whose advance no longer fits the memory."""
-        loaded = {Setting(**entry["setting"]): _loaded(entry["kind"], entry["state"]) for entry in state_dict["states"]}
-        self._states = {
-            setting: state for setting, state in loaded.items() if self._over_limit(setting, state.advance) is None
+        """Go on where ``state_dict`` was taken, but anew where the advance does not fit the memory when it is used."""
+        self._states = {}
+        self._loaded = {
+            Setting(**entry["setting"]): _loaded(entry["kind"], entry["state"]) for entry in state_dict["states"]
         }
 
 
@@ -270,11 +281,8 @@ def _watched(state: Frozen, seconds: float) -> tuple[State, Decision | None]:
     return Measuring(state.advance), Decision(state.advance, reason)
 
 
-def _effect(setting: Setting, advance: int) -> list[int]:
-    """Settings with the same effect have the same rows: a warm-up of M is one of M-1."""
-    last = setting.num_microbatches - 1
-    ahead = warm_up("advance_forward", setting.num_stages, setting.num_microbatches, advance)
-    return [min(w, last) for w in ahead]
+def _even_warm_up(setting: Setting, advance: int) -> Sequence[int]:
+    return warm_up("advance_forward", setting.num_stages, setting.num_microbatches, advance)
 
 
 def _described(measured: Measured) -> str:

@@ -20,7 +20,16 @@ from lightning_avgpipe.schedule.action import Action, Schedule
 if TYPE_CHECKING:
     from lightning_avgpipe.schedule.simulator import StageCosts
 
-__all__ = ["NAMES", "build", "check", "from_warm_up", "uneven_warm_up", "warm_up"]
+__all__ = [
+    "NAMES",
+    "build",
+    "check",
+    "from_warm_up",
+    "stepped_warm_up",
+    "uneven_steps",
+    "uneven_warm_up",
+    "warm_up",
+]
 
 NAMES = ("advance_forward", "1f1b", "afab", "forward")
 
@@ -65,24 +74,51 @@ def warm_up(name: str, num_stages: int, num_microbatches: int, advance: int = 0)
     return tuple(min(num_microbatches, (num_stages - 1 - k) * step) for k in range(num_stages))
 
 
-def uneven_warm_up(costs: StageCosts, num_microbatches: int) -> tuple[int, ...]:
-    """The warm-up of advance forward propagation for stages of unequal cost, shape ``(num_stages,)``.
+def uneven_steps(costs: StageCosts) -> tuple[int, ...]:
+    """How many forwards each stage should be ahead of the next, shape ``(K-1,)``, for stages of unequal cost.
 
     ``w_k - w_{k+1} = max(1, ceil((f_k + b_k + f_{k+1} + b_{k+1} + tau_f + tau_b) / P - 1))`` with P the largest of all
     stages' f + b and all transfers, and tau a hop's transfer plus latency: so many micro-batches pass while one makes
     the round over the hop.
     """
-    num_stages = len(costs.forward_s)
-    _check_sizes(num_stages, num_microbatches)
     busy = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
     period = max([*busy, *costs.send_forward_s, *costs.send_backward_s])
-    result = [0] * num_stages
-    for k in reversed(range(num_stages - 1)):
+    steps = []
+    for k in range(len(busy) - 1):
         travel = costs.send_forward_s[k] + costs.send_backward_s[k] + 2 * costs.latency_s[k]
         # a hair less than the quotient, so that an exact integer is not rounded up
         ahead = math.ceil((busy[k] + busy[k + 1] + travel) / period - 1 - 1e-9) if period > 0 else 1
-        result[k] = result[k + 1] + max(1, ahead)
-    return tuple(min(num_microbatches, w) for w in result)
+        steps.append(max(1, ahead))
+    return tuple(steps)
+
+
+def stepped_warm_up(steps: Sequence[int], num_microbatches: int, advance: int) -> tuple[int, ...]:
+    """The warm-up of advance h where hops deserve unequal steps, shape ``(len(steps) + 1,)``.
+
+    The largest step between neighbours is 1+h. From h = 0, which is 1F1B, each hop's step grows with h until it is what
+    ``steps`` asks for, and when all have got there, all grow on::
+
+        steps = (1, 3)     h = 0: (1, 1)   h = 1: (1, 2)   h = 2: (1, 3)   h = 3: (2, 4)
+
+    Equal steps give advance forward propagation, (K-1-k)(1+h). A larger h is never a smaller warm-up.
+
+    Args:
+        steps: of the hops, as :func:`uneven_steps` finds them, each at least 1.
+        num_microbatches: M.
+        advance: h.
+    """
+    _check_sizes(len(steps) + 1, num_microbatches)
+    beyond = max(0, 1 + advance - max(steps, default=1))
+    result = [0]
+    for step in reversed(steps):
+        result.append(result[-1] + min(step, 1 + advance) + beyond)
+    return tuple(min(num_microbatches, w) for w in reversed(result))
+
+
+def uneven_warm_up(costs: StageCosts, num_microbatches: int) -> tuple[int, ...]:
+    """The warm-up of advance forward propagation for stages of unequal cost, shape ``(num_stages,)``."""
+    steps = uneven_steps(costs)
+    return stepped_warm_up(steps, num_microbatches, max(steps, default=1) - 1)
 
 
 def from_warm_up(warm_up: Sequence[int], num_microbatches: int, name: str = "custom") -> Schedule:

@@ -16,10 +16,10 @@ from typing import Literal
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.action import Action, Schedule
-from lightning_avgpipe.schedule.builders import build, check
+from lightning_avgpipe.schedule.builders import build, check, from_warm_up, stepped_warm_up
 from lightning_avgpipe.schedule.timeline import Span, Timeline, Transfer, peak_stash
 
-__all__ = ["StageCosts", "simulate", "smallest_sufficient_advance"]
+__all__ = ["StageCosts", "first_advance", "simulate", "smallest_sufficient_advance"]
 
 # Relative; times that differ by less differ only in the order of their additions.
 _ROUNDING = 1e-12
@@ -163,12 +163,32 @@ def smallest_sufficient_advance(num_stages: int, num_microbatches: int, costs: S
         num_microbatches: M; beyond h = M - 1 nothing changes any more.
         costs: seconds per action and message.
     """
+    schedules = (build("advance_forward", num_stages, num_microbatches, h) for h in range(num_microbatches))
+    return _first_of_the_fastest(schedules, num_microbatches, costs)
+
+
+def first_advance(steps: Sequence[int], num_microbatches: int, costs: StageCosts) -> int:
+    """The advance to begin with where costs are measured: up to what ``steps`` asks for, the smallest of the fastest.
+
+    Never slower than 1F1B, which more forwards ahead can be.
+
+    Args:
+        steps: of the hops, as ``uneven_steps(costs)``.
+        num_microbatches: M.
+        costs: seconds per action and message.
+    """
+    advances = range(min(num_microbatches, max(steps, default=1)))
+    schedules = (from_warm_up(stepped_warm_up(steps, num_microbatches, h), num_microbatches) for h in advances)
+    return _first_of_the_fastest(schedules, num_microbatches, costs)
+
+
+def _first_of_the_fastest(schedules: Iterable[Schedule], num_microbatches: int, costs: StageCosts) -> int:
     bound = _least_possible_s(costs, num_microbatches)
     best, best_s = 0, math.inf
-    for advance in range(num_microbatches):
-        seconds = simulate(build("advance_forward", num_stages, num_microbatches, advance), costs).iteration_s
+    for index, schedule in enumerate(schedules):
+        seconds = simulate(schedule, costs).iteration_s
         if seconds < best_s * (1 - _ROUNDING):
-            best, best_s = advance, seconds
+            best, best_s = index, seconds
         if best_s <= bound * (1 + _ROUNDING):
             break
     return best

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import statistics
 
 import pytest
 
@@ -13,8 +15,11 @@ from lightning_avgpipe.schedule import (
     StageCosts,
     build,
     check,
+    first_advance,
     from_warm_up,
     simulate,
+    stepped_warm_up,
+    uneven_steps,
     uneven_warm_up,
     warm_up,
 )
@@ -138,6 +143,55 @@ def test_the_uneven_formula_is_nearly_as_fast_as_the_better_of_1f1b_and_afab() -
         plain = simulate(build("1f1b", num_stages, num_microbatches), costs)
         everything = simulate(build("afab", num_stages, num_microbatches), costs)
         assert uneven.iteration_s <= 1.05 * min(plain.iteration_s, everything.iteration_s)
+
+
+def test_equal_steps_are_advance_forward_propagation() -> None:
+    for num_stages, num_microbatches, advance in itertools.product((1, 2, 4), (1, 5, 16), (0, 1, 3)):
+        expected = warm_up("advance_forward", num_stages, num_microbatches, advance)
+        for step in (1, 2, 3):
+            assert stepped_warm_up((step,) * (num_stages - 1), num_microbatches, advance) == expected
+
+
+def test_unequal_steps_grow_from_1f1b_to_what_is_asked_for_and_on() -> None:
+    steps = (1, 3, 2)
+    assert [stepped_warm_up(steps, 99, h) for h in range(5)] == [
+        (3, 2, 1, 0),  # 1F1B
+        (5, 4, 2, 0),
+        (6, 5, 2, 0),  # 1 + 3 + 2
+        (9, 7, 3, 0),
+        (12, 9, 4, 0),
+    ]
+
+
+def test_a_larger_advance_is_never_a_smaller_warm_up_and_never_a_deadlock() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        steps = [rng.randint(1, 6) for _ in range(rng.randint(0, 5))]
+        num_microbatches = rng.randint(1, 20)
+        before = [0] * (len(steps) + 1)
+        for advance in range(10):
+            ahead = stepped_warm_up(steps, num_microbatches, advance)
+            assert all(a >= b for a, b in zip(ahead, before, strict=True))
+            check(from_warm_up(ahead, num_microbatches))
+            before = list(ahead)
+
+
+def test_the_first_advance_is_never_slower_than_1f1b_and_stashes_what_it_says() -> None:
+    rng = random.Random(4)
+    gains = []
+    for _ in range(200):
+        costs = random_costs(rng, rng.randint(1, 5))
+        num_stages, num_microbatches = len(costs.forward_s), rng.choice([1, 3, 8, 24])
+        steps = uneven_steps(costs)
+        advance = first_advance(steps, num_microbatches, costs)
+        ahead = stepped_warm_up(steps, num_microbatches, advance)
+        timeline = simulate(from_warm_up(ahead, num_microbatches), costs)
+        plain = simulate(build("1f1b", num_stages, num_microbatches), costs)
+        assert timeline.iteration_s <= plain.iteration_s
+        assert all(peak <= w + 1 for peak, w in zip(timeline.peak_stash, ahead, strict=True))
+        assert advance == 0 or timeline.iteration_s < plain.iteration_s
+        gains.append(plain.iteration_s / timeline.iteration_s)
+    assert statistics.mean(gains) > 1.2  # such links are slow
 
 
 @pytest.mark.parametrize(
