@@ -55,6 +55,8 @@ class SteppingStrategy(StatefulStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run all forwards and backwards of a batch; returns what the step would have returned for it, detached."""
+        if self.plain:
+            return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         assert self._division is not None
         module, precision = self.lightning_module, self.precision_plugin
@@ -95,6 +97,8 @@ class SteppingStrategy(StatefulStrategy):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args)
 
     def _evaluate(self, step: str, context: Callable[[], Any], args: Sequence[Any]) -> Any:
+        if self.plain:
+            return getattr(super(), step)(*args)
         parts = self._split(args[0])
         outputs = self._run(step, context, parts, args[1:], None)
         return None if outputs is None else merge(outputs, [part.size for part in parts])
