@@ -52,6 +52,11 @@ class StatefulStrategy(ParallelStrategy):
 
     @property
     @abstractmethod
+    def mesh(self) -> Mesh:
+        """Processes and channels."""
+
+    @property
+    @abstractmethod
     def plain(self) -> bool:
         """Whether there is nothing to pipeline."""
 

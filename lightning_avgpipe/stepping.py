@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -47,11 +47,21 @@ class SteppingStrategy(StatefulStrategy):
     _split_batch: SplitBatch | None
     _log: StepLog | None
     _shipping: Shipping
+    _zero_grad: Callable[[], None] | None = None
 
     @property
     @abstractmethod
     def num_stages(self) -> int:
         """K."""
+
+    @contextlib.contextmanager
+    def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
+        """Within this context a training step clears the gradients where Lightning does: before its first backward."""
+        self._zero_grad = zero_grad
+        try:
+            yield
+        finally:
+            self._zero_grad = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run all forwards and backwards of a batch; returns what the step would have returned for it, detached."""
@@ -61,10 +71,14 @@ class SteppingStrategy(StatefulStrategy):
         assert self._division is not None
         module, precision = self.lightning_module, self.precision_plugin
         parts = self._split(args[0])
-        accumulate = module.trainer.accumulate_grad_batches
+        accumulate, zero_grad = module.trainer.accumulate_grad_batches, self._zero_grad
+        if zero_grad is not None and not self.mesh.hosts_last:
+            zero_grad()
 
         def finish(i: int, result: Any) -> Tensor:
             loss = checks.loss(result)
+            if i == 0 and zero_grad is not None:  # after a forward, as on one device, and before all backwards
+                zero_grad()
             if accumulate > 1:
                 loss = loss / accumulate
             # a batch deserves its hooks once: with the first micro-batch's loss, before anything else is known

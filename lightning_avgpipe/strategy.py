@@ -52,6 +52,12 @@ _STEPS = {
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
 }
+_STEPS_OF = {
+    TrainerFn.FITTING: ("training_step", "validation_step"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: ("predict_step",),
+}
 
 
 class AvgPipeStrategy(SteppingStrategy):
@@ -303,6 +309,8 @@ class AvgPipeStrategy(SteppingStrategy):
         checks.same_checkpoint(self.mesh.gather_objects(str(trainer.ckpt_path or "")))
         if fitting:
             checks.module(self.lightning_module)
+        assert trainer.state.fn is not None
+        checks.steps(self.lightning_module, _STEPS_OF[trainer.state.fn])
         super().setup(trainer)
         module = self.lightning_module
         observers = [m for m in module.modules() if isinstance(m, Metric)]
@@ -439,6 +447,11 @@ class AvgPipeStrategy(SteppingStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Make ``Trainer(strategy="avgpipe")`` known, and the names for other start methods."""
         launch.register(strategy_registry, cls)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a module that was trained knows its trainer, and must be one that torch.save can save
+        of_a_run = {"_mesh": None, "_division": None, "_log": None, "_shipping": None, "_undo": contextlib.ExitStack()}
+        return {**super().__getstate__(), **of_a_run}
 
     def __repr__(self) -> str:
         # the Trainer of pytorch_lightning shows what it does not know as a strategy
