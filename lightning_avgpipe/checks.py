@@ -130,7 +130,9 @@ def module(model: pl.LightningModule) -> None:
 def steps(model: pl.LightningModule, names: Collection[str]) -> None:
     """Check what the step functions of a run take."""
     for name in names:
-        if is_param_in_hook_signature(getattr(model, name), "dataloader_iter", explicit=True):
+        if is_overridden(name, model) and is_param_in_hook_signature(
+            getattr(model, name), "dataloader_iter", explicit=True
+        ):
             raise ConfigurationError(
                 f"{type(model).__name__}.{name} takes dataloader_iter; a pipeline must see a batch to split it. "
                 "Take (batch, batch_idx)"

@@ -264,14 +264,13 @@ class AvgPipeStrategy(SteppingStrategy):
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
         super().setup_environment()
-        if not self.plain:
-            reset_seed()
         self.choose_files()
         self.set_world_ranks()
         if self.world_size == 1:
             self._mesh = self._mesh or Mesh(self.num_stages, 0, 1, self.root_device, self._timeout)
             self._mesh.open()
             return
+        reset_seed()  # as ddp; one process goes on with the random numbers that it has
         assert self.cluster_environment is not None
         default = _get_default_process_group_backend_for_device(self.root_device)
         backend = self._process_group_backend = self._process_group_backend or default

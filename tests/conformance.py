@@ -52,7 +52,8 @@ def pytest_configure() -> None:
 def pytest_runtest_logreport(report: Any) -> None:
     """Write down what came of each phase of a test."""
     if _OUTCOMES in os.environ:
-        why = "" if report.passed or report.skipped else report.longreprtext.strip().rpartition("\n")[2]
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = crash.message.partition("\n")[0] if report.failed and crash is not None else ""
         with Path(os.environ[_OUTCOMES]).open("a") as file:
             file.write(json.dumps([report.nodeid, report.outcome, why]) + "\n")
 
@@ -94,7 +95,7 @@ def _swap(mode: str) -> None:
 
 
 def run(tests: Path, suite: str, mode: str, results: Path, options: list[str]) -> dict[str, tuple[str, str]]:
-    """Run one suite of Lightning's in a process of its own; returns test -> (outcome, last line of the error)."""
+    """Run one suite of Lightning's in a process of its own; returns test -> (outcome, first line of the error)."""
     file = results / f"{mode}.{suite.replace('/', '.')}.jsonl"
     if mode != "default" or not file.exists():
         file.unlink(missing_ok=True)

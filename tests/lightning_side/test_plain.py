@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -64,11 +65,13 @@ class Lbfgs(MLP):
 def both(module: Any, **options: Any) -> list[L.Trainer]:
     """Train it on one device, and its twin under the strategy."""
     runners = []
-    for each, strategy in zip(twins(module), ("auto", "avgpipe"), strict=True):
-        runners.append(trainer(strategy=strategy, **options))
-        L.seed_everything(7)
-        torch.rand(3)  # a run does not begin where the seed was set
-        runners[-1].fit(each, loader(MLP, 20, 8), loader(MLP, 8, 4, seed=1))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PL_GLOBAL_SEED", "7")
+        for each, strategy in zip(twins(module), ("auto", "avgpipe"), strict=True):
+            runners.append(trainer(strategy=strategy, **copy.deepcopy(options)))
+            torch.manual_seed(7)
+            torch.rand(3)  # a run does not begin where the seed was set
+            runners[-1].fit(each, loader(MLP, 20, 8), loader(MLP, 8, 4, seed=1))
     return runners
 
 
