@@ -138,6 +138,9 @@ class StepLog:
         for name, logged in entries.items():
             if any(entry.given == 1 < entry.size for entry in logged):
                 self._alike.add(name)
+            for entry in logged:
+                if entry.options != logged[-1].options:  # Lightning refuses the second one, with an explanation
+                    self._log(name, entry.value, **{**entry.options, "batch_size": 1})
             value, batch_size = self._merged(logged, name in self._alike)
             self._log(name, value, **{**logged[-1].options, "batch_size": batch_size})
 

@@ -107,11 +107,15 @@ def test_callbacks_that_a_pipeline_refuses_work() -> None:
         def train_dataloader(self) -> Any:
             return loader(MLP, 32, self.batch_size)
 
+        val_dataloader = train_dataloader
+
     averaged = both(MLP, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=3)
     assert_same_parameters(*(runner.lightning_module for runner in averaged))
-    sized = Sized()
-    trainer(strategy="avgpipe", max_epochs=1, callbacks=[BatchSizeFinder(max_trials=2, steps_per_trial=1)]).fit(sized)
-    assert sized.batch_size == 8
+    sized = [Sized(), Sized()]
+    for module, strategy in zip(sized, ("auto", "avgpipe"), strict=True):
+        finder = BatchSizeFinder(max_trials=2, steps_per_trial=1)
+        trainer(strategy=strategy, max_epochs=1, callbacks=[finder]).fit(module)
+    assert sized[0].batch_size == sized[1].batch_size > 2
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,17 @@ def test_a_wrong_log_is_an_error_of_its_line(name: str, value: Any, error: type[
     assert "self.log(name, value)" in "".join(traceback.format_exception(caught.value))
 
 
+def test_a_name_is_not_logged_in_two_ways() -> None:
+    class Twice(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("value", 1.0, prog_bar=False)
+            self.log("value", 1.0, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match=r"twice in `training_step` with different arguments"):
+        pipeline(2).fit(Twice(), loader(MLP, 16, 8))
+
+
 def test_lists_and_counters_of_a_class_do_not_see_the_capture() -> None:
     class Collects(MLP):
         losses: ClassVar[list[Tensor]] = []
