@@ -221,7 +221,7 @@ class AvgPipeStrategy(SteppingStrategy):
         Then nothing is captured, split, replaced or refused: all is as with Lightning's strategy for one device.
         """
         alone = self.num_processes * self.num_nodes == 1
-        return alone and self.num_stages == 1 and self._num_microbatches in ("auto", 1)
+        return alone and self.num_stages == 1 and self._num_microbatches in ("auto", 1) and not self._recompute
 
     @property
     def root_device(self) -> torch.device:
