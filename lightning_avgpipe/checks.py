@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.runtime.memory import parse_limit
 
-__all__ = ["module", "optimizers", "options", "partition_options", "processes", "same_checkpoint", "trainer"]
+__all__ = ["module", "optimizers", "options", "partition_options", "processes", "same_checkpoint", "steps", "trainer"]
 
 _SCHEDULES = ("advance_forward", "1f1b", "afab")
 _COSTS = ("measured", "flops")
@@ -125,11 +125,18 @@ def module(model: pl.LightningModule) -> None:
         raise ConfigurationError(
             f"{name} overrides backward(), but a pipeline runs the backward stage by stage; remove the override"
         )
-    if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
-        raise ConfigurationError(
-            f"{name}.training_step takes dataloader_iter; a pipeline must see a batch to split it. "
-            "Take (batch, batch_idx)"
-        )
+
+
+def steps(model: pl.LightningModule, names: Collection[str]) -> None:
+    """Check what the step functions of a run take."""
+    for name in names:
+        if is_overridden(name, model) and is_param_in_hook_signature(
+            getattr(model, name), "dataloader_iter", explicit=True
+        ):
+            raise ConfigurationError(
+                f"{type(model).__name__}.{name} takes dataloader_iter; a pipeline must see a batch to split it. "
+                "Take (batch, batch_idx)"
+            )
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class AbsentValueError(AvgPipeError):
 
 
 class StageError(AvgPipeError):
-    """User code failed in an action; names stage, rank and action, and carries the original error."""
+    """User code left an action by StopIteration; any other exception comes as it is, with a note of where."""
 
 
 class PeerError(AvgPipeError):

@@ -19,12 +19,10 @@ __all__ = ["PipelineOptimization"]
 
 
 class _PipelineClosure(Closure):
-    """Clears the gradients, then runs forwards and backwards as the schedule mixes them."""
+    """Runs forwards and backwards as the schedule mixes them."""
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        if self._zero_grad_fn is not None:
-            self._zero_grad_fn()
         return self._step_fn()
 
 
@@ -64,6 +62,10 @@ class PipelineOptimization(_AutomaticOptimization):
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         step: Callable[[], ClosureResult] = self._make_step_fn(kwargs)
-        return _PipelineClosure(
-            step_fn=step, backward_fn=None, zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer)
-        )
+        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+
+        def run() -> ClosureResult:
+            with self._strategy.clearing_gradients(zero_grad):
+                return step()
+
+        return _PipelineClosure(step_fn=run)

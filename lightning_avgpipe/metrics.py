@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.replaced import replaced
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.recompute import is_repeating
 
@@ -90,11 +91,13 @@ class StepLog:
 
     def __init__(self, module: pl.LightningModule, hosts_last: bool) -> None:
         self.batch_values = BatchValues()
+        self._module = module
         self._log = module.log
         self._signature = inspect.signature(module.log)
         self._hosts_last = hosts_last
         self._size: int | None = None
         self._entries: dict[str, list[_Entry]] = {}
+        self._checked: set[tuple[str | None, str]] = set()
         self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +119,7 @@ class StepLog:
                 "another stage than the loss; return the value and log it in the step"
             )
 
-    @contextmanager
+    @contextlib.contextmanager
     def micro_batch(self, size: int) -> Iterator[None]:
         """Within this context logged values belong to a micro-batch of this many samples."""
         self._size = size
@@ -136,6 +139,9 @@ class StepLog:
         for name, logged in entries.items():
             if any(entry.given == 1 < entry.size for entry in logged):
                 self._alike.add(name)
+            for entry in logged:
+                if entry.options != logged[-1].options:  # Lightning refuses the second one, with an explanation
+                    self._log(name, entry.value, **{**entry.options, "batch_size": 1})
             value, batch_size = self._merged(logged, name in self._alike)
             self._log(name, value, **{**logged[-1].options, "batch_size": batch_size})
 
@@ -151,9 +157,21 @@ class StepLog:
             return self.batch_values.of(last.metric), batch_size
         return _reduce([entry.value for entry in logged], sizes, last.options.get("reduce_fx", "mean")), batch_size
 
+    def _check(self, name: str, args: Any, kwargs: Any) -> None:
+        """Let Lightning refuse what it would refuse later, while the user's line is on the stack."""
+        key = (self._module._current_fx_name, name)
+        trainer = self._module.trainer
+        if key in self._checked or trainer.barebones:
+            return
+        results = trainer._results
+        with contextlib.nullcontext() if results is None else replaced(results, "log", _nothing):
+            self._log(*args, **kwargs)
+        self._checked.add(key)
+
     def _collect(self, *args: Any, **kwargs: Any) -> None:
         options = dict(self._signature.bind(*args, **kwargs).arguments)
         name, value = options.pop("name"), options.pop("value")
+        self._check(name, args, kwargs)
         metric = self.batch_values.metric_of(value)
         if isinstance(value, Tensor) and not options.get("enable_graph", False):
             value = value.detach()
@@ -196,11 +214,15 @@ def _reduce(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:
     return reduce_fx(stacked)
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of what shall not happen yet."""
+
+
 def _not_distributed() -> bool:
     return False
 
 
-@contextmanager
+@contextlib.contextmanager
 def local_metrics(metrics: list[Metric], values: BatchValues) -> Iterator[None]:
     """Within this context metric objects live where the last stage is.
 

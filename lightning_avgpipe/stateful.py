@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,12 +20,14 @@ from lightning_avgpipe.advancing import Advancing
 from lightning_avgpipe.checkpoint import (
     full_optimizer_state,
     full_state_dict,
+    move_state,
     named_optimizer_state,
     own_state_dict,
     scattered_owners,
 )
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.runtime.lending import Lender
 from lightning_avgpipe.runtime.materialize import Origin, on_meta
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.storage import LocalCheckpointIO, is_sharded, load_shards, save_shards, with_local_files
@@ -50,6 +53,16 @@ class StatefulStrategy(ParallelStrategy):
     _division: Division | None
     _loaded_weights: Mapping[str, Tensor] | None = None
 
+    @property
+    @abstractmethod
+    def mesh(self) -> Mesh:
+        """Processes and channels."""
+
+    @property
+    @abstractmethod
+    def plain(self) -> bool:
+        """Whether there is nothing to pipeline."""
+
     def choose_seed(self, mesh: Mesh) -> None:
         """Take the seed of rank 0's process; loading may change it."""
         self.seed = mesh.broadcast(torch.initial_seed())
@@ -63,9 +76,19 @@ class StatefulStrategy(ParallelStrategy):
         origin.fill_buffers()
         return origin
 
+    def fill(self, module: nn.Module, mesh: Mesh) -> None:
+        """Give everything on meta its contents, in a process that is alone."""
+        if on_meta(module):
+            self.choose_seed(mesh)
+            Lender(module, mesh, self.take_origin(module)).bring([name for name, _ in module.named_parameters()])
+
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Modules are built on the host, or with ``empty_init`` on meta: the device gets its own stages only."""
+        if self.plain:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
@@ -111,7 +134,7 @@ class StatefulStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint: a file, or a folder of shards. Every rank calls it."""
-        if checkpoint.get("optimizer_states"):
+        if checkpoint.get("optimizer_states") and not self.plain:
             checkpoint[_KEY] = {"seed": self.seed}
             if self.advancing is not None and (state := self.advancing.state_dict()) is not None:
                 checkpoint[_KEY]["advance"] = state
@@ -147,13 +170,16 @@ class StatefulStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Hand out optimizer states. They stay on the host until it is known which process needs which."""
-        assert self.lightning_module is not None and self._division is not None
+        assert self.lightning_module is not None
         states = [{"state": {}, **state} for state in checkpoint["optimizer_states"]]
         if on_meta(self.lightning_module):
+            assert self._division is not None
             self._division.load_later(states)
             states = [{**state, "state": {}} for state in states]
         for optimizer, state in zip(self.optimizers, states, strict=False):
             optimizer.load_state_dict(state)
+            if self.plain:
+                move_state(optimizer, self.root_device)
         ours = checkpoint.get(_KEY, {})
         self.seed = ours.get("seed", self.seed)
         if self.advancing is not None:

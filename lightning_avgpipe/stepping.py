@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ class SteppingStrategy(StatefulStrategy):
     _split_batch: SplitBatch | None
     _log: StepLog | None
     _shipping: Shipping
+    _zero_grad: Callable[[], None] | None = None
 
     @property
     @abstractmethod
@@ -60,16 +61,31 @@ class SteppingStrategy(StatefulStrategy):
         """
         return {} if self.advancing is None else dict(self.advancing.peaks)
 
+    @contextlib.contextmanager
+    def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
+        """Within this context a training step clears the gradients where Lightning does: before its first backward."""
+        self._zero_grad = zero_grad
+        try:
+            yield
+        finally:
+            self._zero_grad = None
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run all forwards and backwards of a batch; returns what the step would have returned for it, detached."""
+        if self.plain:
+            return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         assert self._division is not None
         module, precision = self.lightning_module, self.precision_plugin
         parts = self._split(args[0])
-        accumulate = module.trainer.accumulate_grad_batches
+        accumulate, zero_grad = module.trainer.accumulate_grad_batches, self._zero_grad
+        if zero_grad is not None and not self.mesh.hosts_last:
+            zero_grad()
 
         def finish(i: int, result: Any) -> Tensor:
             loss = checks.loss(result)
+            if i == 0 and zero_grad is not None:  # after a forward, as on one device, and before all backwards
+                zero_grad()
             if accumulate > 1:
                 loss = loss / accumulate
             # a batch deserves its hooks once: with the first micro-batch's loss, before anything else is known
@@ -102,6 +118,8 @@ class SteppingStrategy(StatefulStrategy):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args)
 
     def _evaluate(self, step: str, context: Callable[[], Any], args: Sequence[Any]) -> Any:
+        if self.plain:
+            return getattr(super(), step)(*args)
         parts = self._split(args[0])
         outputs = self._run(step, context, parts, args[1:], None)
         return None if outputs is None else merge(outputs, [part.size for part in parts])

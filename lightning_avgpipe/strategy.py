@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -55,6 +55,12 @@ _STEPS = {
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
 }
+_STEPS_OF = {
+    TrainerFn.FITTING: ("training_step", "validation_step"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: ("predict_step",),
+}
 
 
 class AvgPipeStrategy(SteppingStrategy):
@@ -73,8 +79,9 @@ class AvgPipeStrategy(SteppingStrategy):
             stages on each.
         num_pipelines: number N of parallel pipelines. Only 1 for now.
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
-            stage. More of them shrink the idle time at both ends of an iteration and the memory per micro-batch, but
-            make each kernel smaller.
+            stage, or 1 for one stage: then there is nothing to pipeline, and everything is as on one device. More of
+            them shrink the idle time at both ends of an iteration and the memory per micro-batch, but make each kernel
+            smaller.
         schedule: ``"advance_forward"`` (1F1B with ``advance`` extra forwards in flight), ``"1f1b"`` or ``"afab"`` (all
             forwards, then all backwards).
         advance: h of advance forward propagation: stage k starts ``(K-1-k) * (1+h)`` forwards ahead of its first
@@ -215,6 +222,15 @@ class AvgPipeStrategy(SteppingStrategy):
         return self.num_processes * self.num_nodes if self._wanted_stages == "auto" else self._wanted_stages
 
     @property
+    def plain(self) -> bool:
+        """Whether there is nothing to pipeline: one process, one stage, one micro-batch.
+
+        Then nothing is captured, split, replaced or refused: all is as with Lightning's strategy for one device.
+        """
+        alone = self.num_processes * self.num_nodes == 1
+        return alone and self.num_stages == 1 and self._num_microbatches in ("auto", 1) and not self._recompute
+
+    @property
     def root_device(self) -> torch.device:
         """The device of this process."""
         assert self.parallel_devices is not None
@@ -235,6 +251,11 @@ class AvgPipeStrategy(SteppingStrategy):
         assert self.cluster_environment is not None
         checks.processes(self.num_stages, self.num_processes * self.num_nodes)
         self._launcher = launch.launcher(self, self._start_method)
+        if self.plain:
+            rank_zero_info(
+                "AvgPipeStrategy: with one device, one stage and one micro-batch there is nothing to pipeline; "
+                "everything is as with strategy='auto'. More devices, or num_stages=2 on this one, make a pipeline"
+            )
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment who this process is."""
@@ -251,13 +272,13 @@ class AvgPipeStrategy(SteppingStrategy):
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
         super().setup_environment()
-        reset_seed()
         self.choose_files()
         self.set_world_ranks()
         if self.world_size == 1:
             self._mesh = self._mesh or Mesh(self.num_stages, 0, 1, self.root_device, self._timeout)
             self._mesh.open()
             return
+        reset_seed()  # as ddp; one process goes on with the random numbers that it has
         assert self.cluster_environment is not None
         default = _get_default_process_group_backend_for_device(self.root_device)
         backend = self._process_group_backend = self._process_group_backend or default
@@ -286,12 +307,17 @@ class AvgPipeStrategy(SteppingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Prepare one run of the trainer; the plan is made when the first batch is there."""
         assert self.lightning_module is not None
+        self._forget()
+        if self.plain:
+            super().setup(trainer)
+            return
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.trainer(trainer, self.world_size)
         checks.same_checkpoint(self.mesh.gather_objects(str(trainer.ckpt_path or "")))
         if fitting:
             checks.module(self.lightning_module)
-        self._forget()
+        assert trainer.state.fn is not None
+        checks.steps(self.lightning_module, _STEPS_OF[trainer.state.fn])
         super().setup(trainer)
         module = self.lightning_module
         observers = [m for m in module.modules() if isinstance(m, Metric)]
@@ -326,13 +352,20 @@ class AvgPipeStrategy(SteppingStrategy):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Build the optimizer, over all parameters: what it holds of other stages goes when the plan is made."""
+        if self.plain:
+            super().setup_optimizers(trainer)
+            return
         assert self.lightning_module is not None
         with checks.explained_optimizers(self.lightning_module):
             super().setup_optimizers(trainer)
         checks.optimizers(self.lightning_module, self.optimizers)
 
     def model_to_device(self) -> None:
-        """Nothing moves before it is known which stage needs what."""
+        """Nothing moves before it is known which stage needs what, unless there is one only."""
+        if self.plain:
+            assert self.lightning_module is not None and self.model is not None
+            self.fill(self.lightning_module, self.mesh)
+            self.model.to(self.root_device)
 
     def teardown(self) -> None:
         """Give every process the whole module back, and stop the channels."""
@@ -370,6 +403,8 @@ class AvgPipeStrategy(SteppingStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The reader's batch, after its transfer hooks, on every rank's device."""
+        if self.plain:
+            return super().batch_to_device(batch, device, dataloader_idx)
         if self.mesh.reads:
             batch = super().batch_to_device(batch, device, dataloader_idx)
         if self.world_size > 1 and not self.ships_early:
@@ -424,6 +459,11 @@ class AvgPipeStrategy(SteppingStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Make ``Trainer(strategy="avgpipe")`` known, and the names for other start methods."""
         launch.register(strategy_registry, cls)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a module that was trained knows its trainer, and must be one that torch.save can save
+        of_a_run = {"_mesh": None, "_division": None, "_log": None, "_shipping": None, "_undo": contextlib.ExitStack()}
+        return {**super().__getstate__(), **of_a_run}
 
     def __repr__(self) -> str:
         # the Trainer of pytorch_lightning shows what it does not know as a strategy

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEn
 from lightning.pytorch.trainer.connectors import signal_connector
 from torch import Tensor, nn
 
-from lightning_avgpipe.errors import PeerError, StageError, StepChangedError
+from lightning_avgpipe.errors import PeerError, StepChangedError
 from tests import processes
 from tests.engine import Engine
 from tests.models import MLP, loader
@@ -59,8 +59,9 @@ def test_an_error_in_user_code_names_stage_and_action() -> None:
     model = Fused(1, "raise")
     model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     engine = Engine(model, 2, MLP.example(8), num_microbatches=8)
-    with pytest.raises(StageError, match=r"stage 1 of 2 \(rank 0\) failed in F4: ValueError: the fuse has blown"):
+    with pytest.raises(ValueError, match="the fuse has blown") as caught:
         engine.train(MLP.example(8))
+    assert caught.value.__notes__ == ["stage 1 of 2 (rank 0) failed in F4"]
     model.fuse.calls = 100
     engine.train(MLP.example(8))  # and nothing of the failed iteration is left
 
@@ -90,7 +91,6 @@ def test_an_error_on_one_stage_ends_all_ranks_with_the_original_traceback(stage:
         assert f"stage {stage} of 2 (rank {rank}) failed in F" in outcome.error
         assert "ValueError: the fuse has blown" in outcome.error
         assert "in forward" in outcome.error
-    assert StageError.__name__ in outcomes[rank].error
     assert re.search(
         rf"PeerError: rank {rank} \(stage {stage}\), which runs F\d of stage {stage}, failed", outcomes[1 - rank].error
     )

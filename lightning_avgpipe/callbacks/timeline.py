@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.errors import ConfigurationError
@@ -60,12 +60,14 @@ class PipelineTimeline(Callback):
                 f"{type(trainer.strategy).__name__}; use Trainer(strategy='avgpipe'), or remove the callback"
             )
         picture.require_matplotlib()
+        if trainer.strategy.plain:
+            rank_zero_warn("PipelineTimeline writes nothing: one device, one stage and one micro-batch are no pipeline")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Start to record, if the step that this batch may end with is one to record."""
-        if (trainer.global_step + 1) % self._every_n_steps == 0:
+        if (trainer.global_step + 1) % self._every_n_steps == 0 and not trainer.strategy.plain:  # type: ignore[attr-defined]
             mesh = _mesh(trainer)
             self._recorder = Recorder(mesh.rank, mesh.device)
             mesh.record(self._recorder)

@@ -52,7 +52,12 @@ def capture(
     glue_states: set[str] = set()
     while True:
         recorder = _Recorder(module, units, device, glue_states)
-        graph = _record(recorder, step, run, tree.map_tensors(torch.clone, tuple(args)))  # a step may change its batch
+        try:
+            # a step may change its batch
+            graph = _record(recorder, step, run, tree.map_tensors(torch.clone, tuple(args)))
+        except Exception as error:
+            error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
+            raise
         # Whether an operation on a buffer is a node must be known before the buffer is first changed.
         if recorder.glue_states <= glue_states:
             return graph

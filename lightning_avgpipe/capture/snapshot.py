@@ -18,6 +18,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 _CONTAINERS = (list, dict, set, deque)
 _MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_LIBRARIES = ("torch", "lightning", "torchmetrics", "builtins", "abc", "typing")
 
 
 @contextlib.contextmanager
@@ -40,15 +41,41 @@ def untouched(module: nn.Module) -> Iterator[None]:
     """Run a step of ``module`` in this context and nothing of it remains.
 
     Buffers, attributes of all submodules (counters, cached masks, lists of outputs, metric states) and random state
-    are restored, in place where they are tensors or containers. Parameters are not: a step does not change them.
+    are restored, in place where they are tensors or containers; so are attributes of the user's classes, where a list
+    of outputs may live as well. Parameters are not: a step does not change them.
     """
     saved = [(m, _save(m)) for m in module.modules()]
+    classes = [(kind, _save_class(kind)) for kind in _own_classes(module)]
     with random_state():
         try:
             yield
         finally:
             for m, state in saved:
                 _restore(m, state)
+            for kind, attributes in classes:
+                _restore_class(kind, attributes)
+
+
+def _own_classes(module: nn.Module) -> list[type]:
+    found = dict.fromkeys(kind for m in module.modules() for kind in type(m).__mro__)
+    return [kind for kind in found if kind.__module__.partition(".")[0] not in _LIBRARIES]
+
+
+def _class_attributes(kind: type) -> dict[str, Any]:
+    return {name: held for name, held in vars(kind).items() if not (name.startswith("__") or hasattr(held, "__get__"))}
+
+
+def _save_class(kind: type) -> dict[str, tuple[Any, Any]]:
+    return {name: (held, _copy(held)) for name, held in _class_attributes(kind).items()}
+
+
+def _restore_class(kind: type, saved: dict[str, tuple[Any, Any]]) -> None:
+    now = _class_attributes(kind)
+    for name in now.keys() - saved.keys():
+        delattr(kind, name)
+    for name, (held, copy) in saved.items():
+        if now.get(name) is not _put_back(held, copy):
+            setattr(kind, name, held)
 
 
 class Attributes:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_avgpipe import tree
-from lightning_avgpipe.errors import AvgPipeError, StageError
+from lightning_avgpipe.errors import StageError
 from lightning_avgpipe.runtime.accounting import Meter
 from lightning_avgpipe.runtime.channel import Arrivals, Inbox, Outbox
 from lightning_avgpipe.runtime.recording import Recorder
@@ -108,7 +108,8 @@ def execute(
         recorder: told of actions and waits.
         meter: told of actions and of what they keep.
     Raises:
-        StageError: user code failed in an action.
+        Exception: of user code; a note names stage, rank and action.
+        StageError: user code left an action by StopIteration.
         PeerError: nothing arrived in time, a channel broke, or another process has failed.
     """
     while pending := [lane for lane in lanes if lane.actions]:
@@ -125,11 +126,11 @@ def execute(
         watch.activity = f"runs {action} of stage {lane.stage.program.stage}"
         try:
             lane.advance(task, recorder, meter)
-        except AvgPipeError as error:
-            error.add_note(f"in {action} of {_place(lane, rank)}")
-            raise
+        except StopIteration as error:  # which a loop around takes for the end of its data, in this process alone
+            raise StageError(f"{_place(lane, rank)} failed in {action}: StopIteration: {error}") from error
         except Exception as error:
-            raise StageError(f"{_place(lane, rank)} failed in {action}: {type(error).__name__}: {error}") from error
+            error.add_note(f"{_place(lane, rank)} failed in {action}")
+            raise
     watch.activity = ""
 
 

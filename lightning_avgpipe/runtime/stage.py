@@ -170,17 +170,17 @@ class Stage:
             if task.trains and micro_batch in self._repeats:
                 return self._forward_to_repeat(task, micro_batch, message, copies)
             gates, replayed = self._replay(task, micro_batch, message, copies)
-            if program.is_last:
-                self.results[micro_batch] = replayed.result
-                if task.finish is not None:
-                    # of a result with its graph the received values would stay until the iteration ends
-                    self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
-                    loss = task.finish(micro_batch, replayed.result)
-                    self.stash[micro_batch] = _Stash(gates, (loss,))
-                return None
-            if task.trains:
-                self.stash[micro_batch] = _Stash(gates, _roots(replayed))
-            return _message(task, micro_batch, replayed)
+        if program.is_last:
+            self.results[micro_batch] = replayed.result
+            if task.finish is not None:  # the user's hooks see the module's own parameters, no copies
+                # of a result with its graph the received values would stay until the iteration ends
+                self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
+                loss = task.finish(micro_batch, replayed.result)
+                self.stash[micro_batch] = _Stash(gates, (loss,))
+            return None
+        if task.trains:
+            self.stash[micro_batch] = _Stash(gates, _roots(replayed))
+        return _message(task, micro_batch, replayed)
 
     def _replay(
         self,

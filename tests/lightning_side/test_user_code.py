@@ -1,0 +1,150 @@
+"""What user code sees of the engine: its own errors, and each batch once."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_avgpipe.errors import ConfigurationError, StageError
+from tests.models import MLP, loader
+from tests.trainers import pipeline
+
+
+class Blown(Exception):
+    """No exception that anybody else knows."""
+
+
+class Fails(MLP):
+    fuse: type[Exception] = Blown
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == self.last:
+            raise self.fuse("the fuse has blown")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("last", "note"),
+    [(0, "while training_step was followed on a first micro-batch"), (1, "stage 0 of 2 (rank 0) failed in F0")],
+)
+def test_an_exception_of_the_step_comes_as_it_is_with_a_note(last: int, note: str) -> None:
+    with pytest.raises(Blown) as caught:
+        pipeline(2).fit(Fails(last), loader(MLP, 16, 8))
+    assert any(note in line for line in caught.value.__notes__)
+
+
+def test_stop_iteration_in_a_step_does_not_end_the_epoch() -> None:
+    module = Fails(1)
+    module.fuse = StopIteration
+    with pytest.raises(StageError, match="StopIteration: the fuse has blown"):
+        pipeline(2).fit(module, loader(MLP, 16, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("value", "text", ValueError, "self.log(value, text)` was called"),
+        ("value", {"a": {"b": 1}}, ValueError, "was called"),
+        ("value", torch.ones(2), ValueError, "single element"),
+        ("value/dataloader_idx_0", 1.0, MisconfigurationException, "should not contain information about"),
+        ("value", MeanMetric(), MisconfigurationException, "Could not find the `LightningModule` attribute"),
+    ],
+)
+def test_a_wrong_log_is_an_error_of_its_line(name: str, value: Any, error: type[Exception], message: str) -> None:
+    class Wrong(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log(name, value)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(error) as caught:
+        pipeline(2).fit(Wrong(), loader(MLP, 16, 8))
+    assert message in str(caught.value)
+    assert "self.log(name, value)" in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_name_is_not_logged_in_two_ways() -> None:
+    class Twice(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("value", 1.0, prog_bar=False)
+            self.log("value", 1.0, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match=r"twice in `training_step` with different arguments"):
+        pipeline(2).fit(Twice(), loader(MLP, 16, 8))
+
+
+def test_lists_and_counters_of_a_class_do_not_see_the_capture() -> None:
+    class Collects(MLP):
+        losses: ClassVar[list[Tensor]] = []
+        nested: ClassVar[list[list[int]]] = [[]]
+        count = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.losses.append(loss.detach())
+            self.nested[0].append(batch_idx)
+            type(self).count += 1
+            return loss
+
+    pipeline(2, strategy={"num_microbatches": 1}, max_epochs=1).fit(Collects(), loader(MLP, 24, 8))
+    assert len(Collects.losses) == Collects.count == 3
+    assert Collects.nested == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_gradients_are_cleared_between_the_forward_and_the_backward(num_stages: int) -> None:
+    class Order(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order: list[str] = []
+            self.gradients: list[bool] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.order.append("step")
+            return loss
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            self.order.append("zero_grad")
+            self.gradients.append(all(p.grad is not None for p in self.parameters()))
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.order.append("backward")
+            self.gradients.append(any(p.grad is not None for p in self.parameters()))
+
+    module = Order()
+    strategy = {"num_microbatches": 2}
+    pipeline(num_stages, strategy=strategy, max_epochs=1, accumulate_grad_batches=2).fit(module, loader(MLP, 24, 8))
+    first, other = ["step", "zero_grad", "backward", "step"], ["step", "backward", "step"]
+    assert module.order == first + other + first
+    assert module.gradients == [False, False, True, True, False]  # (there at the clearing), there at the backward
+
+
+def test_a_step_that_takes_the_iterator_is_refused() -> None:
+    class Iterates(MLP):
+        def validation_step(self, dataloader_iter: Any) -> None:
+            next(dataloader_iter)
+
+    with pytest.raises(ConfigurationError, match=r"Iterates\.validation_step takes dataloader_iter"):
+        pipeline(2).validate(Iterates(), loader(MLP, 16, 8))
+
+
+def test_a_module_that_was_trained_can_be_saved_with_its_trainer(tmp_path: Path) -> None:
+    runner = pipeline(2, max_steps=1)
+    runner.fit(MLP(), loader(MLP, 8, 8))
+    torch.save(runner, tmp_path / "trainer.pt")
+    again: L.Trainer = torch.load(tmp_path / "trainer.pt", weights_only=False)
+    again.validate(again.lightning_module, loader(MLP, 8, 8), verbose=False)
+    assert "val_loss" in again.callback_metrics
