@@ -462,8 +462,8 @@ class AvgPipeStrategy(SteppingStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # a module that was trained knows its trainer, and must be one that torch.save can save
-        of_a_run = {"_mesh": None, "_division": None, "_log": None, "_shipping": None, "_undo": contextlib.ExitStack()}
-        return {**super().__getstate__(), **of_a_run}
+        of_a_run = dict.fromkeys(("_mesh", "_division", "_log", "_shipping", "advancing"))
+        return {**super().__getstate__(), **of_a_run, "_undo": contextlib.ExitStack()}
 
     def __repr__(self) -> str:
         # the Trainer of pytorch_lightning shows what it does not know as a strategy
