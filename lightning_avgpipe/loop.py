@@ -64,6 +64,11 @@ class PipelineOptimization(_AutomaticOptimization):
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         step: Callable[[], ClosureResult] = self._make_step_fn(kwargs)
-        return _PipelineClosure(
-            step_fn=step, backward_fn=None, zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer)
-        )
+        clear = self._make_zero_grad_fn(batch_idx, optimizer)
+
+        def clear_all() -> None:
+            if clear is not None:
+                clear()
+            self._strategy.clear_gradients()
+
+        return _PipelineClosure(step_fn=step, backward_fn=None, zero_grad_fn=None if clear is None else clear_all)

@@ -16,14 +16,13 @@ from torch import Tensor
 from lightning_avgpipe import checks, tree
 from lightning_avgpipe.adaptation import quiet_hooks
 from lightning_avgpipe.counts import Count
-from lightning_avgpipe.data import Shipping
-from lightning_avgpipe.metrics import StepLog
+from lightning_avgpipe.parallel import ParallelModelsStrategy
 from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.runtime.microbatch import MicroBatch, merge, split, split_with
+from lightning_avgpipe.runtime.pipeline import run_together
 from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
 from lightning_avgpipe.schedule import Schedule, build
-from lightning_avgpipe.stateful import StatefulStrategy
 
 __all__ = ["SplitBatch", "SteppingStrategy"]
 
@@ -32,7 +31,7 @@ _MICROBATCHES_PER_STAGE = 4
 SplitBatch = Callable[[Any, int], Sequence[Any]]
 
 
-class SteppingStrategy(StatefulStrategy):
+class SteppingStrategy(ParallelModelsStrategy):
     """A strategy whose steps are iterations of a pipeline.
 
     Attributes:
@@ -43,8 +42,6 @@ class SteppingStrategy(StatefulStrategy):
     _num_microbatches: Count | Literal["auto"]
     _loss_reduction: str
     _split_batch: SplitBatch | None
-    _log: StepLog | None
-    _shipping: Shipping
 
     @property
     @abstractmethod
@@ -56,33 +53,39 @@ class SteppingStrategy(StatefulStrategy):
         """Stage -> bytes at its peak, measured in the first iteration with a kind of batches and an advance.
 
         On CUDA as the allocator counts; elsewhere weights, gradients, optimizer states, the batch, and what backwards
-        wait for. Empty before training, and on a CPU with ``costs="flops"``.
+        wait for. Empty before training, with several pipelines, and on a CPU with ``costs="flops"``.
         """
         return {} if self.advancing is None else dict(self.advancing.peaks)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all forwards and backwards of a batch; returns what the step would have returned for it, detached."""
+        """Run all forwards and backwards of a batch, and of those of the other pipelines.
+
+        Returns:
+            What the step would have returned for the batch, detached.
+        """
         assert self.lightning_module is not None
         assert self._division is not None
         module, precision = self.lightning_module, self.precision_plugin
-        parts = self._split(args[0])
+        batches = [args[0], *self.take_beside()]
+        works = [self._split(batch, n) for n, batch in enumerate(batches)]
         accumulate = module.trainer.accumulate_grad_batches
 
-        def finish(i: int, result: Any) -> Tensor:
+        def finish(n: int, i: int, result: Any) -> Tensor:
             loss = checks.loss(result)
             if accumulate > 1:
                 loss = loss / accumulate
             # a batch deserves its hooks once: with the first micro-batch's loss, before anything else is known
-            with contextlib.nullcontext() if i == 0 else quiet_hooks(module.trainer, "on_before_backward"):
+            first = n == i == 0
+            with contextlib.nullcontext() if first else quiet_hooks(module.trainer, "on_before_backward"):
                 loss = precision.pre_backward(loss, module)
-            return loss * parts[i].weight if self._loss_reduction == "mean" and len(parts) > 1 else loss
+            return loss * works[n][i].weight if self._loss_reduction == "mean" and len(works[n]) > 1 else loss
 
         # Lightning's weight averaging passes over the data once more without training
         trains = not module.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
-        outputs = self._run("training_step", precision.train_step_context, parts, args[1:], finish if trains else None)
+        outputs = self._run("training_step", precision.train_step_context, works, args[1:], finish if trains else None)
         result: Any = {"loss": torch.zeros((), device=self.root_device)}
         if outputs is not None:
-            result = self._merge_training(outputs, parts)
+            result = self._merge_training(outputs, works[0])
         if trains:
             if not module.trainer.fit_loop._should_accumulate():
                 self._division.sum_copied_gradients()
@@ -103,40 +106,55 @@ class SteppingStrategy(StatefulStrategy):
 
     def _evaluate(self, step: str, context: Callable[[], Any], args: Sequence[Any]) -> Any:
         parts = self._split(args[0])
-        outputs = self._run(step, context, parts, args[1:], None)
+        outputs = self._run(step, context, [parts], args[1:], None)
         return None if outputs is None else merge(outputs, [part.size for part in parts])
 
     def _run(
         self,
         step: str,
         context: Callable[[], Any],
-        parts: Sequence[MicroBatch],
+        works: Sequence[Sequence[MicroBatch]],
         rest: Sequence[Any],
-        finish: Callable[[int, Any], Tensor] | None,
+        finish: Callable[[int, int, Any], Tensor] | None,
     ) -> list[Any] | None:
+        """Run the micro-batches of one pipeline or several; returns what the step returned for those of the first."""
         module, division, step_log = self.lightning_module, self._division, self._log
         assert module is not None and division is not None and step_log is not None
 
-        def run(i: int, *args: Any) -> Any:
-            with context(), step_log.micro_batch(parts[i].size):
+        def run(n: int, i: int, *args: Any) -> Any:
+            with context(), step_log.micro_batch(works[n][i].size, (n, i)):
                 return getattr(module, step)(*args)
 
         decides = step == "training_step" or module.trainer.state.fn != TrainerFn.FITTING
-        schedule = self._schedule(parts, training=finish is not None)
-        if division.prepare(step, partial(run, 0), (parts[0].data, *rest), decides, schedule):
+        schedules = [self._schedule(parts, training=finish is not None) for parts in works]
+        if division.prepare(step, partial(run, 0, 0), (works[0][0].data, *rest), decides, schedules[0]):
             rank_zero_info(f"\n{self.num_stages} stages on {self.world_size} processes:\n{division.plan}")
         self.plan = division.plan
-        step_log.begin(len(parts))
-        task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self.seed, self._iteration(step)))
+        pipelines = self.pipelines_for(step, len(works))
+        step_log.begin(sum(map(len, works)))
+        iteration = self._iteration(step)
+        tasks = [
+            Task(
+                partial(run, n),
+                [(part.data, *rest) for part in parts],
+                None if finish is None else partial(finish, n),
+                RandomKey(self.seed, iteration, n),
+            )
+            for n, parts in enumerate(works)
+        ]
         assert self.advancing is not None and self.plan is not None
-        with self.advancing.iteration(task, parts, self.plan, schedule):
-            outputs = division.pipeline.run(step, schedule, task)
+        try:
+            with self.advancing.iteration(tasks[0], works, self.plan, schedules[0], self.num_pipelines):
+                outputs = run_together(pipelines, step, schedules, tasks)[0]
+        finally:
+            if division.ensemble is not None:
+                division.ensemble.place(0)
         with context():  # which may decide what a number is
             step_log.issue()
         return outputs
 
-    def _split(self, batch: Any) -> list[MicroBatch]:
-        self._shipping.check_seal(batch)
+    def _split(self, batch: Any, pipeline: int = 0) -> list[MicroBatch]:
+        self._shipping.check_seal(batch, pipeline)
         wanted = self._num_microbatches
         count = _MICROBATCHES_PER_STAGE * self.num_stages if wanted == "auto" else wanted
         splitter = self._splitter
@@ -148,7 +166,7 @@ class SteppingStrategy(StatefulStrategy):
 
     def _schedule(self, parts: Sequence[MicroBatch], training: bool) -> Schedule:
         assert self.advancing is not None
-        return self.advancing.schedule(parts) if training else build("forward", self.num_stages, len(parts))
+        return self.advancing.schedule(parts, self.num_pipelines) if training else build("forward", self.num_stages, len(parts))
 
     def _merge_training(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
         detached = [tree.map_tensors(Tensor.detach, output) for output in outputs]
