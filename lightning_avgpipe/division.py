@@ -84,7 +84,13 @@ class Division:
         self._owner: dict[str, int] = {}
 
     def prepare(
-        self, step: str, run: Callable[..., Any], args: Sequence[Any], decides: bool, schedule: Schedule
+        self,
+        step: str,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        decides: bool,
+        schedule: Schedule,
+        num_pipelines: int = 1,
     ) -> bool:
         """Make a step function runnable, if it is not. Every process calls it.
 
@@ -95,24 +101,33 @@ class Division:
             decides: whether the plan is made for this step. In training ``training_step`` decides; a validation that
                 comes before it (a sanity check) runs on a provisional plan, for which nobody gives anything up.
             schedule: that it will run with.
+            num_pipelines: that will train.
         Returns:
             Whether a plan was made that stays.
         """
         if step in self.pipeline.steps and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
-            self._divide(step, run, args, decides, schedule)
+            self._divide(step, run, args, decides, schedule, num_pipelines)
             return decides
         units = self.plan.graph.units
         graph = self._lender.on_rank_zero(lambda: self._planner.capture(step, run, args, units))
         self.pipeline.load(graph, cut_like(graph, self.plan.stages_of, self.plan.num_stages))
         return False
 
-    def _divide(self, step: str, run: Callable[..., Any], args: Sequence[Any], final: bool, schedule: Schedule) -> None:
+    def _divide(
+        self,
+        step: str,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        final: bool,
+        schedule: Schedule,
+        num_pipelines: int,
+    ) -> None:
         units = self.plan.graph.units if self.plan is not None else ()
         planner = self._planner if final else replace(self._planner, costs="flops")
         links = measure_links(self._mesh) if planner.measures else ()
-        conditions = Conditions(schedule, links, state_copies(self._optimizers()))
+        conditions = Conditions(schedule, links, state_copies(self._optimizers()), num_pipelines)
         plan: Plan = self._lender.on_rank_zero(lambda: planner.plan(step, run, args, units, conditions))
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         self.pipeline.unload()

@@ -127,7 +127,8 @@ class SteppingStrategy(ParallelModelsStrategy):
 
         decides = step == "training_step" or module.trainer.state.fn != TrainerFn.FITTING
         schedules = [self._schedule(parts, training=finish is not None) for parts in works]
-        if division.prepare(step, partial(run, 0, 0), (works[0][0].data, *rest), decides, schedules[0]):
+        example, trains = (works[0][0].data, *rest), self.num_pipelines if step == "training_step" else 1
+        if division.prepare(step, partial(run, 0, 0), example, decides, schedules[0], trains):
             rank_zero_info(f"\n{self.num_stages} stages on {self.world_size} processes:\n{division.plan}")
         self.plan = division.plan
         pipelines = self.pipelines_for(step, len(works))
