@@ -156,7 +156,10 @@ class Division:
         if stale or begins:
             self._mesh.widen(num_pipelines)
             self.pipeline.place = _placing(ensemble, 0)
-            others = [Pipeline(self._mesh, self._module, n, _placing(ensemble, n)) for n in range(1, num_pipelines)]
+            others = [
+                Pipeline(self._mesh, self._module, self._planner.recompute, n, _placing(ensemble, n))
+                for n in range(1, num_pipelines)
+            ]
             self._pipelines = [self.pipeline, *others]
             for pipeline in others:
                 pipeline.load_like(self.pipeline, "training_step")

@@ -28,9 +28,9 @@ class Pipeline:
     Args:
         mesh: who hosts what; its channels are open.
         module: the whole module.
+        recompute: what stages repeat.
         number: n, 0-based.
         place: puts this pipeline's model into the module; None: it is there all the time.
-        recompute: what stages repeat.
 
     Attributes:
         number: n.
@@ -41,9 +41,9 @@ class Pipeline:
         self,
         mesh: Mesh,
         module: nn.Module,
+        recompute: Recompute = Recompute(),  # noqa: B008
         number: int = 0,
         place: Callable[[], None] | None = None,
-        recompute: Recompute = Recompute(),  # noqa: B008
     ) -> None:
         self.number = number
         self._mesh = mesh

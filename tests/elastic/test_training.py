@@ -238,3 +238,13 @@ def test_a_step_that_the_user_skips_averages_nothing() -> None:
     expected = train(all_steps, Batches(batches[2:4] + batches[6:8]))
     for one, other in zip(found.models, expected.models, strict=True):
         assert_equal(one, other)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_repeated_forwards_change_no_model(num_stages: int) -> None:
+    results = []
+    for recompute in (False, True):
+        found = train(net(optimizer="adamw"), loader(Net, 40, 8), num_stages, recompute=recompute)
+        results.append([*found.models, found.reference])
+    for one, other in zip(*results, strict=True):
+        assert_equal(one, other)
