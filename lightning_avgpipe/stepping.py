@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_avgpipe import checks, tree
 from lightning_avgpipe.adaptation import quiet_hooks
-from lightning_avgpipe.counts import Count
+from lightning_avgpipe.counts import Count, Natural
+from lightning_avgpipe.grouping import recount
 from lightning_avgpipe.parallel import ParallelModelsStrategy
 from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.runtime.microbatch import MicroBatch, merge, split, split_with
@@ -40,6 +41,8 @@ class SteppingStrategy(ParallelModelsStrategy):
 
     plan: Plan | None = None
     _num_microbatches: Count | Literal["auto"]
+    _schedule_name: str
+    _advance: Natural | Literal["auto"]
     _loss_reduction: str
     _split_batch: SplitBatch | None
 
@@ -56,6 +59,40 @@ class SteppingStrategy(ParallelModelsStrategy):
         wait for. Empty before training, with several pipelines, and on a CPU with ``costs="flops"``.
         """
         return {} if self.advancing is None else dict(self.advancing.peaks)
+
+    def reconfigure(
+        self,
+        num_pipelines: Count | None = None,
+        num_microbatches: Count | Literal["auto"] | None = None,
+        advance: Natural | None = None,
+    ) -> None:
+        """Change how training runs, between two iterations, and from the next one on. Every rank calls it.
+
+        New parallel models start from the reference. Those with the highest numbers go when there are to be fewer, and
+        the reference stays; with ``num_pipelines=1`` it is the model.
+
+        Args:
+            num_pipelines: N; None leaves it.
+            num_microbatches: M, or ``"auto"``; None leaves it.
+            advance: h, which adapts no more; None leaves it.
+        Raises:
+            ConfigurationError: a number that cannot work, or a callback that knows one model only.
+        """
+        wanted = (
+            self.num_pipelines if num_pipelines is None else num_pipelines,
+            self._num_microbatches if num_microbatches is None else num_microbatches,
+            self._advance if advance is None else advance,
+        )
+        checks.counts(*wanted, self._schedule_name)
+        module = self.lightning_module
+        if module is not None:
+            checks.trainer(module.trainer, self.world_size, wanted[0])
+        changed = wanted[0] != self.num_pipelines
+        self.num_pipelines, self._num_microbatches, self._advance = wanted
+        if advance is not None and self.advancing is not None:
+            self.advancing.fix(advance)
+        if changed and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            recount(module.trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run all forwards and backwards of a batch, and of those of the other pipelines.

@@ -33,7 +33,7 @@ from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.data import Shipping, batches_wanted, has_transfer_hooks, mirror
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.elastic.averaging import Elasticity, OuterOptimizer
-from lightning_avgpipe.grouping import grouping, recount
+from lightning_avgpipe.grouping import grouping
 from lightning_avgpipe.interrupts import ending_together
 from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.runtime.materialize import on_meta
@@ -401,38 +401,6 @@ class AvgPipeStrategy(SteppingStrategy):
         self.failed = True
         self.mesh.report(exception)
         launch.end_with_this_process(self._launcher)
-
-    def reconfigure(
-        self,
-        num_pipelines: Count | None = None,
-        num_microbatches: Count | Literal["auto"] | None = None,
-        advance: Natural | None = None,
-    ) -> None:
-        """Change how training runs, between two iterations, and from the next one on. Every rank calls it.
-
-        New parallel models start from the reference. Those with the highest numbers go when there are to be fewer, and
-        the reference stays; with ``num_pipelines=1`` it is the model.
-
-        Args:
-            num_pipelines: N; None leaves it.
-            num_microbatches: M, or ``"auto"``; None leaves it.
-            advance: h; None leaves it.
-        Raises:
-            ConfigurationError: a number that cannot work, or a callback that knows one model only.
-        """
-        wanted = (
-            self.num_pipelines if num_pipelines is None else num_pipelines,
-            self._num_microbatches if num_microbatches is None else num_microbatches,
-            self._advance if advance is None else advance,
-        )
-        checks.counts(*wanted, self._schedule_name)
-        module = self.lightning_module
-        if module is not None:
-            checks.trainer(module.trainer, self.world_size, wanted[0])
-        changed = wanted[0] != self.num_pipelines
-        self.num_pipelines, self._num_microbatches, self._advance = wanted
-        if changed and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            recount(module.trainer)
 
     # -- what Lightning asks of processes ----------------------------------------------------------------------------
 
