@@ -204,7 +204,11 @@ class SteppingStrategy(ParallelModelsStrategy):
 
     def _schedule(self, parts: Sequence[MicroBatch], training: bool) -> Schedule:
         assert self.advancing is not None
-        return self.advancing.schedule(parts, self.num_pipelines) if training else build("forward", self.num_stages, len(parts))
+        return (
+            self.advancing.schedule(parts, self.num_pipelines)
+            if training
+            else build("forward", self.num_stages, len(parts))
+        )
 
     def _merge_training(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
         detached = [tree.map_tensors(Tensor.detach, output) for output in outputs]
