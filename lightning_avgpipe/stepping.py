@@ -183,7 +183,10 @@ class SteppingStrategy(ParallelModelsStrategy):
         assert self.advancing is not None and self.plan is not None
         try:
             with self.advancing.iteration(tasks[0], works, self.plan, schedules[0], self.num_pipelines):
-                outputs = run_together(pipelines, step, schedules, tasks)[0]
+                if len(tasks) == 1:
+                    outputs = pipelines[0].run(step, schedules[0], tasks[0])
+                else:
+                    outputs = run_together(pipelines, step, schedules, tasks)[0]
         finally:
             if division.ensemble is not None:
                 division.ensemble.place(0)
