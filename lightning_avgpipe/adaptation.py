@@ -51,6 +51,11 @@ def adapted(
         undo.enter_context(local_metrics([m for m in module.modules() if isinstance(m, Metric)], step_log.batch_values))
         if fitting:
             undo.enter_context(_optimization(trainer, strategy))
+            undo.enter_context(_parallel_models(trainer, module, strategy))
+        if fitting or strategy.world_size > 1:
+            for value in vars(strategy.precision_plugin).values():
+                if isinstance(value, GradScaler):
+                    undo.enter_context(scaling_together(value, strategy.mesh, strategy.together_with))
         if strategy.world_size > 1:
             undo.enter_context(_several_processes(trainer, module, strategy))
         yield
@@ -68,6 +73,37 @@ def _optimization(trainer: pl.Trainer, strategy: AvgPipeStrategy) -> Iterator[No
 
 
 @contextlib.contextmanager
+def _parallel_models(trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy) -> Iterator[None]:
+    """Validation sees the reference, and pipelines step with the hyper-parameters that the first one has by then."""
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    begin, end, clip = (
+        validation._on_evaluation_model_eval, validation._on_evaluation_model_train, module.configure_gradient_clipping
+    )  # fmt: skip
+
+    def on_evaluation_model_eval() -> None:
+        strategy.show_reference(True)
+        begin()
+
+    def on_evaluation_model_train() -> None:
+        end()
+        strategy.show_reference(False)
+
+    @functools.wraps(clip)
+    def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # the last thing before the step, after all hooks that may change a learning rate
+        if strategy.together_with(optimizer):
+            strategy.follow_optimizers()
+        return clip(optimizer, *args, **kwargs)
+
+    with (
+        replaced(validation, "_on_evaluation_model_eval", on_evaluation_model_eval),
+        replaced(validation, "_on_evaluation_model_train", on_evaluation_model_train),
+        replaced(module, "configure_gradient_clipping", configure_gradient_clipping),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy) -> Iterator[None]:
     # Only rank 0 logs, so there is nothing to synchronise.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(", category=UserWarning)
@@ -81,9 +117,6 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
     with contextlib.ExitStack() as undo:
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
-        for value in vars(strategy.precision_plugin).values():
-            if isinstance(value, GradScaler):
-                undo.enter_context(scaling_together(value, strategy.mesh))
         undo.enter_context(_without_comparing_contents())
         for hook in _CLIPPING_HOOKS:
             undo.enter_context(replaced(module, hook, _with_norms_over_stages(getattr(module, hook), module, strategy)))

@@ -116,10 +116,14 @@ class Advancing:
 
     # -- every rank, for every iteration -----------------------------------------------------------------------------
 
-    def schedule(self, parts: Sequence[MicroBatch]) -> Schedule:
-        """For the next iteration of training."""
-        setting = self._setting(parts)
+    def schedule(self, parts: Sequence[MicroBatch], num_pipelines: int = 1) -> Schedule:
+        """For the next iteration of training, of a pipeline with these micro-batches."""
+        setting = self._setting(parts, num_pipelines)
         return self._schedule_of(setting, self._chosen.get(setting, 0))
+
+    def fix(self, advance: int) -> None:
+        """From now on every iteration has this advance. Every rank calls it after the same iteration."""
+        self._fixed, self._adapts = advance, False
 
     def _take(self, plan: Plan, num_microbatches: int) -> None:
         """The first iteration knows the plan, and its costs what to begin with."""
@@ -135,16 +139,33 @@ class Advancing:
             self._controller.load_state_dict(self._loaded)
 
     @contextlib.contextmanager
-    def iteration(self, task: Task, parts: Sequence[MicroBatch], plan: Plan, schedule: Schedule) -> Iterator[None]:
-        """An iteration, of training or not, runs within this context."""
+    def iteration(
+        self,
+        task: Task,
+        works: Sequence[Sequence[MicroBatch]],
+        plan: Plan,
+        schedule: Schedule,
+        num_pipelines: int = 1,
+    ) -> Iterator[None]:
+        """An iteration, of training or not, runs within this context.
+
+        Args:
+            task: of pipeline 0.
+            works: micro-batches of every pipeline that has a batch.
+            plan: of the step.
+            schedule: of pipeline 0.
+            num_pipelines: N. Memory is measured for one pipeline; with several, the plan's estimates count.
+        """
+        parts = works[0]
         if not task.trains:
             self._follows = False
             yield
             return
-        setting = self._setting(parts)
+        setting = self._setting(parts, num_pipelines)
         advance = self._chosen.get(setting, 0)
         self._take(plan, len(parts))
-        meter = self._meter(task, plan) if (setting, advance) not in self._metered else None
+        unmetered = num_pipelines == 1 and (setting, advance) not in self._metered
+        meter = self._meter(task, plan) if unmetered else None
         self._metered.add((setting, advance))
         self._number += 1
         self._mesh.meter = meter
@@ -156,7 +177,7 @@ class Advancing:
         if meter is not None:
             found = meter.finish(holdings(plan, self._mesh.stages, self._module, self._optimizers(), len(parts)))
             self._report += [(self._number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
-        size = sum(part.size for part in parts)
+        size = sum(part.size for work in works for part in work)
         self._largest[setting] = max(size, self._largest[setting])
         ordinary = self._follows and meter is None and self._mesh.recorder is None and size == self._largest[setting]
         self._follows = True
@@ -201,11 +222,11 @@ class Advancing:
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
-    def _setting(self, parts: Sequence[MicroBatch]) -> Setting:
+    def _setting(self, parts: Sequence[MicroBatch], num_pipelines: int) -> Setting:
         """Of a batch; lengths are alike if the largest tensor has as many elements per sample, up to a factor of 2."""
         first = parts[0]
         elements = max((tensor.numel() for tensor in tree.tensors(first.data)), default=0) // max(1, first.size)
-        return Setting(len(parts), 1, self._mesh.num_stages, elements.bit_length())
+        return Setting(len(parts), num_pipelines, self._mesh.num_stages, elements.bit_length())
 
     def _schedule_of(self, setting: Setting, advance: int) -> Schedule:
         if not self._adapts:

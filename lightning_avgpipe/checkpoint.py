@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.runtime.lending import Lender
 from lightning_avgpipe.runtime.mesh import Mesh
 
 __all__ = [
+    "full_ensemble_state",
     "full_optimizer_state",
     "full_state_dict",
+    "load_ensemble_state",
     "named_optimizer_state",
     "own_state_dict",
     "owners",
@@ -110,6 +113,39 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
             {**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]
         ],
     }
+
+
+def full_ensemble_state(ensemble: Ensemble, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
+    """On rank 0 all that parallel models have of their own; nothing that others could not read without this package.
+
+    Pipeline 0's optimizer state is missing, since it is that of the checkpoint.
+    """
+    state: dict[str, Any] = {"steps": ensemble.steps, "active": ensemble.active}
+    with ensemble.showing_reference(False):
+        state["models"] = [mesh.collect(ensemble.tensors(n), lambda name: owner[name]) for n in range(ensemble.size)]
+        state["optimizers"] = [
+            [full_optimizer_state(optimizer, mesh) for optimizer in ensemble.optimizers(n)]
+            for n in range(1, ensemble.size)
+        ]
+        if ensemble.outer is not None:
+            state["outer_names"] = list(ensemble.names)
+            state["outer_optimizer"] = full_optimizer_state(ensemble.outer, mesh)
+    return state
+
+
+def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
+    """What :func:`full_ensemble_state` has saved, as far as this process holds it; N is the same."""
+    ensemble.load_progress(state["steps"], state["active"])
+    for n, tensors in enumerate(state["models"]):
+        ensemble.load(n, tensors)
+    for n, states in enumerate(state["optimizers"], 1):
+        for optimizer, saved in zip(ensemble.optimizers(n), states, strict=True):
+            optimizer.state.clear()
+            load_present_state(optimizer, saved["state"])
+    if ensemble.outer is not None and "outer_optimizer" in state:
+        saved, position = state["outer_optimizer"], {name: i for i, name in enumerate(ensemble.names)}
+        numbers = {old: position[name] for old, name in enumerate(state["outer_names"]) if name in position}
+        load_present_state(ensemble.outer, {numbers[old]: entry for old, entry in saved["state"].items()})
 
 
 def drop_foreign_state(optimizer: Optimizer, foreign: set[int]) -> None:

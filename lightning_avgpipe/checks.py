@@ -19,7 +19,18 @@ from torch.optim import LBFGS, Optimizer
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.runtime.memory import parse_limit
 
-__all__ = ["module", "optimizers", "options", "partition_options", "processes", "same_checkpoint", "steps", "trainer"]
+__all__ = [
+    "counts",
+    "elasticity",
+    "module",
+    "optimizers",
+    "options",
+    "partition_options",
+    "processes",
+    "same_checkpoint",
+    "steps",
+    "trainer",
+]
 
 _SCHEDULES = ("advance_forward", "1f1b", "afab")
 _COSTS = ("measured", "flops")
@@ -41,19 +52,8 @@ def options(
     """Check the strategy's own arguments, as far as they can be judged alone."""
     if num_stages != "auto" and not _is_count(num_stages):
         raise ConfigurationError(f"num_stages={num_stages!r}: must be 'auto' or an integer of at least 1")
-    if num_pipelines != 1:
-        raise ConfigurationError(
-            f"num_pipelines={num_pipelines!r}: parallel pipelines (elastic averaging) are not available yet; use 1"
-        )
-    if num_microbatches != "auto" and not _is_count(num_microbatches):
-        raise ConfigurationError(f"num_microbatches={num_microbatches!r}: must be 'auto' or an integer of at least 1")
     _check_choice("schedule", schedule, _SCHEDULES)
-    if advance != "auto" and (not isinstance(advance, int) or isinstance(advance, bool) or advance < 0):
-        raise ConfigurationError(f"advance={advance!r}: must be 'auto' or an integer of at least 0; 0 is 1F1B")
-    if advance not in ("auto", 0) and schedule != "advance_forward":
-        raise ConfigurationError(
-            f"advance={advance} has no meaning for schedule={schedule!r}; use schedule='advance_forward', or advance=0"
-        )
+    counts(num_pipelines, num_microbatches, advance, schedule)
     if split_points is not None:
         if isinstance(split_points, str):
             raise ConfigurationError(f"split_points={split_points!r}: must be a list of names; use [{split_points!r}]")
@@ -66,6 +66,42 @@ def options(
     _check_choice("reader", reader, ("last", "first"))
     _check_choice("send_batch", send_batch, ("needed", "all"))
     _check_choice("start_method", start_method, _START_METHODS)
+
+
+def counts(num_pipelines: Any, num_microbatches: Any, advance: Any, schedule: str) -> None:
+    """Check the numbers that may change during training."""
+    if not _is_count(num_pipelines):
+        raise ConfigurationError(f"num_pipelines={num_pipelines!r}: must be an integer of at least 1")
+    if num_microbatches != "auto" and not _is_count(num_microbatches):
+        raise ConfigurationError(f"num_microbatches={num_microbatches!r}: must be 'auto' or an integer of at least 1")
+    if advance != "auto" and (not isinstance(advance, int) or isinstance(advance, bool) or advance < 0):
+        raise ConfigurationError(f"advance={advance!r}: must be 'auto' or an integer of at least 0; 0 is 1F1B")
+    if advance not in ("auto", 0) and schedule != "advance_forward":
+        raise ConfigurationError(
+            f"advance={advance} has no meaning for schedule={schedule!r}; use schedule='advance_forward', or advance=0"
+        )
+
+
+def elasticity(alpha: Any, outer_lr: Any, outer_optimizer: Any, average_every: Any) -> None:
+    """Check what the strategy's arguments say about averaging."""
+    if alpha is not None and not (_is_number(alpha) and 0 <= alpha <= 1):
+        raise ConfigurationError(
+            f"alpha={alpha!r}: must be a number from 0 (models never meet) to 1 (they become equal), or None for 1/N"
+        )
+    if outer_lr != "auto" and not (_is_number(outer_lr) and outer_lr > 0):
+        raise ConfigurationError(f"outer_lr={outer_lr!r}: must be a number above 0, or 'auto' for the sum of updates")
+    if outer_optimizer is not None and not callable(outer_optimizer):
+        raise ConfigurationError(
+            f"outer_optimizer={outer_optimizer!r}: must make an optimizer from parameters, such as "
+            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)"
+        )
+    if outer_optimizer is not None and outer_lr != "auto":
+        raise ConfigurationError(
+            f"outer_lr={outer_lr} and an outer_optimizer: both move the reference; give the optimizer its own lr and "
+            "leave outer_lr='auto'"
+        )
+    if not _is_count(average_every):
+        raise ConfigurationError(f"average_every={average_every!r}: must be an integer of at least 1")
 
 
 def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
@@ -164,17 +200,17 @@ def optimizers(model: pl.LightningModule, found: Sequence[Optimizer]) -> None:
             )
 
 
-def trainer(running: pl.Trainer, world_size: int) -> None:
-    """Check the trainer's options against stages on several processes."""
+def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> None:
+    """Check the trainer's options against stages on several processes, and parallel models."""
+    if num_pipelines > 1:
+        _one_model_only(running, num_pipelines)
     if world_size == 1:
         return
     refused: list[tuple[type, str]] = [
         (StochasticWeightAveraging, "averages parameters of which each process holds a part"),
         (BatchSizeFinder, "restarts training in ways that the stages cannot follow together"),
     ]
-    weight_averaging = getattr(pl.callbacks, "WeightAveraging", None)
-    if weight_averaging is not None:
-        refused.append((weight_averaging, "averages parameters of which each process holds a part"))
+    refused += [(kind, "averages parameters of which each process holds a part") for kind in _weight_averaging()]
     for callback in running.callbacks:  # type: ignore[attr-defined]
         for kind, why in refused:
             if isinstance(callback, kind):
@@ -190,6 +226,25 @@ def trainer(running: pl.Trainer, world_size: int) -> None:
         raise ConfigurationError("sync_batchnorm=True is for data parallelism; a stage sees the whole batch: remove it")
 
 
+def _one_model_only(running: pl.Trainer, num_pipelines: int) -> None:
+    for callback in running.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, *_weight_averaging())):
+            raise ConfigurationError(
+                f"{type(callback).__name__} averages the weights of one model, but num_pipelines={num_pipelines} "
+                "trains parallel ones, whose reference is an average already; remove it, or use num_pipelines=1"
+            )
+        if getattr(callback, "one_pipeline_only", False):
+            raise ConfigurationError(
+                f"{type(callback).__name__} knows one pipeline only, and num_pipelines={num_pipelines}; remove it, or "
+                "use num_pipelines=1"
+            )
+
+
+def _weight_averaging() -> list[type]:
+    found = getattr(pl.callbacks, "WeightAveraging", None)  # since Lightning 2.6
+    return [] if found is None else [found]
+
+
 def same_checkpoint(paths: Sequence[str]) -> None:
     """Check that all ranks have loaded the same checkpoint, or none.
 
@@ -202,6 +257,10 @@ def same_checkpoint(paths: Sequence[str]) -> None:
                 f"rank 0 has loaded {paths[0] or 'no checkpoint'}, rank {rank} {path or 'no checkpoint'}; put "
                 "checkpoints where all processes see them, or give ckpt_path as a path"
             )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_count(value: Any) -> bool:

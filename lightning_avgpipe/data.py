@@ -63,27 +63,28 @@ class Shipping:
         self.wanted = wanted
         self._sends = sends
         self._stream = feed.begin()
-        self._sealed: list[tuple[Tensor, int]] = []
+        self._sealed: list[list[tuple[Tensor, int]]] = []  # by pipeline
 
     def pass_on(self, batch: Any) -> Any:
         """The reader's batch, after its transfer hooks."""
         return self.feed.accept(self.feed.pass_on(self._stream, batch, self.needs))
 
-    def seal(self, batch: Any) -> Any:
+    def seal(self, batch: Any, pipeline: int = 0) -> Any:
         """From now on this batch must not change: it may be under way to other processes."""
         if self._sends:
-            self._sealed = [(tensor, tensor._version) for tensor in tree.tensors(batch) if not tensor.is_inference()]
+            del self._sealed[pipeline:]
+            self._sealed.append([(t, t._version) for t in tree.tensors(batch) if not t.is_inference()])
         return batch
 
-    def check_seal(self, batch: Any) -> None:
+    def check_seal(self, batch: Any, pipeline: int = 0) -> None:
         """Raise if the batch is not the one that was sent.
 
         Raises:
             ConfigurationError: names the tensors that changed.
         """
-        sealed, self._sealed = self._sealed, []
-        if not sealed:
+        if pipeline >= len(self._sealed) or not self._sealed[pipeline]:
             return
+        sealed, self._sealed[pipeline] = self._sealed[pipeline], []
         now = [tensor for tensor in tree.tensors(batch) if not tensor.is_inference()]
         same = len(now) == len(sealed) and all(t is old for t, (old, _) in zip(now, sealed, strict=True))
         changed = [name for name, (t, v) in zip(leaf_names(batch), sealed, strict=False) if t._version != v]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,17 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.checkpoint import (
     drop_foreign_state,
+    full_ensemble_state,
     full_state_dict,
+    load_ensemble_state,
     load_present_state,
     move_state,
     own_state_dict,
     owners,
     spread_parameters,
 )
+from lightning_avgpipe.elastic.averaging import Elasticity
+from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.partition import Plan, cut_like
 from lightning_avgpipe.runtime.lending import Lender
 from lightning_avgpipe.runtime.link import measure_links
@@ -42,10 +47,13 @@ class Division:
         planner: makes plans for the module.
         optimizers: those that step the module, as of when it is called.
         origin: of the contents that no process has; None if the module is whole.
+        elasticity: how parallel models are held together.
+        observers: modules that only look at values (metrics).
 
     Attributes:
-        pipeline: runs the step functions that are prepared.
+        pipeline: runs the step functions that are prepared; with parallel models, number 0, and evaluations.
         plan: None before the first step.
+        ensemble: the parallel models, from the first step of training on; None if there is one model.
     """
 
     def __init__(
@@ -55,9 +63,16 @@ class Division:
         planner: Planner,
         optimizers: Callable[[], Sequence[Optimizer]],
         origin: Origin | None = None,
+        elasticity: Elasticity | None = None,
+        observers: Collection[nn.Module] = (),
     ) -> None:
         self.pipeline = Pipeline(mesh, module, planner.recompute)
         self.plan: Plan | None = None
+        self.ensemble: Ensemble | None = None
+        self._pipelines = [self.pipeline]
+        self._elasticity = elasticity or Elasticity()
+        self._observers = observers
+        self._saved_ensemble: Mapping[str, Any] | None = None
         self._module = module
         self._mesh = mesh
         self._planner = planner
@@ -69,7 +84,13 @@ class Division:
         self._owner: dict[str, int] = {}
 
     def prepare(
-        self, step: str, run: Callable[..., Any], args: Sequence[Any], decides: bool, schedule: Schedule
+        self,
+        step: str,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        decides: bool,
+        schedule: Schedule,
+        num_pipelines: int = 1,
     ) -> bool:
         """Make a step function runnable, if it is not. Every process calls it.
 
@@ -80,24 +101,33 @@ class Division:
             decides: whether the plan is made for this step. In training ``training_step`` decides; a validation that
                 comes before it (a sanity check) runs on a provisional plan, for which nobody gives anything up.
             schedule: that it will run with.
+            num_pipelines: that will train.
         Returns:
             Whether a plan was made that stays.
         """
         if step in self.pipeline.steps and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
-            self._divide(step, run, args, decides, schedule)
+            self._divide(step, run, args, decides, schedule, num_pipelines)
             return decides
         units = self.plan.graph.units
         graph = self._lender.on_rank_zero(lambda: self._planner.capture(step, run, args, units))
         self.pipeline.load(graph, cut_like(graph, self.plan.stages_of, self.plan.num_stages))
         return False
 
-    def _divide(self, step: str, run: Callable[..., Any], args: Sequence[Any], final: bool, schedule: Schedule) -> None:
+    def _divide(
+        self,
+        step: str,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        final: bool,
+        schedule: Schedule,
+        num_pipelines: int,
+    ) -> None:
         units = self.plan.graph.units if self.plan is not None else ()
         planner = self._planner if final else replace(self._planner, costs="flops")
         links = measure_links(self._mesh) if planner.measures else ()
-        conditions = Conditions(schedule, links, state_copies(self._optimizers()))
+        conditions = Conditions(schedule, links, state_copies(self._optimizers()), num_pipelines)
         plan: Plan = self._lender.on_rank_zero(lambda: planner.plan(step, run, args, units, conditions))
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         self.pipeline.unload()
@@ -108,6 +138,72 @@ class Division:
         for graph in others:
             if graph.units == plan.graph.units:  # of others a new capture is made when they are run
                 self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
+
+    # -- parallel models ---------------------------------------------------------------------------------------------
+
+    def parallel(self, num_pipelines: int) -> list[Pipeline]:
+        """N pipelines for a step of training, which is prepared. Every process calls it."""
+        if num_pipelines == 1:
+            self.dissolve()
+            self._saved_ensemble = None
+            return self._pipelines
+        begins = self.ensemble is None
+        if self.ensemble is None:
+            self.ensemble = Ensemble(self._module, self._optimizers, self._elasticity, self._observers)
+        ensemble = self.ensemble
+        stale = ensemble.follow() | ensemble.resize(num_pipelines)
+        self._load_ensemble()
+        if stale or begins:
+            self._mesh.widen(num_pipelines)
+            self.pipeline.place = _placing(ensemble, 0)
+            others = [
+                Pipeline(self._mesh, self._module, self._planner.recompute, n, _placing(ensemble, n))
+                for n in range(1, num_pipelines)
+            ]
+            self._pipelines = [self.pipeline, *others]
+            for pipeline in others:
+                pipeline.load_like(self.pipeline, "training_step")
+            ensemble.place(0)
+        return self._pipelines
+
+    @property
+    def saved_models(self) -> int | None:
+        """How many parallel models wait to be loaded; None unless a checkpoint has been loaded since they began."""
+        return None if self._saved_ensemble is None else len(self._saved_ensemble.get("models", ()))
+
+    def load_models_later(self, saved: Mapping[str, Any]) -> None:
+        """Load parallel models when they begin to train; if it is another number, they start from the reference."""
+        self._saved_ensemble = saved
+
+    def _load_ensemble(self) -> None:
+        assert self.ensemble is not None
+        if self._saved_ensemble is not None and self.saved_models == self.ensemble.size:
+            load_ensemble_state(self.ensemble, self._saved_ensemble)
+        self._saved_ensemble = None
+
+    def ensemble_state(self) -> dict[str, Any] | None:
+        """On rank 0 what parallel models have of their own; None if there is one model. Every process calls it."""
+        if self.ensemble is None:
+            return None
+        return full_ensemble_state(self.ensemble, self._mesh, self._owner)
+
+    def dissolve(self) -> None:
+        """Go on with one model: the reference."""
+        if self.ensemble is not None:
+            self.ensemble.dissolve()
+        self.ensemble = self.pipeline.place = None
+        self._pipelines = [self.pipeline]
+
+    @contextlib.contextmanager
+    def showing_reference(self, reference: bool = True) -> Iterator[None]:
+        """Within this context the module has the weights of the reference, or those of pipeline 0."""
+        with contextlib.nullcontext() if self.ensemble is None else self.ensemble.showing_reference(reference):
+            yield
+
+    def show_reference(self, reference: bool) -> None:
+        """From now on the module has the weights of the reference, or those of pipeline 0."""
+        if self.ensemble is not None:
+            self.ensemble.show_reference(reference)
 
     # -- who holds what ----------------------------------------------------------------------------------------------
 
@@ -138,11 +234,14 @@ class Division:
 
     def sum_copied_gradients(self) -> None:
         """Where several stages use a parameter, each gets the gradient of all. Every process calls it."""
-        self.pipeline.copies("training_step").sum_gradients()
+        for pipeline in self._pipelines:
+            pipeline.copies("training_step").sum_gradients()
 
     def verify_copies(self) -> None:
         """Check that what several stages use is the same on all of them. Every process calls it."""
-        self.pipeline.copies("training_step").verify()
+        with self.showing_reference(False):
+            for pipeline in self._pipelines:
+                pipeline.copies("training_step").verify()
 
     def load_later(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load optimizer states when the parameters are there that they belong to.
@@ -162,6 +261,7 @@ class Division:
 
         What began on meta is too large for that: each process keeps its own stages, on the host, and all buffers.
         """
+        self.dissolve()
         self.pipeline.unload()
         if self._mesh.world_size == 1 or self.plan is None:
             return
@@ -176,9 +276,17 @@ class Division:
                     buffer.copy_(spread[name])
 
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
-        """Weights: on rank 0 those of all stages, or if not ``whole`` everywhere one's own. Every process calls it."""
-        if not whole:
-            return own_state_dict(self._module, self._mesh, self._owner)
-        if self._mesh.world_size == 1 or self.plan is None:
-            return self._module.state_dict()
-        return full_state_dict(self._module, self._mesh, self._owner)
+        """Weights: on rank 0 those of all stages, or if not ``whole`` everywhere one's own. Every process calls it.
+
+        Of parallel models those of the reference.
+        """
+        with self.showing_reference():
+            if not whole:
+                return own_state_dict(self._module, self._mesh, self._owner)
+            if self._mesh.world_size == 1 or self.plan is None:
+                return self._module.state_dict()
+            return full_state_dict(self._module, self._mesh, self._owner)
+
+
+def _placing(ensemble: Ensemble, number: int) -> Callable[[], None]:
+    return lambda: ensemble.place(number)

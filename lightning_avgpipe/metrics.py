@@ -86,7 +86,8 @@ class StepLog:
     """Takes the place of ``LightningModule.log``: within a step it collects, and issues each name once per batch.
 
     A mean is weighted by the sizes of the micro-batches, so the number is the one that the whole batch would have
-    logged. On processes without the last stage nothing is logged; their ``self.log`` does nothing.
+    logged; with parallel pipelines, that of all their batches together. On processes without the last stage nothing is
+    logged; their ``self.log`` does nothing.
     """
 
     def __init__(self, module: pl.LightningModule, hosts_last: bool) -> None:
@@ -96,7 +97,9 @@ class StepLog:
         self._signature = inspect.signature(module.log)
         self._hosts_last = hosts_last
         self._size: int | None = None
-        self._entries: dict[str, list[_Entry]] = {}
+        self._position = (0, 0)
+        self._muted = False
+        self._collected: list[_Entry] = []
         self._checked: set[tuple[str | None, str]] = set()
         self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
 
@@ -106,7 +109,7 @@ class StepLog:
         if recomputed or (tracer is None and is_repeating()):  # has logged before
             return
         if self._size is None:  # in a hook
-            if self._hosts_last:
+            if self._hosts_last and not self._muted:
                 self._log(*args, **kwargs)
             return
         if tracer is not None:
@@ -120,22 +123,39 @@ class StepLog:
             )
 
     @contextlib.contextmanager
-    def micro_batch(self, size: int) -> Iterator[None]:
-        """Within this context logged values belong to a micro-batch of this many samples."""
-        self._size = size
+    def micro_batch(self, size: int, position: tuple[int, int] = (0, 0)) -> Iterator[None]:
+        """Within this context logged values belong to a micro-batch.
+
+        Args:
+            size: samples.
+            position: pipeline and micro-batch. Values are put in this order, whenever they come.
+        """
+        self._size, self._position = size, position
         try:
             yield
         finally:
             self._size = None
 
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Within this context hooks log nothing: they have logged the same before."""
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
+
     def begin(self, num_microbatches: int) -> None:
-        """A batch begins: forget what was collected."""
-        self._entries = {}
+        """A batch begins, or one for each pipeline: forget what was collected."""
+        self._collected = []
         self.batch_values.begin(num_microbatches)
 
     def issue(self) -> None:
         """Log what was collected, once per name."""
-        entries, self._entries = self._entries, {}
+        entries: dict[str, list[_Entry]] = {}
+        for entry in sorted(self._collected, key=lambda entry: entry.position):
+            entries.setdefault(entry.name, []).append(entry)
+        self._collected = []
         for name, logged in entries.items():
             if any(entry.given == 1 < entry.size for entry in logged):
                 self._alike.add(name)
@@ -175,8 +195,8 @@ class StepLog:
         metric = self.batch_values.metric_of(value)
         if isinstance(value, Tensor) and not options.get("enable_graph", False):
             value = value.detach()
-        entry = _Entry(value, self._size or 1, options.pop("batch_size", None), options, metric)
-        self._entries.setdefault(name, []).append(entry)
+        given = options.pop("batch_size", None)
+        self._collected.append(_Entry(name, self._position, value, self._size or 1, given, options, metric))
 
 
 @dataclass(frozen=True)
@@ -184,6 +204,8 @@ class _Entry:
     """What one micro-batch logs under one name.
 
     Attributes:
+        name: what it is logged as.
+        position: pipeline and micro-batch.
         value: a number, a tensor or a metric object.
         size: samples of the micro-batch.
         given: the ``batch_size`` that the step gave, if it did.
@@ -191,6 +213,8 @@ class _Entry:
         metric: the metric object whose ``forward`` returned the value.
     """
 
+    name: str
+    position: tuple[int, int]
     value: Any
     size: int
     given: int | None

@@ -42,11 +42,13 @@ class StatefulStrategy(ParallelStrategy):
 
     Attributes:
         save_distributed_checkpoint: whether each process writes its own part.
+        save_replicas: whether checkpoints hold parallel models besides their reference.
         seed: of the random numbers that are drawn in units; a resumed run goes on with the seed of the first one.
         advancing: chooses the schedule of each iteration of training.
     """
 
     save_distributed_checkpoint: bool
+    save_replicas: bool = True
     seed: int = 0
     advancing: Advancing | None = None
     _mesh: Mesh | None
@@ -138,6 +140,9 @@ class StatefulStrategy(ParallelStrategy):
             checkpoint[_KEY] = {"seed": self.seed}
             if self.advancing is not None and (state := self.advancing.state_dict()) is not None:
                 checkpoint[_KEY]["advance"] = state
+            models = self._division.ensemble_state() if self.save_replicas and self._division is not None else None
+            if models is not None:
+                checkpoint[_KEY]["ensemble"] = models
         if not self.save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -162,6 +167,8 @@ class StatefulStrategy(ParallelStrategy):
         """Load the weights; those for parameters on meta are kept in mind until it is known who needs them."""
         module = self.lightning_module
         assert module is not None
+        if self._division is not None:
+            self._division.dissolve()  # parallel models begin anew, from what is loaded
         if on_meta(module):
             self._loaded_weights = dict(checkpoint["state_dict"])
         with warnings.catch_warnings():
@@ -184,3 +191,5 @@ class StatefulStrategy(ParallelStrategy):
         self.seed = ours.get("seed", self.seed)
         if self.advancing is not None:
             self.advancing.load_state_dict(ours.get("advance"))
+        if self._division is not None:
+            self._division.load_models_later(ours.get("ensemble", {}))

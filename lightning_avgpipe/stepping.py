@@ -15,15 +15,16 @@ from torch import Tensor
 
 from lightning_avgpipe import checks, tree
 from lightning_avgpipe.adaptation import quiet_hooks
-from lightning_avgpipe.counts import Count
-from lightning_avgpipe.data import Shipping
-from lightning_avgpipe.metrics import StepLog
+from lightning_avgpipe.counts import Count, Natural
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.grouping import recount
+from lightning_avgpipe.parallel import ParallelModelsStrategy
 from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.runtime.microbatch import MicroBatch, merge, split, split_with
+from lightning_avgpipe.runtime.pipeline import run_together
 from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
 from lightning_avgpipe.schedule import Schedule, build
-from lightning_avgpipe.stateful import StatefulStrategy
 
 __all__ = ["SplitBatch", "SteppingStrategy"]
 
@@ -32,7 +33,7 @@ _MICROBATCHES_PER_STAGE = 4
 SplitBatch = Callable[[Any, int], Sequence[Any]]
 
 
-class SteppingStrategy(StatefulStrategy):
+class SteppingStrategy(ParallelModelsStrategy):
     """A strategy whose steps are iterations of a pipeline.
 
     Attributes:
@@ -41,10 +42,10 @@ class SteppingStrategy(StatefulStrategy):
 
     plan: Plan | None = None
     _num_microbatches: Count | Literal["auto"]
+    _schedule_name: str
+    _advance: Natural | Literal["auto"]
     _loss_reduction: str
     _split_batch: SplitBatch | None
-    _log: StepLog | None
-    _shipping: Shipping
     _zero_grad: Callable[[], None] | None = None
 
     @property
@@ -57,9 +58,49 @@ class SteppingStrategy(StatefulStrategy):
         """Stage -> bytes at its peak, measured in the first iteration with a kind of batches and an advance.
 
         On CUDA as the allocator counts; elsewhere weights, gradients, optimizer states, the batch, and what backwards
-        wait for. Empty before training, and on a CPU with ``costs="flops"``.
+        wait for. Empty before training, with several pipelines, and on a CPU with ``costs="flops"``.
         """
         return {} if self.advancing is None else dict(self.advancing.peaks)
+
+    def reconfigure(
+        self,
+        num_pipelines: Count | None = None,
+        num_microbatches: Count | Literal["auto"] | None = None,
+        advance: Natural | None = None,
+    ) -> None:
+        """Change how training runs, between two iterations, and from the next one on. Every rank calls it.
+
+        New parallel models start from the reference. Those with the highest numbers go when there are to be fewer, and
+        the reference stays; with ``num_pipelines=1`` it is the model.
+
+        Args:
+            num_pipelines: N; None leaves it.
+            num_microbatches: M, or ``"auto"``; None leaves it.
+            advance: h, which adapts no more; None leaves it.
+        Raises:
+            ConfigurationError: a number that cannot work, or a callback that knows one model only.
+        """
+        wanted = (
+            self.num_pipelines if num_pipelines is None else num_pipelines,
+            self._num_microbatches if num_microbatches is None else num_microbatches,
+            self._advance if advance is None else advance,
+        )
+        checks.counts(*wanted, self._schedule_name)
+        module = self.lightning_module
+        if self.plain and module is not None:
+            raise ConfigurationError(
+                "reconfigure: with one device, one stage, one micro-batch and one pipeline this run began as with "
+                "strategy='auto', and has no pipeline to change; begin with 2 or more of stages, micro-batches or "
+                "pipelines"
+            )
+        if module is not None:
+            checks.trainer(module.trainer, self.world_size, wanted[0])
+        changed = wanted[0] != self.num_pipelines
+        self.num_pipelines, self._num_microbatches, self._advance = wanted
+        if advance is not None and self.advancing is not None:
+            self.advancing.fix(advance)
+        if changed and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            recount(module.trainer)
 
     @contextlib.contextmanager
     def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
@@ -71,34 +112,43 @@ class SteppingStrategy(StatefulStrategy):
             self._zero_grad = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all forwards and backwards of a batch; returns what the step would have returned for it, detached."""
+        """Run all forwards and backwards of a batch, and of those of the other pipelines.
+
+        Returns:
+            What the step would have returned for the batch, detached.
+        """
         if self.plain:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         assert self._division is not None
         module, precision = self.lightning_module, self.precision_plugin
-        parts = self._split(args[0])
+        batches = [args[0], *self.take_beside()]
+        works = [self._split(batch, n) for n, batch in enumerate(batches)]
         accumulate, zero_grad = module.trainer.accumulate_grad_batches, self._zero_grad
-        if zero_grad is not None and not self.mesh.hosts_last:
+        if zero_grad is not None and (self.num_pipelines > 1 or not self.mesh.hosts_last):
+            # here no forward comes before all backwards, or the module may show another pipeline's model by then
+            self.clear_gradients()
             zero_grad()
+            zero_grad = None
 
-        def finish(i: int, result: Any) -> Tensor:
+        def finish(n: int, i: int, result: Any) -> Tensor:
             loss = checks.loss(result)
             if i == 0 and zero_grad is not None:  # after a forward, as on one device, and before all backwards
                 zero_grad()
             if accumulate > 1:
                 loss = loss / accumulate
             # a batch deserves its hooks once: with the first micro-batch's loss, before anything else is known
-            with contextlib.nullcontext() if i == 0 else quiet_hooks(module.trainer, "on_before_backward"):
+            first = n == i == 0
+            with contextlib.nullcontext() if first else quiet_hooks(module.trainer, "on_before_backward"):
                 loss = precision.pre_backward(loss, module)
-            return loss * parts[i].weight if self._loss_reduction == "mean" and len(parts) > 1 else loss
+            return loss * works[n][i].weight if self._loss_reduction == "mean" and len(works[n]) > 1 else loss
 
         # Lightning's weight averaging passes over the data once more without training
         trains = not module.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
-        outputs = self._run("training_step", precision.train_step_context, parts, args[1:], finish if trains else None)
+        outputs = self._run("training_step", precision.train_step_context, works, args[1:], finish if trains else None)
         result: Any = {"loss": torch.zeros((), device=self.root_device)}
         if outputs is not None:
-            result = self._merge_training(outputs, parts)
+            result = self._merge_training(outputs, works[0])
         if trains:
             if not module.trainer.fit_loop._should_accumulate():
                 self._division.sum_copied_gradients()
@@ -121,42 +171,62 @@ class SteppingStrategy(StatefulStrategy):
         if self.plain:
             return getattr(super(), step)(*args)
         parts = self._split(args[0])
-        outputs = self._run(step, context, parts, args[1:], None)
+        outputs = self._run(step, context, [parts], args[1:], None)
         return None if outputs is None else merge(outputs, [part.size for part in parts])
 
     def _run(
         self,
         step: str,
         context: Callable[[], Any],
-        parts: Sequence[MicroBatch],
+        works: Sequence[Sequence[MicroBatch]],
         rest: Sequence[Any],
-        finish: Callable[[int, Any], Tensor] | None,
+        finish: Callable[[int, int, Any], Tensor] | None,
     ) -> list[Any] | None:
+        """Run the micro-batches of one pipeline or several; returns what the step returned for those of the first."""
         module, division, step_log = self.lightning_module, self._division, self._log
         assert module is not None and division is not None and step_log is not None
 
-        def run(i: int, *args: Any) -> Any:
-            with context(), step_log.micro_batch(parts[i].size):
+        def run(n: int, i: int, *args: Any) -> Any:
+            with context(), step_log.micro_batch(works[n][i].size, (n, i)):
                 return getattr(module, step)(*args)
 
         decides = step == "training_step" or module.trainer.state.fn != TrainerFn.FITTING
-        schedule = self._schedule(parts, training=finish is not None)
-        if division.prepare(step, partial(run, 0), (parts[0].data, *rest), decides, schedule):
+        schedules = [self._schedule(parts, training=finish is not None) for parts in works]
+        example, trains = (works[0][0].data, *rest), self.num_pipelines if step == "training_step" else 1
+        if division.prepare(step, partial(run, 0, 0), example, decides, schedules[0], trains):
             rank_zero_info(f"\n{self.num_stages} stages on {self.world_size} processes:\n{division.plan}")
         self.plan = division.plan
-        step_log.begin(len(parts))
-        task = Task(run, [(part.data, *rest) for part in parts], finish, RandomKey(self.seed, self._iteration(step)))
+        pipelines = self.pipelines_for(step, len(works))
+        step_log.begin(sum(map(len, works)))
+        iteration = self._iteration(step)
+        tasks = [
+            Task(
+                partial(run, n),
+                [(part.data, *rest) for part in parts],
+                None if finish is None else partial(finish, n),
+                RandomKey(self.seed, iteration, n),
+            )
+            for n, parts in enumerate(works)
+        ]
         assert self.advancing is not None and self.plan is not None
-        with self.advancing.iteration(task, parts, self.plan, schedule):
-            outputs = division.pipeline.run(step, schedule, task)
+        try:
+            with self.advancing.iteration(tasks[0], works, self.plan, schedules[0], self.num_pipelines):
+                if len(tasks) == 1:
+                    outputs = pipelines[0].run(step, schedules[0], tasks[0])
+                else:
+                    outputs = run_together(pipelines, step, schedules, tasks)[0]
+        finally:
+            if division.ensemble is not None:
+                division.ensemble.place(0)
         with context():  # which may decide what a number is
             step_log.issue()
         return outputs
 
-    def _split(self, batch: Any) -> list[MicroBatch]:
-        self._shipping.check_seal(batch)
+    def _split(self, batch: Any, pipeline: int = 0) -> list[MicroBatch]:
+        self._shipping.check_seal(batch, pipeline)
         wanted = self._num_microbatches
-        count = _MICROBATCHES_PER_STAGE * self.num_stages if wanted == "auto" else wanted
+        several = _MICROBATCHES_PER_STAGE * self.num_stages if self.num_stages > 1 else 1
+        count = several if wanted == "auto" else wanted
         splitter = self._splitter
         return split(batch, count) if splitter is None else split_with(splitter, batch, count)
 
@@ -166,7 +236,11 @@ class SteppingStrategy(StatefulStrategy):
 
     def _schedule(self, parts: Sequence[MicroBatch], training: bool) -> Schedule:
         assert self.advancing is not None
-        return self.advancing.schedule(parts) if training else build("forward", self.num_stages, len(parts))
+        return (
+            self.advancing.schedule(parts, self.num_pipelines)
+            if training
+            else build("forward", self.num_stages, len(parts))
+        )
 
     def _merge_training(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
         detached = [tree.map_tensors(Tensor.detach, output) for output in outputs]

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -33,6 +32,8 @@ from lightning_avgpipe.capture.cache import CostCache, default_directory
 from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.data import Shipping, batches_wanted, has_transfer_hooks, mirror
 from lightning_avgpipe.division import Division
+from lightning_avgpipe.elastic.averaging import Elasticity, OuterOptimizer
+from lightning_avgpipe.grouping import grouping
 from lightning_avgpipe.interrupts import ending_together
 from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.runtime.materialize import on_meta
@@ -77,7 +78,12 @@ class AvgPipeStrategy(SteppingStrategy):
     Args:
         num_stages: number of stages K. ``"auto"``: one per device. A multiple of the number of devices places several
             stages on each.
-        num_pipelines: number N of parallel pipelines. Only 1 for now.
+        num_pipelines: number N of parallel pipelines. Each trains a model of its own, on a batch of its own, and fills
+            the others' idle time; elastic averaging holds the models together. An iteration reads N batches from the
+            dataloader and counts as one of Lightning's: 100 batches make 50 steps with N=2, and ``max_steps``,
+            ``limit_train_batches``, ``accumulate_grad_batches``, schedulers "per step" and the progress bar count
+            those 50. Evaluation, prediction and checkpoints use the reference model, hooks of training see pipeline 0's
+            model and batch.
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
             stage, or 1 for one stage: then there is nothing to pipeline, and everything is as on one device. More of
             them shrink the idle time at both ends of an iteration and the memory per micro-batch, but make each kernel
@@ -116,6 +122,17 @@ class AvgPipeStrategy(SteppingStrategy):
             shape), or ``"all"``, for hooks and callbacks that look at batches on every rank.
         verify_copies: after every optimizer step check that the copies of parameters which several stages use (tied
             embeddings) are equal bit for bit. For debugging: it reads all of them.
+        alpha: how far a parallel model goes to their mean at each averaging, from 0 (not at all) to 1 (they become
+            equal). None: 1/N.
+        outer_lr: how far the reference goes at each averaging, as a multiple of the mean of the models' updates.
+            ``"auto"``: N, the sum of the updates, which needs about as many epochs as one pipeline at the same
+            learning rate. 1 needs about N times as many.
+        outer_optimizer: makes the optimizer of the reference model, whose gradient is the mean update with the other
+            sign, from its parameters: ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. In the place
+            of ``outer_lr``.
+        average_every: optimizer steps from one averaging to the next. In between the reference stays where it is.
+        save_replicas: whether checkpoints hold the parallel models and their optimizers, so that training goes on with
+            the same bits; else, or with another N, they start from the reference.
         save_distributed_checkpoint: whether each process writes its own part of a checkpoint, all at once into a
             folder, with torch.distributed.checkpoint. Otherwise rank 0 gathers everything and writes one file.
         start_method: how the processes of one node start: ``"popen"`` runs the script again (as ddp does), ``"spawn"``
@@ -157,6 +174,11 @@ class AvgPipeStrategy(SteppingStrategy):
         reader: Literal["last", "first"] = "last",
         send_batch: Literal["needed", "all"] = "needed",
         verify_copies: bool = False,
+        alpha: float | None = None,
+        outer_lr: float | Literal["auto"] = "auto",
+        outer_optimizer: OuterOptimizer | None = None,
+        average_every: Count = 1,
+        save_replicas: bool = True,
         save_distributed_checkpoint: bool = False,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         process_group_backend: str | None = None,
@@ -179,8 +201,12 @@ class AvgPipeStrategy(SteppingStrategy):
             send_batch, start_method,
         )  # fmt: skip
         checks.partition_options(costs, costs_cache, memory_limit, recompute)
+        checks.elasticity(alpha, outer_lr, outer_optimizer, average_every)
         self.num_nodes = 1
         self._wanted_stages = num_stages
+        self.num_pipelines = num_pipelines
+        self._elasticity = Elasticity(alpha, outer_lr, outer_optimizer, average_every)
+        self.save_replicas = save_replicas
         self._num_microbatches = num_microbatches
         self._schedule_name = schedule
         self._advance: int | Literal["auto"] = advance
@@ -208,6 +234,7 @@ class AvgPipeStrategy(SteppingStrategy):
         self._division: Division | None = None
         self.failed = False
         self._log: StepLog | None = None
+        self.forget_models()
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -223,12 +250,12 @@ class AvgPipeStrategy(SteppingStrategy):
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing to pipeline: one process, one stage, one micro-batch.
+        """Whether there is nothing to pipeline: one process, one stage, one micro-batch, one model.
 
         Then nothing is captured, split, replaced or refused: all is as with Lightning's strategy for one device.
         """
-        alone = self.num_processes * self.num_nodes == 1
-        return alone and self.num_stages == 1 and self._num_microbatches in ("auto", 1) and not self._recompute
+        alone = self.num_processes * self.num_nodes == self.num_stages == self.num_pipelines == 1
+        return alone and self._num_microbatches in ("auto", 1) and not self._recompute
 
     @property
     def root_device(self) -> torch.device:
@@ -312,10 +339,13 @@ class AvgPipeStrategy(SteppingStrategy):
             super().setup(trainer)
             return
         fitting = trainer.state.fn == TrainerFn.FITTING
-        checks.trainer(trainer, self.world_size)
+        checks.trainer(trainer, self.world_size, self.num_pipelines)
         checks.same_checkpoint(self.mesh.gather_objects(str(trainer.ckpt_path or "")))
         if fitting:
             checks.module(self.lightning_module)
+        if fitting:
+            # before the optimizers are made, for which the number of iterations may be asked
+            self._undo.enter_context(grouping(trainer, lambda: self.num_pipelines))
         assert trainer.state.fn is not None
         checks.steps(self.lightning_module, _STEPS_OF[trainer.state.fn])
         super().setup(trainer)
@@ -334,7 +364,15 @@ class AvgPipeStrategy(SteppingStrategy):
             limit_of(self._memory_limit, self.root_device, self._sharing()),
             chosen(module, self._recompute),
         )
-        self._division = Division(module, self.mesh, planner, lambda: self.optimizers, self.take_origin(module))
+        self._division = Division(
+            module,
+            self.mesh,
+            planner,
+            lambda: self.optimizers,
+            self.take_origin(module),
+            self._elasticity,
+            observers,
+        )
         self._log = StepLog(module, self.mesh.hosts_last)
         sends = self.mesh.reads and self.world_size > 1
         limit = limit_of(_MOST if self._memory_limit is None else self._memory_limit, self.root_device, self._sharing())
@@ -372,6 +410,8 @@ class AvgPipeStrategy(SteppingStrategy):
         try:
             if self._division is not None and not self.failed:
                 self._division.restore()
+            elif self._division is not None:
+                self._division.dissolve()
             if self._mesh is not None:
                 self._mesh.close(self.failed)
         finally:
@@ -400,16 +440,6 @@ class AvgPipeStrategy(SteppingStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """One process reads, the others follow."""
         return mirror(dataloader, self.mesh, lambda: self._shipping)
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """The reader's batch, after its transfer hooks, on every rank's device."""
-        if self.plain:
-            return super().batch_to_device(batch, device, dataloader_idx)
-        if self.mesh.reads:
-            batch = super().batch_to_device(batch, device, dataloader_idx)
-        if self.world_size > 1 and not self.ships_early:
-            batch = self._shipping.pass_on(batch)
-        return self._shipping.seal(batch if self.mesh.reads else move_data_to_device(batch, self.root_device))
 
     @property
     def ships_early(self) -> bool:

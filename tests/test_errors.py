@@ -22,7 +22,12 @@ from tests.trainers import pipeline, trainer
     [
         ({"num_microbatches": 0}, "num_microbatches=0: must be 'auto' or an integer of at least 1"),
         ({"num_stages": 0}, "num_stages=0: must be 'auto' or an integer of at least 1"),
-        ({"num_pipelines": 2}, "num_pipelines=2: parallel pipelines .* are not available yet; use 1"),
+        ({"num_pipelines": 0}, "num_pipelines=0: must be an integer of at least 1"),
+        ({"alpha": 1.5}, r"alpha=1.5: must be a number from 0 .* to 1"),
+        ({"outer_lr": 0}, "outer_lr=0: must be a number above 0, or 'auto'"),
+        ({"outer_optimizer": "SGD"}, "outer_optimizer='SGD': must make an optimizer from parameters"),
+        ({"outer_optimizer": torch.optim.SGD, "outer_lr": 1.0}, "both move the reference"),
+        ({"average_every": 0}, "average_every=0: must be an integer of at least 1"),
         ({"schedule": "zigzag"}, "schedule='zigzag': must be one of 'advance_forward', '1f1b', 'afab'"),
         ({"advance": -1}, "advance=-1: must be 'auto' or an integer of at least 0"),
         ({"schedule": "1f1b", "advance": 1}, "advance=1 has no meaning for schedule='1f1b'"),

@@ -15,17 +15,18 @@ ALLOWED = {
     "errors": set(),
     "tree": set(),
     "source": set(),
+    "replaced": set(),
     "absent": {"errors", "tree", "source"},
     "capture": {"errors", "tree", "source", "absent"},
     "partition": {"errors", "capture"},
     "schedule": {"errors"},
-    "runtime": {"errors", "tree", "source", "absent", "capture", "partition", "schedule"},
+    "runtime": {"errors", "tree", "source", "replaced", "absent", "capture", "partition", "schedule"},
     "elastic": {"errors", "tree", "runtime"},
     "tuning": {"errors", "partition", "schedule"},
 }
 LIGHTNING_SIDE = {
     "__init__", "strategy", "adaptation", "division", "loop", "checkpoint", "checks", "metrics", "data", "callbacks",
-    "advancing", "interrupts", "launch", "replaced", "stateful", "stepping", "storage", "counts", "starter",
+    "advancing", "interrupts", "launch", "stateful", "stepping", "storage", "counts", "starter", "parallel", "grouping",
 }  # fmt: skip
 
 

@@ -43,6 +43,8 @@ class PipelineTimeline(Callback):
         ConfigurationError: another strategy, no matplotlib, or a number that is none.
     """
 
+    one_pipeline_only = True
+
     def __init__(self, every_n_steps: int = 100, dirpath: str | Path | None = None) -> None:
         if every_n_steps < 1:
             raise ConfigurationError(f"every_n_steps={every_n_steps}: must be at least 1")

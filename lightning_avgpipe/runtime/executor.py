@@ -1,14 +1,15 @@
 """The executor: one loop over the lanes of a process.
 
-Take the next action of a lane whose input has arrived, backwards first, then the lowest micro-batch; wait only when no
-lane can run. It knows nothing of schedules' names, of Lightning or of models.
+Take the next action of a lane whose input has arrived, backwards first, then the lowest micro-batch, then the lowest
+pipeline; wait only when no lane can run, so that what one pipeline waits for is time for another. It knows nothing of
+schedules' names, of Lightning or of models.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_avgpipe import tree
@@ -35,6 +36,8 @@ class Lane:
         to_next: where values go; None for the last stage.
         gradients: where gradients come from; None for the last stage.
         to_previous: where gradients go; None for the first stage.
+        task: what the actions work on.
+        place: puts the pipeline's model into the module.
         actions: what is left to do in this iteration.
     """
 
@@ -43,6 +46,8 @@ class Lane:
     to_next: Outbox | None
     gradients: Inbox | None
     to_previous: Outbox | None
+    task: Task
+    place: Callable[[], None] | None = None
     actions: deque[Action] = field(default_factory=deque)
 
     def begin(self, row: Sequence[Action]) -> None:
@@ -58,12 +63,15 @@ class Lane:
         inbox = self._inbox()
         return inbox is None or inbox.ready()
 
-    def urgency(self) -> tuple[bool, int]:
-        """Backwards first, then the lowest micro-batch: the smallest is the most urgent."""
-        return self.actions[0].kind != "B", self.actions[0].micro_batch
+    def urgency(self) -> tuple[bool, int, int]:
+        """Backwards first, then the lowest micro-batch, then the lowest pipeline: the smallest is the most urgent."""
+        return self.actions[0].kind != "B", self.actions[0].micro_batch, self.task.key.pipeline
 
-    def advance(self, task: Task, recorder: Recorder | None = None, meter: Meter | None = None) -> None:
+    def advance(self, recorder: Recorder | None = None, meter: Meter | None = None) -> None:
         """Do the next action and send what it gives."""
+        if self.place is not None:
+            self.place()
+        task = self.task
         inbox = self._inbox()
         action = self.actions.popleft()
         message = inbox.get() if inbox is not None else None
@@ -88,7 +96,6 @@ class Lane:
 
 def execute(
     lanes: Sequence[Lane],
-    task: Task,
     arrivals: Arrivals,
     timeout_s: float,
     rank: int,
@@ -100,7 +107,6 @@ def execute(
 
     Args:
         lanes: with their actions.
-        task: what the actions work on.
         arrivals: wakes this loop.
         timeout_s: longest wait for a message, in seconds.
         rank: for messages.
@@ -123,9 +129,9 @@ def execute(
         watch.check()
         lane = min(runnable, key=Lane.urgency)
         action = lane.actions[0]
-        watch.activity = f"runs {action} of stage {lane.stage.program.stage}"
+        watch.activity = f"runs {action} of stage {_stage(lane)}"
         try:
-            lane.advance(task, recorder, meter)
+            lane.advance(recorder, meter)
         except StopIteration as error:  # which a loop around takes for the end of its data, in this process alone
             raise StageError(f"{_place(lane, rank)} failed in {action}: StopIteration: {error}") from error
         except Exception as error:
@@ -135,10 +141,18 @@ def execute(
 
 
 def _place(lane: Lane, rank: int) -> str:
-    program = lane.stage.program
-    return f"stage {program.stage} of {program.num_stages} (rank {rank})"
+    return f"stage {lane.stage.program.stage} of {lane.stage.program.num_stages} (rank {rank}{_of(lane, ', ')})"
+
+
+def _stage(lane: Lane) -> str:
+    return f"{lane.stage.program.stage}{_of(lane, ' of ')}"
+
+
+def _of(lane: Lane, before: str) -> str:
+    pipeline = lane.task.key.pipeline
+    return f"{before}pipeline {pipeline}" if pipeline else ""
 
 
 def _waits(lanes: Sequence[Lane]) -> str:
-    inputs = (f"the input of {lane.actions[0]} on stage {lane.stage.program.stage}" for lane in lanes)
+    inputs = (f"the input of {lane.actions[0]} on stage {_stage(lane)}" for lane in lanes)
     return f"waits for {' or '.join(inputs)}"

@@ -57,14 +57,14 @@ def _ask(mesh: Mesh, hop: int) -> Link:
         large = _round_trip_s(mesh, hop, size)
         if large > _LONG_S:
             break
-    wiring = mesh.wiring[hop]
+    wiring = mesh.wiring[0, hop]
     assert wiring.to_next is not None
     wiring.to_next.put(Message(0, (), (), ("probe", "end")))
     return Link(max(0.0, large - small) / 2 / (size - _SMALL), small / 2)
 
 
 def _round_trip_s(mesh: Mesh, hop: int, size: int) -> float:
-    wiring = mesh.wiring[hop]
+    wiring = mesh.wiring[0, hop]
     assert wiring.to_next is not None and wiring.gradients is not None
     probe = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
     seconds = []
@@ -81,7 +81,7 @@ def _round_trip_s(mesh: Mesh, hop: int, size: int) -> float:
 
 
 def _answer(mesh: Mesh, hop: int) -> None:
-    wiring = mesh.wiring[hop + 1]
+    wiring = mesh.wiring[0, hop + 1]
     assert wiring.values is not None and wiring.to_previous is not None
     while (message := _receive(mesh, wiring.values, hop)).entries != ("probe", "end"):
         wiring.to_previous.put(Message(0, message.tensors))

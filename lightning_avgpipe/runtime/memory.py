@@ -81,7 +81,12 @@ def _copies(optimizer: Optimizer) -> int:
 
 
 def memory_of(
-    module: nn.Module, schedule: Schedule | None, copies: int, limit: float, recompute: bool = False
+    module: nn.Module,
+    schedule: Schedule | None,
+    copies: int,
+    limit: float,
+    recompute: bool = False,
+    num_pipelines: int = 1,
 ) -> Memory:
     """What a partition must know: sizes, and how many micro-batches each stage has in flight.
 
@@ -90,20 +95,24 @@ def memory_of(
         copies: optimizer state of each parameter that has a gradient, in copies of it.
         limit: bytes for each stage.
         recompute: whether stages repeat their forwards.
+        num_pipelines: N; of several, each has what is trained for itself, and there is their reference.
     """
     flights: tuple[int, ...] = ()
     repeats: tuple[bool, ...] = ()
     if schedule is not None:
         stashed = simulate(schedule, StageCosts.uniform(schedule.num_stages, 1, 2)).peak_stash
-        flights = tuple(max(1, count) for count in stashed)
+        flights = tuple(num_pipelines * max(1, count) for count in stashed)
         if recompute:
             rows = schedule.rows
             repeats = tuple(bool(repeated(row, k == len(rows) - 1)) for k, row in enumerate(rows))
+    reference = int(num_pipelines > 1)
     trains = schedule is not None and schedule.name != "forward"
     weights, held = {}, {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         weights[name] = tensor.numel() * tensor.element_size()
-        held[name] = weights[name] * (2 + copies if trains and tensor.requires_grad else 1)
+        each = 2 + copies if trains and tensor.requires_grad else 1
+        shared = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        held[name] = weights[name] * (1 if shared else num_pipelines * each + reference)
     return Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
 
 

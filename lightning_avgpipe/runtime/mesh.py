@@ -23,23 +23,15 @@ from torch import Tensor
 from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.runtime.accounting import Meter
-from lightning_avgpipe.runtime.channel import (
-    Arrivals,
-    Inbox,
-    LocalChannel,
-    NetworkInbox,
-    NetworkOutbox,
-    Outbox,
-    Wire,
-    as_bytes,
-)
+from lightning_avgpipe.runtime.channel import Arrivals, NetworkInbox, NetworkOutbox, Wire, as_bytes
 from lightning_avgpipe.runtime.clock import ClockOffset, estimate_offset, host_now
 from lightning_avgpipe.runtime.feed import Feed, FeedSink, FeedSource
 from lightning_avgpipe.runtime.message import pack, unpack
 from lightning_avgpipe.runtime.recording import Recorder
 from lightning_avgpipe.runtime.watch import Watch
+from lightning_avgpipe.runtime.wiring import DIRECTIONS, Wiring, channel_name, wire
 
-__all__ = ["Mesh", "Wiring"]
+__all__ = ["Mesh"]
 
 T = TypeVar("T")
 
@@ -48,16 +40,6 @@ _GRACE = timedelta(seconds=60)
 _DISCONNECTED_S = 5.0  # longest time that a thread takes to end when its connection is closed
 _NEVER_SENT = 99  # a tag of transfers
 _instances = itertools.count()
-
-
-class Wiring:
-    """The channels of one stage: its ends of the hop before and of the hop after it."""
-
-    def __init__(self) -> None:
-        self.values: Inbox | None = None
-        self.to_next: Outbox | None = None
-        self.gradients: Inbox | None = None
-        self.to_previous: Outbox | None = None
 
 
 class Mesh:
@@ -107,14 +89,14 @@ class Mesh:
         self._agreed: frozenset[str] = frozenset()
         self._collective: threading.Thread | None = None
         self._opened: list[NetworkInbox | NetworkOutbox] = []
-        self._local: list[LocalChannel] = []
         self._news_out: list[NetworkOutbox] = []
         self._news_in: NetworkInbox | None = None
         self._reports_out: NetworkOutbox | None = None
         self._reports_in: dict[int, NetworkInbox] = {}
         self.recorder: Recorder | None = None
         self.meter: Meter | None = None  # told of what the stages of this process keep in memory
-        self.wiring: dict[int, Wiring] = {}
+        self.wiring: dict[tuple[int, int], Wiring] = {}  # (pipeline, stage) -> its channels
+        self._device_backend = device_backend
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         self._control: dist.ProcessGroup | None = None
         self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -122,7 +104,7 @@ class Mesh:
         # there is nothing to watch before it is open
         self.watch = Watch(rank, self._names, None, 0.0, self.arrivals.notify)
         if world_size > 1:
-            self._make_groups(device_backend)
+            self._make_groups()
 
     # -- who is where ------------------------------------------------------------------------------------------------
 
@@ -156,29 +138,33 @@ class Mesh:
 
     # -- groups and channels -----------------------------------------------------------------------------------------
 
-    def _make_groups(self, device_backend: str | None) -> None:
-        # Our own waits end first: their errors name stage and action.
-        timeout = self.timeout + _GRACE
-
-        def group(kind: str, a: int, b: int, backend: str) -> None:
-            self._groups[kind, a, b] = dist.new_group([a, b], timeout=timeout, backend=backend)
-
+    def _make_groups(self) -> None:
         # Every process takes part in making every group, in the same order.
+        timeout = self.timeout + _GRACE  # our own waits end first: their errors name stage and action
         self._control = dist.new_group(list(range(self.world_size)), timeout=timeout, backend="gloo")
         for peer in range(1, self.world_size):
-            group("news", 0, peer, "gloo")
-            group("reports", 0, peer, "gloo")
+            self._make_group("news", 0, peer, "gloo")
+            self._make_group("reports", 0, peer, "gloo")
         for peer in range(self.world_size):
             if peer != self.reader:
-                group("batches", self.reader, peer, "gloo")
+                self._make_group("batches", self.reader, peer, "gloo")
+        self._make_hops(0)
+
+    def _make_hops(self, pipeline: int) -> None:
         for k in range(self.num_stages - 1):
             a, b = self.rank_of(k), self.rank_of(k + 1)
-            for direction in ("forward", "backward"):
+            for direction in DIRECTIONS:
                 # two hops between the same processes (several stages per process) need two groups as well
-                group(f"{direction} {k}", a, b, "gloo")
-                if device_backend not in (None, "gloo"):
-                    assert device_backend is not None
-                    group(f"{direction} {k} device", a, b, device_backend)
+                name = channel_name(direction, k, pipeline)
+                if (name, a, b) in self._groups:
+                    continue
+                self._make_group(name, a, b, "gloo")
+                if self._device_backend not in (None, "gloo"):
+                    assert self._device_backend is not None
+                    self._make_group(f"{name} device", a, b, self._device_backend)
+
+    def _make_group(self, kind: str, a: int, b: int, backend: str) -> None:
+        self._groups[kind, a, b] = dist.new_group([a, b], timeout=self.timeout + _GRACE, backend=backend)
 
     def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Connect some processes for collectives among them. Every process calls it, also those that are not named."""
@@ -195,21 +181,7 @@ class Mesh:
         self.arrivals = Arrivals()
         self.watch = self._make_watch()
         self._agreed = frozenset()
-        self.wiring = {k: Wiring() for k in self.stages}
-        for k in range(self.num_stages - 1):
-            a, b = self.rank_of(k), self.rank_of(k + 1)
-            if a == b:
-                if a == self.rank:
-                    forward, backward = LocalChannel(), LocalChannel()
-                    self._local += [forward, backward]
-                    self.wiring[k].to_next, self.wiring[k + 1].values = forward, forward
-                    self.wiring[k + 1].to_previous, self.wiring[k].gradients = backward, backward
-            elif self.rank == a:
-                self.wiring[k].to_next = self._outbox(f"forward {k}", a, b, b)
-                self.wiring[k].gradients = self._inbox(f"backward {k}", a, b, b)
-            elif self.rank == b:
-                self.wiring[k + 1].values = self._inbox(f"forward {k}", a, b, a)
-                self.wiring[k + 1].to_previous = self._outbox(f"backward {k}", a, b, a)
+        self.wiring = wire(self, 0, self._inbox, self._outbox)
         if self.reads:
             peers = [peer for peer in range(self.world_size) if peer != self.rank]
             outboxes = {peer: self._outbox("batches", self.rank, peer, peer) for peer in peers}
@@ -224,6 +196,15 @@ class Mesh:
             self._news_in = self._inbox("news", 0, self.rank, 0)
             self._reports_out = self._outbox("reports", 0, self.rank, 0)
 
+    def widen(self, num_pipelines: int) -> None:
+        """Start the channels of so many pipelines, unless they are open. Every process calls it."""
+        for pipeline in range(1, num_pipelines):
+            if (pipeline, self.stages[0]) in self.wiring:
+                continue
+            if self.world_size > 1:
+                self._make_hops(pipeline)
+            self.wiring |= wire(self, pipeline, self._inbox, self._outbox)
+
     def close(self, failed: bool = False) -> None:
         """Stop the channels and their threads; after a failure without waiting for peers, and for good."""
         if failed and self.wiring:
@@ -237,7 +218,7 @@ class Mesh:
         if self._collective is not None:
             self._collective.join(_DISCONNECTED_S)
         self.watch.close()
-        self._opened, self._local, self._news_out, self._news_in = [], [], [], None
+        self._opened, self._news_out, self._news_in = [], [], None
         self._reports_out, self._reports_in = None, {}
         self.wiring = {}
 

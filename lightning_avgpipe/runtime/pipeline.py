@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,7 @@ from lightning_avgpipe.runtime.recompute import Recompute
 from lightning_avgpipe.runtime.stage import Stage, Task
 from lightning_avgpipe.schedule import Schedule
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "run_together"]
 
 
 class Pipeline:
@@ -29,14 +29,30 @@ class Pipeline:
         mesh: who hosts what; its channels are open.
         module: the whole module.
         recompute: what stages repeat.
+        number: n, 0-based.
+        place: puts this pipeline's model into the module; None: it is there all the time.
+
+    Attributes:
+        number: n.
+        place: as given; it may change between iterations.
     """
 
-    def __init__(self, mesh: Mesh, module: nn.Module, recompute: Recompute = Recompute()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        mesh: Mesh,
+        module: nn.Module,
+        recompute: Recompute = Recompute(),  # noqa: B008
+        number: int = 0,
+        place: Callable[[], None] | None = None,
+    ) -> None:
+        self.number = number
         self._mesh = mesh
         self._module = module
+        self.place = place
         self._recompute = recompute
         self._stages: dict[str, list[Stage]] = {}
         self._graphs: dict[str, CallGraph] = {}
+        self._cuts: dict[str, Sequence[int]] = {}
         self._copies: dict[str, Copies] = {}
         self._leaves: dict[str, dict[int, frozenset[str]]] = {}
 
@@ -57,9 +73,12 @@ class Pipeline:
             cuts: K-1 positions.
         """
         self._recompute.check(graph)
+        if self.place is not None:
+            self.place()
         programs = stage_programs(graph, cuts)
         copies = Copies(self._module, self._mesh, copied_parameters(programs))
         self._graphs[graph.step] = graph
+        self._cuts[graph.step] = cuts
         self._leaves[graph.step] = {
             rank: frozenset().union(*(programs[k].leaves for k in self._mesh.stages_of(rank)))
             for rank in range(self._mesh.world_size)
@@ -69,10 +88,15 @@ class Pipeline:
             Stage(programs[k], self._module, self._mesh.device, copies, self._recompute) for k in self._mesh.stages
         ]
 
+    def load_like(self, other: Pipeline, step: str) -> None:
+        """Make a step function runnable that is runnable in another pipeline."""
+        self.load(other._graphs[step], other._cuts[step])
+
     def unload(self) -> None:
         """Forget all step functions."""
         self._stages.clear()
         self._graphs.clear()
+        self._cuts.clear()
         self._copies.clear()
         self._leaves.clear()
 
@@ -97,33 +121,53 @@ class Pipeline:
         Returns:
             On the process of the last stage what the step returned for each micro-batch; None elsewhere.
         """
-        mesh = self._mesh
+        return run_together([self], step, [schedule], [task])[0]
+
+    def lanes(self, step: str, schedule: Schedule, task: Task) -> list[Lane]:
+        """Those of this process, ready to begin an iteration."""
         lanes = []
         for stage in self._stages[step]:
-            wiring = mesh.wiring[stage.program.stage]
-            lane = Lane(stage, wiring.values, wiring.to_next, wiring.gradients, wiring.to_previous)
-            lane.begin(schedule.rows[stage.program.stage])
+            wiring = self._mesh.wiring[self.number, stage.program.stage]
+            ends = (wiring.values, wiring.to_next, wiring.gradients, wiring.to_previous)
+            lanes.append(Lane(stage, *ends, task, self.place))
+            lanes[-1].begin(schedule.rows[stage.program.stage])
             stage.begin(schedule.rows[stage.program.stage])
-            lanes.append(lane)
-        try:
-            with intercepting():
-                execute(
-                    lanes,
-                    task,
-                    mesh.arrivals,
-                    mesh.timeout.total_seconds(),
-                    mesh.rank,
-                    mesh.watch,
-                    mesh.recorder,
-                    mesh.meter,
-                )
-            last = self._stages[step][-1]
-            if not last.program.is_last:
-                return None
-            return [last.results[i] for i in range(schedule.num_microbatches)]
-        finally:
-            for lane in lanes:
-                lane.stage.clear()
-                for end in (lane.values, lane.gradients):
-                    if isinstance(end, LocalChannel):
-                        end.clear()
+        return lanes
+
+    def results(self, step: str, num_microbatches: int) -> list[Any] | None:
+        """What the step returned, see :meth:`run`."""
+        last = self._stages[step][-1]
+        return [last.results[i] for i in range(num_microbatches)] if last.program.is_last else None
+
+
+def run_together(
+    pipelines: Sequence[Pipeline], step: str, schedules: Sequence[Schedule], tasks: Sequence[Task]
+) -> list[list[Any] | None]:
+    """Run one iteration of several pipelines of a mesh, mixed as they have work.
+
+    Args:
+        pipelines: that can run the step.
+        step: name of the step function.
+        schedules: one for each pipeline.
+        tasks: one for each pipeline; their keys say which it is.
+    Returns:
+        For each pipeline what :meth:`Pipeline.run` returns.
+    """
+    mesh = pipelines[0]._mesh
+    lanes = [
+        lane
+        for pipeline, schedule, task in zip(pipelines, schedules, tasks, strict=True)
+        for lane in pipeline.lanes(step, schedule, task)
+    ]
+    try:
+        with intercepting():
+            timeout_s = mesh.timeout.total_seconds()
+            execute(lanes, mesh.arrivals, timeout_s, mesh.rank, mesh.watch, mesh.recorder, mesh.meter)
+        counts = [schedule.num_microbatches for schedule in schedules]
+        return [pipeline.results(step, count) for pipeline, count in zip(pipelines, counts, strict=True)]
+    finally:
+        for lane in lanes:
+            lane.stage.clear()
+            for end in (lane.values, lane.gradients):
+                if isinstance(end, LocalChannel):
+                    end.clear()

@@ -47,11 +47,13 @@ class Conditions:
         schedule: of the step; None if it is not known: then nothing is forecast.
         links: one for each hop; none: hops are free.
         state_copies: optimizer state of each trained parameter, in copies of it.
+        num_pipelines: N.
     """
 
     schedule: Schedule | None = None
     links: tuple[Link, ...] = ()
     state_copies: int = 2
+    num_pipelines: int = 1
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,12 @@ class Planner:
         conditions = conditions or Conditions()
         what = _Step(step, run, args)
         memory = memory_of(
-            self.module, conditions.schedule, conditions.state_copies, self.memory_limit, self.recompute.stages
+            self.module,
+            conditions.schedule,
+            conditions.state_copies,
+            self.memory_limit,
+            self.recompute.stages,
+            conditions.num_pipelines,
         )
         if not self.measures:  # the price of a byte is a guess then, and no reason to avoid a copy
             memory = replace(memory, weights={})

@@ -1,0 +1,291 @@
+"""The ensemble: the N parallel models of a module, as far as this process holds them, and their reference model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.elastic.averaging import Elasticity, average, average_with
+from lightning_avgpipe.elastic.replica import Placement, Replica, leaf_like
+from lightning_avgpipe.elastic.twin import follow, twin
+from lightning_avgpipe.errors import ConfigurationError
+
+__all__ = ["Ensemble"]
+
+
+class Ensemble:
+    """Parallel models and what they need: replicas, the reference, and the optimizers of pipelines 1..N-1.
+
+    The module itself is replica 0, so the optimizer that everybody knows is that of pipeline 0. The reference has
+    tensors of its own; to show it, its contents change places with those of the module's parameters.
+
+    Args:
+        module: settled on its device; parameters of other processes are on meta.
+        optimizers: those of pipeline 0, as of when it is called.
+        elasticity: how the models are held together.
+        observers: modules that only look at values (metrics).
+
+    Attributes:
+        steps: averaged or not, since the last averaging.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        elasticity: Elasticity,
+        observers: Collection[nn.Module] = (),
+    ) -> None:
+        self._module = module
+        self._optimizers = optimizers
+        self._elasticity = elasticity
+        self._placement = Placement(module, (), observers)
+        self._replicas: list[Replica] = [self._placement.own]
+        self._twins: list[list[Optimizer]] = [[]]
+        # of all parameters that are trained anywhere; what other processes hold is on meta
+        self._reference: dict[str, Tensor] = {}
+        self._mine: list[str] = []
+        self._outer: Optimizer | None = None
+        self._shown: Replica | None = None
+        self.steps = 0
+        self._active = 0
+        self.follow()
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return len(self._replicas)
+
+    # -- which models there are --------------------------------------------------------------------------------------
+
+    def resize(self, size: int) -> bool:
+        """Have so many parallel models; tells whether that is a change.
+
+        New ones start from the reference, with the optimizer state of pipeline 0. Those with the highest numbers go,
+        and the others move alike, so that the reference stays where it is and is their mean.
+        """
+        if size == self.size:
+            return False
+        self.show_reference(False)
+        if self.steps:
+            self._average()
+        if size < self.size:
+            del self._replicas[size:], self._twins[size:]
+            average(self._models(), self._centres(), 0.0, 0.0, size)
+        buffers = self._mean_buffers()
+        while self.size < size:
+            self._replicas.append(self._from_reference(self.size, buffers))
+            own = self._own(self._replicas[-1])
+            self._twins.append([twin(optimizer, own) for optimizer in self._optimizers()])
+        return True
+
+    def _from_reference(self, number: int, buffers: Mapping[str, Tensor]) -> Replica:
+        replica = Replica(number)
+        replica.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        for name in self._mine:
+            replica.parameters[name] = self._leaf(name)
+        return replica
+
+    def _leaf(self, name: str) -> nn.Parameter:
+        leaf = leaf_like(self._reference[name])
+        leaf.requires_grad_(self._placement.own.parameters[name].requires_grad)
+        return leaf
+
+    def follow(self) -> bool:
+        """Follow the module: what has begun to train gets copies. Tells whether something has.
+
+        Raises:
+            ConfigurationError: an optimizer trains something that is no parameter of the module.
+        """
+        self.show_reference(False)
+        own = self._placement.own.parameters
+        new = [n for n, p in self._module.named_parameters() if p.requires_grad and n not in self._reference]
+        for replica in self._replicas[1:]:
+            for name, copy in replica.parameters.items():
+                if copy.requires_grad != own[name].requires_grad:
+                    copy.requires_grad_(own[name].requires_grad)
+        if not new:
+            return False
+        self._check_optimizers()
+        parameters = dict(self._module.named_parameters())
+        here = [name for name in new if not parameters[name].is_meta]
+        self._placement.add(here)
+        self._mine += here
+        for name in new:
+            data = parameters[name].detach()
+            self._reference[name] = data.clone() if name in own else torch.empty_like(data, device="meta")
+        for replica in self._replicas[1:]:
+            for name in here:
+                replica.parameters[name] = self._leaf(name)
+        if self._elasticity.outer_optimizer is not None:
+            if self._outer is None:
+                self._outer = self._elasticity.outer_optimizer(list(self._reference.values()))
+            else:
+                self._outer.param_groups[0]["params"] += [self._reference[name] for name in new]
+        return True
+
+    def _check_optimizers(self) -> None:
+        known = {id(parameter) for parameter in self._module.parameters()}
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in known and parameter.requires_grad:
+                        raise ConfigurationError(
+                            f"{type(optimizer).__name__} trains a tensor of shape {tuple(parameter.shape)} that is no "
+                            "parameter of the LightningModule, so parallel models cannot have their own; make it a "
+                            "parameter of a submodule, or use num_pipelines=1"
+                        )
+
+    def dissolve(self) -> None:
+        """Leave the reference in the module, and keep nothing else."""
+        self.show_reference(True)
+        shown, own = self._shown, self._placement.own
+        assert shown is not None
+        with torch.no_grad():
+            for name, buffer in own.buffers.items():
+                if shown.buffers[name] is not buffer:
+                    buffer.copy_(shown.buffers[name])
+        self._placement.put(own)
+        self._replicas, self._twins, self._shown, self._reference = [own], [[]], None, {}
+
+    # -- which model the module shows --------------------------------------------------------------------------------
+
+    def place(self, number: int) -> None:
+        """Put a parallel model into the module; in the place of number 0 the reference, if that is shown."""
+        self._placement.put(self._shown if number == 0 and self._shown is not None else self._replicas[number])
+
+    @contextlib.contextmanager
+    def placed(self, number: int) -> Iterator[None]:
+        """Within this context the module is this parallel model."""
+        with self.showing_reference(False):
+            self.place(number)
+            try:
+                yield
+            finally:
+                self.place(0)
+
+    def show_reference(self, reference: bool) -> None:
+        """From now on the module has the weights of the reference, or those of pipeline 0."""
+        if reference == (self._shown is not None):
+            return
+        own = self._placement.own
+        if reference:
+            self._shown = Replica(0)
+            self._shown.parameters = own.parameters
+            self._shown.buffers = self._mean_buffers()
+            self._placement.put(self._shown)
+        else:
+            self._placement.put(own)
+            self._shown = None
+        for name, parameter in own.parameters.items():
+            centre = self._reference[name]
+            parameter.data, centre.data = centre.data, parameter.data
+
+    @contextlib.contextmanager
+    def showing_reference(self, reference: bool) -> Iterator[None]:
+        """The same within this context."""
+        before = self._shown is not None
+        self.show_reference(reference)
+        try:
+            yield
+        finally:
+            self.show_reference(before)
+
+    def _mean_buffers(self) -> dict[str, Tensor]:
+        """Means of what is no integer, and the other buffers of pipeline 0."""
+        self._placement.read_back()
+        found = dict(self._placement.own.buffers)
+        for name, first in found.items():
+            others = [replica.buffers[name] for replica in self._replicas[1:]]
+            if (first.is_floating_point() or first.is_complex()) and all(b.shape == first.shape for b in others):
+                wide = first.detach().to(torch.promote_types(first.dtype, torch.float32))
+                deviation = sum((b.detach().to(wide.dtype) - wide for b in others), torch.zeros_like(wide))
+                found[name] = (wide + deviation / self.size).to(first.dtype)
+        return found
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def optimizers(self, number: int) -> list[Optimizer]:
+        """Those of pipeline n >= 1."""
+        return self._twins[number]
+
+    def follow_optimizers(self) -> None:
+        """Pipelines 1..N-1 will step with the hyper-parameters that pipeline 0 has now."""
+        for replica, twins in zip(self._replicas[1:], self._twins[1:], strict=True):
+            own = self._own(replica)
+            for made, optimizer in zip(twins, self._optimizers(), strict=True):
+                follow(made, optimizer, own)
+
+    def clear_gradients(self) -> None:
+        """Of pipelines 1..N-1; those of pipeline 0 are the module's."""
+        for replica in self._replicas[1:]:
+            for parameter in replica.parameters.values():
+                parameter.grad = None
+
+    def stepped(self, active: int) -> None:
+        """The optimizers have stepped: average, if it is time.
+
+        Args:
+            active: pipelines that had a batch, counted from 0.
+        """
+        self.steps += 1
+        self._active = max(self._active, active)
+        if self.steps >= self._elasticity.average_every:
+            self._average()
+
+    def _average(self) -> None:
+        alpha, active = self._elasticity.dilution(self.size), self._active or self.size
+        models, centres = self._models(), self._centres()
+        if self._outer is not None:
+            average_with(self._outer, models, centres, alpha, active)
+        else:
+            average(models, centres, alpha, self._elasticity.rate(self.size), active)
+        self.steps = self._active = 0
+
+    def _models(self) -> list[list[Tensor]]:
+        return [[replica.parameters[name].detach() for name in self._mine] for replica in self._replicas]
+
+    def _centres(self) -> list[Tensor]:
+        return [self._reference[name] for name in self._mine]
+
+    def _own(self, replica: Replica) -> dict[int, Tensor]:
+        return {id(p): replica.parameters[name] for name, p in self._placement.own.parameters.items()}
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def outer(self) -> Optimizer | None:
+        """The optimizer of the reference, over ``names``; None if it has none."""
+        return self._outer
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parameters of which each model has its own, also those that other processes hold."""
+        return tuple(self._reference)
+
+    @property
+    def active(self) -> int:
+        """Pipelines that had a batch since the last averaging."""
+        return self._active
+
+    def tensors(self, number: int) -> dict[str, Tensor]:
+        """A parallel model's own tensors by name; what other processes hold is on meta. The reference is not shown."""
+        self._placement.read_back()
+        replica = self._replicas[number]
+        parameters = {name: replica.parameters.get(name, meta) for name, meta in self._reference.items()}
+        return {**{name: p.detach() for name, p in parameters.items()}, **replica.buffers}
+
+    @torch.no_grad()
+    def load(self, number: int, saved: Mapping[str, Tensor]) -> None:
+        """Fill a parallel model's own tensors; those that are not saved stay as they are."""
+        for name, tensor in self.tensors(number).items():
+            if name in saved and not tensor.is_meta:
+                tensor.copy_(saved[name])
+
+    def load_progress(self, steps: int, active: int) -> None:
+        """Go on in the midst of an interval between averagings."""
+        self.steps, self._active = steps, active

@@ -1,0 +1,146 @@
+"""Replicas: the parallel models' own parameters and buffers, of which the module shows those of one model at a time.
+
+::
+
+    module.layer._parameters["weight"]   <-  replica 0: the module's own Parameter objects
+                                         <-  replica 1: leaves of its own
+    module.layer._buffers["mean"]        <-  one for each replica
+
+Frozen parameters are shared. So is everything else that a module may hold: numbers, lists, the states of metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Placement", "Replica"]
+
+_REGISTERS = ("_parameters", "_buffers")
+_INTERNALS = frozenset(vars(nn.Module()))
+
+
+class Replica:
+    """One parallel model's own tensors.
+
+    Attributes:
+        number: n, 0-based.
+        parameters: name -> what takes the place of the module's parameter of this name.
+        buffers: name -> the same for buffers.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+
+
+class Placement:
+    """Puts replicas into the module, one at a time.
+
+    Args:
+        module: as the user made it; its own tensors are in place.
+        names: of the parameters that each replica has of its own.
+        observers: modules that only look at values (metrics), whose buffers are not those of any model.
+
+    Attributes:
+        own: the replica of the module's own parameters and buffers.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str], observers: Collection[nn.Module] = ()) -> None:
+        self._module = module
+        watched = {id(buffer) for observer in observers for buffer in observer.buffers()}
+        buffers = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in watched}
+        self.own = Replica(0)
+        self._placed = self.own
+        self._parameter_slots: dict[str, list[_Slot]] = {}
+        self._buffer_slots = {name: [slot for slot in _slots(module) if slot.get() is b] for name, b in buffers.items()}
+        self.own.buffers = buffers
+        self.add(names)
+
+    def add(self, names: Collection[str]) -> None:
+        """From now on replicas have these parameters too. The module's own tensors are in place."""
+        parameters = dict(self._module.named_parameters())
+        by_id: dict[int, list[_Slot]] = {id(parameters[name]): [] for name in names}
+        for slot in _slots(self._module):
+            found = by_id.get(id(slot.get()))
+            if found is not None:
+                found.append(slot)
+        for name in names:
+            self._parameter_slots[name] = by_id[id(parameters[name])]
+            self.own.parameters[name] = parameters[name]
+
+    def put(self, replica: Replica) -> None:
+        """Put a replica into the module, unless it is there."""
+        if replica is self._placed:
+            return
+        placed = self._placed
+        for name, slots in self._buffer_slots.items():
+            placed.buffers[name] = slots[0].get()  # user code may have assigned another tensor
+            for slot in slots:
+                slot.set(replica.buffers[name])
+        for name, slots in self._parameter_slots.items():
+            parameter = replica.parameters[name]
+            for slot in slots:
+                slot.set(parameter)
+        self._placed = replica
+
+    @property
+    def placed(self) -> Replica:
+        """What the module shows."""
+        return self._placed
+
+    def read_back(self) -> None:
+        """Take note of buffers that user code has assigned anew."""
+        for name, slots in self._buffer_slots.items():
+            self._placed.buffers[name] = slots[0].get()
+
+
+class _Slot:
+    """A place where a module holds a tensor: in a register, an attribute, or a plain list or dict."""
+
+    def __init__(self, container: Any, key: Any) -> None:
+        self._container = container
+        self._key = key
+
+    def get(self) -> Any:
+        return self._container[self._key]
+
+    def set(self, tensor: Any) -> None:
+        self._container[self._key] = tensor
+
+
+class _Attribute(_Slot):
+    """Of a module that must notice: recurrent layers keep their weights in a list as well."""
+
+    def set(self, tensor: Any) -> None:
+        setattr(self._container, self._key, tensor)
+
+    def get(self) -> Any:
+        return getattr(self._container, self._key)
+
+
+def _slots(module: nn.Module) -> Iterator[_Slot]:
+    for owner in module.modules():
+        recurrent = isinstance(owner, nn.RNNBase)
+        for register in _REGISTERS:
+            tensors = vars(owner)[register]
+            for name in tensors:
+                yield _Attribute(owner, name) if recurrent else _Slot(tensors, name)
+        for name, value in vars(owner).items():
+            if name in _INTERNALS or (recurrent and name.startswith("_flat_weight")):
+                continue
+            if isinstance(value, Tensor):
+                yield _Slot(vars(owner), name)
+            elif type(value) is list:
+                yield from (_Slot(value, i) for i, entry in enumerate(value) if isinstance(entry, Tensor))
+            elif type(value) is dict:
+                yield from (_Slot(value, key) for key, entry in value.items() if isinstance(entry, Tensor))
+
+
+def leaf_like(parameter: Tensor) -> nn.Parameter:
+    """A leaf of its own with the same contents."""
+    return nn.Parameter(parameter.detach().clone(memory_format=torch.preserve_format), parameter.requires_grad)

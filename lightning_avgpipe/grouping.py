@@ -1,0 +1,138 @@
+"""Groups of batches: each iteration reads one for every pipeline from one dataloader.
+
+::
+
+    dataloader    0  1  2  3  4  5  6          7 batches, N = 3 pipelines
+    iteration    |   0   |   1   | 2|          4 ... of the last group only pipeline 0 has a batch
+    Lightning     0        3       6           sees the batch of pipeline 0, and counts iterations
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+from lightning_avgpipe.replaced import replaced
+
+__all__ = ["GroupedLoader", "grouping", "recount"]
+
+
+class GroupedLoader(CombinedLoader):
+    """Yields the first batch of each group; the others wait beside it until their iteration begins.
+
+    Lightning may read ahead, so groups are taken in the order in which they were read. Nothing is read beyond a group,
+    so a dataloader that saves its state is not ahead of the training.
+    """
+
+    _count: Callable[[], int]
+    _counts_iterations: bool
+    _beside: deque[list[Any]]
+    _returned: deque[Any]
+    _groups: int
+    _read: int
+    _ended: bool
+
+    @classmethod
+    def of(cls, loader: CombinedLoader, count: Callable[[], int], counts_iterations: bool) -> GroupedLoader:
+        """Group the batches of a loader.
+
+        Args:
+            loader: as Lightning would use it; not to be used otherwise from now on.
+            count: N, which may change between iterations.
+            counts_iterations: whether ``limits`` are numbers of iterations; else of batches.
+        """
+        kind = cls if type(loader) is CombinedLoader else type(cls.__name__, (cls, type(loader)), {})
+        made: GroupedLoader = object.__new__(kind)
+        vars(made).update(vars(loader))
+        made._count, made._counts_iterations = count, counts_iterations
+        made._clear()
+        return made
+
+    def _clear(self) -> None:
+        self._beside, self._returned = deque(), deque()
+        self._groups = self._read = 0
+        self._ended = False
+
+    def __iter__(self) -> Any:
+        self._clear()
+        limits = self._limits
+        if limits is not None and self._counts_iterations:
+            self._limits = [limit * self._count() for limit in limits]
+        try:
+            return super().__iter__()
+        finally:
+            self._limits = limits
+
+    def __next__(self) -> Any:
+        group: list[Any] = []
+        while len(group) < self._count() and (item := self._next()) is not None:
+            group.append(item)
+        if not group:
+            raise StopIteration
+        self._read += len(group)
+        self._groups += 1
+        self._beside.append(group[1:])
+        batch, _, dataloader_idx = group[0]
+        return batch, self._groups - 1, dataloader_idx
+
+    def _next(self) -> Any:
+        if self._returned:
+            return self._returned.popleft()
+        if not self._ended:
+            try:
+                return super().__next__()
+            except StopIteration:
+                self._ended = True
+        return None
+
+    def take(self) -> list[Any]:
+        """The batches of pipelines 1.. for the iteration that begins, in the order in which they were read."""
+        group = self._beside.popleft()
+        room = self._count() - 1
+        self._returned.extendleft(reversed(group[room:]))  # read for pipelines that are gone by now
+        self._read -= len(group[room:])
+        return [batch for batch, _, _ in group[:room]]
+
+    def __len__(self) -> int:
+        """Iterations: those of this epoch that were read, and as many as the rest gives with N as it is now."""
+        return self._groups + math.ceil((super().__len__() - self._read) / self._count())
+
+
+@contextlib.contextmanager
+def grouping(trainer: pl.Trainer, count: Callable[[], int]) -> Iterator[None]:
+    """Within this context the training dataloader is read in groups.
+
+    Args:
+        trainer: that is about to fit.
+        count: N.
+    """
+    source = trainer.fit_loop._data_source
+    request = source.dataloader
+
+    def dataloader() -> GroupedLoader:
+        loader = request()
+        if not isinstance(loader, CombinedLoader):
+            loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning does
+        return GroupedLoader.of(loader, count, isinstance(trainer.limit_train_batches, int))
+
+    with replaced(source, "dataloader", dataloader):
+        yield
+
+
+def recount(trainer: pl.Trainer) -> None:
+    """Tell Lightning how many iterations the epoch has, now that N is another."""
+    loop = trainer.fit_loop
+    if loop._combined_loader is None or loop.max_batches == float("inf"):
+        return
+    length = len(loop._combined_loader)
+    loop.max_batches = length
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.length = length
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))

@@ -1,0 +1,199 @@
+"""The strategy's part in parallel models: their batches, their optimizers, averaging, and what the module shows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.adaptation import quiet_hooks
+from lightning_avgpipe.counts import Count
+from lightning_avgpipe.data import Shipping
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.grouping import GroupedLoader
+from lightning_avgpipe.metrics import StepLog
+from lightning_avgpipe.replaced import replaced
+from lightning_avgpipe.runtime.pipeline import Pipeline
+from lightning_avgpipe.stateful import StatefulStrategy
+
+__all__ = ["ParallelModelsStrategy"]
+
+
+class ParallelModelsStrategy(StatefulStrategy):
+    """A strategy that trains N parallel models. With one of them nothing here does anything.
+
+    Attributes:
+        num_pipelines: N.
+    """
+
+    num_pipelines: Count
+    _log: StepLog | None
+    _shipping: Shipping
+
+    def forget_models(self) -> None:
+        """Begin a run of the trainer."""
+        self._beside: list[Any] = []  # batches of pipelines 1.. of this iteration
+        self._fed = 0  # pipelines that had a batch since gradients were cleared
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """The reader's batch, after its transfer hooks, on every rank's device; the other pipelines' with it."""
+        module = self.lightning_module
+        assert module is not None
+        if self._mesh is None or self._division is None:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        batch = self._to_device(batch, device, dataloader_idx, 0)
+        loader = module.trainer.fit_loop._combined_loader
+        if module.trainer.training and isinstance(loader, GroupedLoader):
+            self._beside = [
+                self._to_device(self._converted(other), device, dataloader_idx, n)
+                for n, other in enumerate(loader.take(), 1)
+            ]
+        return batch
+
+    def _converted(self, batch: Any) -> Any:
+        """What Lightning's loop does to pipeline 0's batch before it asks for its transfer."""
+        assert self.lightning_module is not None
+        batch = self.precision_plugin.convert_input(batch)
+        return self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+    def _to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int, pipeline: int) -> Any:
+        assert self._mesh is not None
+        if self._mesh.reads:
+            batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self.world_size > 1 and not self._shipping.early:
+            batch = self._shipping.pass_on(batch)
+        batch = batch if self._mesh.reads else move_data_to_device(batch, self.root_device)
+        return self._shipping.seal(batch, pipeline)
+
+    def take_beside(self) -> list[Any]:
+        """The batches of pipelines 1.. for this iteration; those of a ragged end are fewer."""
+        beside, self._beside = self._beside, []
+        return beside
+
+    def pipelines_for(self, step: str, count: int) -> list[Pipeline]:
+        """Those that run a step function, which is prepared, on so many batches. Every process calls it."""
+        division = self._division
+        assert division is not None
+        if step != "training_step":
+            division.show_reference(True)
+            return [division.pipeline]
+        saved = division.saved_models
+        pipelines = division.parallel(self.num_pipelines)
+        if saved is not None and (saved or 1) != self.num_pipelines:
+            rank_zero_info(
+                f"num_pipelines={self.num_pipelines}, but the checkpoint holds "
+                f"{f'{saved} parallel models' if saved else 'one model'}: all pipelines start from its weights"
+            )
+        division.show_reference(False)
+        self._fed = max(self._fed, count)
+        return pipelines[:count]
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def clear_gradients(self) -> None:
+        """Lightning clears the gradients of pipeline 0; here go those of the others."""
+        self._fed = 0
+        if self._division is not None and self._division.ensemble is not None:
+            self._division.ensemble.clear_gradients()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure, step, let the other pipelines' optimizers step, and average."""
+        if self.num_pipelines == 1:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        results: list[Any] = []
+
+        def run() -> Any:
+            results.append(closure())
+            return results[-1]
+
+        with _noticing(optimizer) as steps:
+            result = super().optimizer_step(optimizer, run, model, **kwargs)
+        if self._division is not None and self._division.ensemble is not None:
+            self._step_others(results, kwargs)
+            if steps:
+                self._division.ensemble.stepped(self._fed)
+        return result
+
+    def _step_others(self, results: list[Any], kwargs: dict[str, Any]) -> None:
+        module, division, step_log = self.lightning_module, self._division, self._log
+        assert module is not None and division is not None and step_log is not None
+        ensemble = division.ensemble
+        assert ensemble is not None
+        for n in range(1, self._fed):
+            with ensemble.placed(n), quiet_hooks(module.trainer, "on_before_optimizer_step"), step_log.muted():
+                for made in ensemble.optimizers(n):
+                    self.precision_plugin.optimizer_step(made, model=module, closure=lambda: results[-1], **kwargs)
+
+    def together_with(self, optimizer: Optimizer) -> list[Optimizer]:
+        """The optimizers of other pipelines that step in this iteration, if this is that of pipeline 0."""
+        division = self._division
+        if division is None or division.ensemble is None or not any(optimizer is known for known in self.optimizers):
+            return []
+        return [made for n in range(1, self._fed) for made in division.ensemble.optimizers(n)]
+
+    def follow_optimizers(self) -> None:
+        """The other pipelines' optimizers take over the hyper-parameters of pipeline 0's."""
+        if self._division is not None and self._division.ensemble is not None:
+            self._division.ensemble.follow_optimizers()
+
+    # -- which model the module shows --------------------------------------------------------------------------------
+
+    def show_reference(self, reference: bool) -> None:
+        """From now on the module has the weights of the reference, or those of pipeline 0."""
+        if self._division is not None:
+            self._division.show_reference(reference)
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[nn.Module]:
+        """Within this context the module is the reference model, for code in hooks that wants to use or change it.
+
+        Hooks of training see the model of pipeline 0, as on rank 0 of ddp they see its process; evaluation, prediction
+        and checkpoints use the reference. With one pipeline they are the same.
+        """
+        assert self.lightning_module is not None
+        with contextlib.nullcontext() if self._division is None else self._division.showing_reference():
+            yield self.lightning_module
+
+    @contextlib.contextmanager
+    def parallel_model(self, number: int) -> Iterator[nn.Module]:
+        """Within this context the module is the model of one pipeline.
+
+        Args:
+            number: n, 0-based.
+        Raises:
+            ConfigurationError: there are not so many.
+        """
+        assert self.lightning_module is not None
+        ensemble = None if self._division is None else self._division.ensemble
+        size = 1 if ensemble is None else ensemble.size
+        if not 0 <= number < size:
+            raise ConfigurationError(
+                f"parallel_model({number}): there are {size} parallel models; they begin with the first batch of "
+                "training and end with it"
+            )
+        with contextlib.nullcontext() if ensemble is None else ensemble.placed(number):
+            yield self.lightning_module
+
+
+@contextlib.contextmanager
+def _noticing(optimizer: Optimizer) -> Iterator[list[None]]:
+    """Within this context an entry for each step; a scaler that finds an infinite gradient skips them."""
+    steps: list[None] = []
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        steps.append(None)
+        return step(*args, **kwargs)
+
+    with replaced(optimizer, "step", noticed):
+        yield steps

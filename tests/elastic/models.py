@@ -1,0 +1,108 @@
+"""Modules and readers for tests of parallel models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models import Regression
+from tests.trainers import pipeline
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.05, t0=2),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
+}
+
+
+class Net(Regression):
+    """Batch norm, dropout, an LSTM (which keeps its weights in a list too), and a learning rate that changes."""
+
+    def __init__(self, optimizer: str = "sgd", dropout: float = 0.2, warm_up: bool = False) -> None:
+        super().__init__(optimizer)
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randn(size, 8), torch.randn(size, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.lstm(self.first(x).unflatten(1, (2, 4)))
+        return self.last(self.dropout(h.flatten(1)) * self.scale)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": [p for name, p in self.named_parameters() if "bias" in name], "lr": 0.003},
+            {"params": [p for name, p in self.named_parameters() if "bias" not in name]},
+        ]
+        optimizer = OPTIMIZERS[self.hparams["optimizer"]](groups)
+        if not self.hparams["warm_up"]:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Batches:
+    """A dataloader of these batches; a plain list would be one of dataloaders."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Models(L.Callback):
+    """All parallel models when training ends, and the reference."""
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        self.models = []
+        for n in range(strategy.num_pipelines):
+            with strategy.parallel_model(n) as model:
+                self.models.append(state(model))
+        with strategy.reference() as reference:
+            self.reference = state(reference)
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers as of now."""
+    return {name: tensor.clone() for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
+
+
+def train(module: Any, data: Any, num_stages: int = 1, validation: Any = None, **strategy: Any) -> Models:
+    """Train an epoch; gives the parallel models."""
+    models = Models()
+    options = strategy.pop("trainer", {})
+    strategy = {"num_pipelines": 2, "num_microbatches": 2, **strategy}
+    callbacks = [models, *options.pop("callbacks", ())]
+    runner = pipeline(num_stages, strategy=strategy, **{"max_epochs": 1, **options, "callbacks": callbacks})
+    runner.fit(module, data, validation, ckpt_path=options.pop("ckpt_path", None))
+    models.trainer = runner
+    return models
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Bit for bit, by name."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), f"{name} differs"
