@@ -136,7 +136,7 @@ def test_two_processes_equal_one_bitwise(name: str, num_stages: int, options: di
 
 
 class ChangedOnOneStage(TiedLanguageModel):
-    def on_before_zero_grad(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.trainer.is_global_zero:
             with torch.no_grad():
                 self.embed.weight.add_(1.0)
