@@ -299,13 +299,14 @@ class AvgPipeStrategy(SteppingStrategy):
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
         super().setup_environment()
+        if not self.plain:
+            reset_seed()  # as ddp; in one process too, so that it draws what several draw
         self.choose_files()
         self.set_world_ranks()
         if self.world_size == 1:
             self._mesh = self._mesh or Mesh(self.num_stages, 0, 1, self.root_device, self._timeout)
             self._mesh.open()
             return
-        reset_seed()  # as ddp; one process goes on with the random numbers that it has
         assert self.cluster_environment is not None
         default = _get_default_process_group_backend_for_device(self.root_device)
         backend = self._process_group_backend = self._process_group_backend or default
@@ -345,7 +346,7 @@ class AvgPipeStrategy(SteppingStrategy):
             checks.module(self.lightning_module)
         if fitting:
             # before the optimizers are made, for which the number of iterations may be asked
-            self._undo.enter_context(grouping(trainer, lambda: self.num_pipelines))
+            self._undo.enter_context(grouping(trainer, partial(getattr, self, "num_pipelines")))
         assert trainer.state.fn is not None
         checks.steps(self.lightning_module, _STEPS_OF[trainer.state.fn])
         super().setup(trainer)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -61,6 +62,8 @@ class Subject:
         self.num_microbatches = num_microbatches
         self.logged: list[tuple[str, Any]] = []
         self.module.log = lambda name, value, **_: self.logged.append((name, value))  # type: ignore[method-assign]
+        self.trainer = SimpleNamespace(barebones=True, current_epoch=0, global_step=0)
+        self.module.trainer = self.trainer
         self.log = StepLog(self.module, hosts_last=True)
         self.module.log = self.log  # type: ignore[method-assign]
         self.metrics = [m for m in self.module.modules() if isinstance(m, Metric)]

@@ -186,7 +186,7 @@ def test_a_branch_on_a_hidden_value_of_another_stage_is_refused() -> None:
     assert_says(
         caught.value,
         r"sum\S* at test_messages\.py:\d+ in forward needs the value of 'layers\.0', which lives on an earlier stage",
-        r"in F0 of stage 1 of 2 \(rank 0\)",
+        r"stage 1 of 2 \(rank 0\) failed in F0",
         r"pass it as an argument, return it, or keep both units on one stage with split_points",
     )
 
