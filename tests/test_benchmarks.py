@@ -41,10 +41,10 @@ def test_the_schedules_are_measured_without_root(tmp_path: Path) -> None:
 
 def test_the_engines_table_compares_round_by_round() -> None:
     seconds = {"avgpipe 1f1b": [1.0, 4.0, 2.0], "torch gpipe": [3.0, 9.0, 5.0], "torch 1f1b": [1.5, 4.0, 4.0]}
-    found = summary({"seconds": seconds, "cpu_s": seconds, "bounds_s": {"1f1b": 1.6}})
+    found = summary({"seconds": seconds, "cpu_s": seconds, "bounds_s": {"1f1b": [1.0, 2.0, 1.25]}})
     assert found["best_peer"] == "torch 1f1b"
     assert found["rows"][0]["over_best_peer"] == 1.5  # of 1.5, 1.0 and 2.0, whatever the medians of the sides
-    assert found["rows"][0]["of_bound"] == 2.0 / 1.6
+    assert found["rows"][0]["of_bound"] == 1.6  # of 1.0, 2.0 and 1.6
     assert "of_bound" not in found["rows"][1]
 
 
@@ -56,7 +56,7 @@ def test_the_engine_is_measured_beside_torchs_pipelining(tmp_path: Path) -> None
         "--json", tmp_path / "engine.json",
     )  # fmt: skip
     found = json.loads((tmp_path / "engine.json").read_text())
-    assert {row["units"] for row in found["replay"]} == {"blocks", "leaves"}
+    assert {row["units"] for row in found["replay"]} == {"planned", "leaves"}
     sides = {row["side"] for row in found["free"]["rows"]}
     assert sides >= {"avgpipe afab", "avgpipe 1f1b", "torch gpipe", "torch 1f1b"}
     assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in found["free"]["seconds"].values())
