@@ -2,7 +2,8 @@
 
 - this engine, with the schedules afab, 1f1b and advance_forward, from the model's unchanged training_step;
 - torch.distributed.pipelining (ScheduleGPipe, Schedule1F1B), from stage modules that are written by hand;
-- the simulator, which is given this run's own times of those hand-written stages and of the links: a bound.
+- the simulator, which is given this run's own times of those hand-written stages and of the links, the least of all
+  rounds: a bound.
 
 And in one process: a replayed stage beside the hand-written one, forward and backward of a micro-batch.
 
@@ -23,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,13 +32,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network
+from benchmarks.models import SIZES, HandWritten, Size, begin, by_hand, example, loss_of, make_model
 from benchmarks.processes import launch
 from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.tracer import intercepting
@@ -61,155 +62,26 @@ _TIMEOUT = timedelta(minutes=3)
 _PROBES = 7
 _CLOSE = 1e-4  # relative; losses of two engines that add in another order
 
-# -- the model, as a user writes it, and by hand as two stages -------------------------------------------------------
-
-
-class Block(nn.Module):
-    """A transformer block."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout1(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
-        return x + self.dropout2(self.down(F.gelu(self.up(self.norm2(x)))))
-
-
-@dataclass(frozen=True)
-class Size:
-    """Of a model and its batch.
-
-    Attributes:
-        samples: per micro-batch.
-    """
-
-    width: int
-    layers: int
-    samples: int
-    length: int
-    num_microbatches: int = 8
-    vocabulary: int = 256
-
-
-SIZES = {
-    "large": Size(width=256, layers=8, samples=4, length=128),
-    "small": Size(width=64, layers=4, samples=2, length=32),
-}
-
-
-class LanguageModel(nn.Module):
-    """A language model with the step function of a LightningModule."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(size.vocabulary, size.width)
-        self.positions = nn.Embedding(size.length, size.width)
-        self.blocks = nn.ModuleList(Block(size.width, size.width // 32, 0.1) for _ in range(size.layers))
-        self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, size.vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        tokens, targets = batch
-        return loss_of(self(tokens), targets)
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class FirstStage(nn.Module):
-    """The first half by hand."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__()
-        self.tokens, self.positions = model.tokens, model.positions
-        self.blocks = nn.Sequential(*model.blocks[: len(model.blocks) // 2])
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.blocks(self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1])))
-        return hidden
-
-
-class LastStage(nn.Sequential):
-    """The second half by hand."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__(*model.blocks[len(model.blocks) // 2 :], model.norm, model.head)
-
-
-def by_hand(model: LanguageModel, stage: int) -> nn.Module:
-    return LastStage(model) if stage else FirstStage(model)
-
-
-def example(size: Size, num_microbatches: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    shape = (num_microbatches * size.samples, size.length + 1)
-    text = torch.randint(size.vocabulary, shape, generator=generator)
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-
-def make_model(size: Size) -> LanguageModel:
-    torch.manual_seed(0)
-    return LanguageModel(size)
-
-
-def begin(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
 # -- one process: replay beside the hand-written stage ---------------------------------------------------------------
 
 
-class HandWritten:
-    """A stage as torch alone runs it."""
-
-    def __init__(self, module: nn.Module, is_last: bool) -> None:
-        self.module = module
-        self.is_last = is_last
-
-    def __call__(self, given: Tensor, other: Tensor) -> tuple[float, float]:
-        """One micro-batch.
-
-        Args:
-            given: tokens, or what the first stage made of them.
-            other: targets of the last stage; gradients for the first.
-        Returns:
-            Seconds of the forward and of the backward, by the wall clock.
-        """
-        before = time.perf_counter()
-        output = self.module(given.detach().requires_grad_() if self.is_last else given)
-        if self.is_last:
-            output = loss_of(output, other)
-        between = time.perf_counter()
-        output.backward(None if self.is_last else other)
-        return between - before, time.perf_counter() - between
-
-
 def replay_overhead(size: Size, fine: bool, rounds: int) -> list[dict[str, Any]]:
-    """A row per stage; CPU seconds of this thread, medians over rounds of a forward and a backward each."""
+    """A row per stage; CPU seconds of this thread, medians over rounds of a forward and a backward each.
+
+    Args:
+        fine: whether every leaf is a unit, or the planner chooses the units for this cut.
+    """
     model = make_model(size)
     batch = example(size, 1)
     units = initial_units(model)
-    while fine and (heavy := [unit for unit in units if divisible(model, unit)]):
+    while heavy := [unit for unit in units if divisible(model, unit)]:
         units = refine(model, units, heavy)
+    split_point = f"blocks.{size.layers // 2}"
     graph = capture(STEP, model.training_step, (batch, 0), model, units)
-    cut = cut_at(graph, [f"blocks.{size.layers // 2}"], NUM_STAGES)
+    cut = cut_at(graph, [split_point], NUM_STAGES)
+    if not fine:  # the planner closes again what the cut does not divide
+        plan = Planner(model, NUM_STAGES, [split_point]).plan(STEP, model.training_step, (batch, 0), units)
+        graph, cut = plan.graph, plan.cuts
     mesh = Mesh(NUM_STAGES, 0, 1, torch.device("cpu"), _TIMEOUT)
     first, last = (
         Stage(program, model, mesh.device, Copies(model, mesh, {})) for program in stage_programs(graph, cut)
@@ -382,15 +254,19 @@ def measure(mesh: Mesh, size: Size, rounds: int) -> dict[str, Any]:
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     units: list[tuple[float, float]] = []
     for i in range(rounds):
-        units.append(costs.run(batch, size.num_microbatches))
-        names = list(sides)
+        names = [*sides, "costs"]
         for name in names[i % len(names) :] + names[: i % len(names)]:
             for model in models:
                 begin(model)
-            mesh.barrier()
-            before, cpu = time.perf_counter(), time.process_time()
-            sides[name]()
-            times[name].append((time.perf_counter() - before, time.process_time() - cpu))
+            # the strategy keeps this on while it trains
+            with intercepting() if name.startswith("avgpipe") else nullcontext():
+                mesh.barrier()  # also before the costs: both processes compute then, as they do in an iteration
+                if name == "costs":
+                    units.append(costs.run(batch, size.num_microbatches))
+                    continue
+                before, cpu = time.perf_counter(), time.process_time()
+                sides[name]()
+                times[name].append((time.perf_counter() - before, time.process_time() - cpu))
     gathered = _from_all(mesh, times)
     bound = _stage_costs(mesh, costs, units)
     bounds = {
@@ -425,9 +301,9 @@ def _compare(losses: dict[str, list[float]]) -> None:
 
 
 def _stage_costs(mesh: Mesh, costs: Costs, units: Sequence[tuple[float, float]]) -> StageCosts:
-    """Medians of all processes' times."""
-    mine = statistics.median(f for f, _ in units), statistics.median(b for _, b in units)
-    found = _from_all(mesh, (mine, statistics.median(costs.link_s)))
+    """The least of all rounds, in each process: what disturbs the machine for a while raises no bound."""
+    mine = min(f for f, _ in units), min(b for _, b in units)
+    found = _from_all(mesh, (mine, min(costs.link_s)))
     by_stage = [found[mesh.rank_of(stage)] for stage in range(NUM_STAGES)]
     send = [max(link for _, link in found)]
     return StageCosts([unit[0] for unit, _ in by_stage], [unit[1] for unit, _ in by_stage], send, send, [0.0])
@@ -504,7 +380,7 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     if "replay" in options.parts:
         found["replay"] = [
-            {"size": size, "units": "leaves" if fine else "blocks", **row}
+            {"size": size, "units": "leaves" if fine else "planned", **row}
             for size in (["small"] if options.quick else SIZES)
             for fine in (False, True)
             for row in replay_overhead(SIZES[size], fine, options.replay_rounds)

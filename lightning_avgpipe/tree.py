@@ -115,8 +115,23 @@ def _collect(obj: Any, found: list[Tensor]) -> None:
 
 def map_tensors(fn: Callable[[Tensor], Any], obj: Any) -> Any:
     """Return the tree with ``fn(tensor)`` in place of every tensor; other leaves are kept as they are."""
-    if type(obj) is Tensor:
+    try:
+        return _map(fn, obj)
+    except RecursionError:
+        raise _endless(obj) from None
+
+
+def _map(fn: Callable[[Tensor], Any], obj: Any) -> Any:
+    """Without pytree for what most trees are made of, as in :func:`_collect`."""
+    cls = type(obj)
+    if cls in _TENSOR_TYPES:
         return fn(obj)
+    if cls is tuple or cls is list:
+        return cls([_map(fn, child) for child in obj])
+    if cls is dict:
+        return {key: _map(fn, child) for key, child in obj.items()}
+    if cls in _LEAF_TYPES:
+        return fn(obj) if issubclass(cls, Tensor) else obj
     leaves, spec = flatten(obj)
     return unflatten([fn(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 

@@ -56,7 +56,7 @@ def test_the_engine_is_measured_beside_torchs_pipelining(tmp_path: Path) -> None
         "--json", tmp_path / "engine.json",
     )  # fmt: skip
     found = json.loads((tmp_path / "engine.json").read_text())
-    assert {row["units"] for row in found["replay"]} == {"blocks", "leaves"}
+    assert {row["units"] for row in found["replay"]} == {"planned", "leaves"}
     sides = {row["side"] for row in found["free"]["rows"]}
     assert sides >= {"avgpipe afab", "avgpipe 1f1b", "torch gpipe", "torch 1f1b"}
     assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in found["free"]["seconds"].values())

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["CallGraph", "Leaf", "Node", "Value"]
+__all__ = ["CallGraph", "Leaf", "Node", "Opened", "Value"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,23 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class Opened:
+    """A call of a module that is no unit, because it was opened: what it did are the nodes ``begin .. end-1``.
+
+    Attributes:
+        path: of the module.
+        begin: its first node.
+        end: the node after its last one.
+        observes: whether it called ``self.log`` or a metric.
+    """
+
+    path: str
+    begin: int
+    end: int
+    observes: bool
+
+
+@dataclass(frozen=True)
 class CallGraph:
     """What one step function does with one micro-batch.
 
@@ -124,6 +141,7 @@ class CallGraph:
         batch_writes: whether the step changes tensors of its batch in place.
         glue_states: full names of the buffers outside of units that the step changes; operations on them are nodes.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
+        opened: calls of modules that hold units, in the order in which they ended.
     """
 
     step: str
@@ -138,6 +156,7 @@ class CallGraph:
     batch_writes: bool = False
     glue_states: frozenset[str] = frozenset()
     pinned: tuple[tuple[int, int, str], ...] = ()
+    opened: tuple[Opened, ...] = ()
 
     @cached_property
     def born(self) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_avgpipe import tree
 from lightning_avgpipe.capture.batch import BatchUse
+from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.draws import DrawWatch, random_bits
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.snapshot import untouched
@@ -70,7 +71,7 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
     if args:
         recorder.batch.begin(args[0])
     with untouched(module), recorder.visiting():
-        with recorder.following(), watching(recorder.watch):
+        with recorder.following(), watching(recorder.calls):
             result = run(*args)
         recorder.watch.look()
         if step == "training_step":
@@ -90,6 +91,7 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
         batch_writes=any(_version(leaf) != version for leaf, version in batch),
         glue_states=frozenset(recorder.glue_states),
         pinned=tuple(recorder.pinned),
+        opened=tuple(recorder.calls.ended),
     )
 
 
@@ -130,6 +132,7 @@ class _Recorder(StepTracer):
         self.glue_states = set(glue_states)
         super().__init__(self._paths, owned_tensors(module, glue_states))
         self.watch = DrawWatch(module, device)
+        self.calls = Calls(self.watch, self._is_outside, lambda: len(self.nodes))
         self.batch = BatchUse(device)
         self.nodes: list[Node] = []
         self.values: list[Value] = []
@@ -236,6 +239,7 @@ class _Recorder(StepTracer):
         return result
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.calls.observe()
         self.keep(tree.tensors((args, kwargs)))
         return run(*args, **kwargs)
 
@@ -257,6 +261,10 @@ class _Recorder(StepTracer):
             same = next((i for i, t in enumerate(tensors) if t is leaf), None)
             outputs.append(-1 - same if same is not None else self._new_value(leaf, node.name))
         self.nodes.append(replace(node, outputs=tuple(outputs), writes=tuple(dict.fromkeys(writes))))
+
+    def _is_outside(self, module: nn.Module) -> bool:
+        """Whether a module, which is called now, is no unit and in no unit."""
+        return not self._inside and id(module) not in self._paths
 
     def _inputs(self, tensors: list[Tensor]) -> tuple[int, ...]:
         found = (self.value_of(t) for t in tensors)

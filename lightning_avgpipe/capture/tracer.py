@@ -15,7 +15,7 @@ import contextlib
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -97,7 +97,13 @@ def tensor_arguments(*arguments: Any) -> list[Tensor]:
 
 
 class CallWatcher:
-    """Sees every call of a module, also inside units; what it does by default is nothing."""
+    """Sees calls of modules, also inside units; what it does by default is nothing.
+
+    Attributes:
+        only: ids of the modules whose calls it sees; None: of all.
+    """
+
+    only: Container[int] | None = None
 
     def enter(self, module: nn.Module) -> None:
         """A module is called."""
@@ -255,23 +261,26 @@ def watching(watcher: CallWatcher) -> Iterator[None]:
             _following.watcher = before
 
 
-@contextlib.contextmanager
-def intercepting() -> Iterator[None]:
+class intercepting:
     """Within this context calls of modules and autograd functions can be followed.
 
     Following turns it on by itself. Since a change of ``nn.Module`` empties Python's method caches for all modules,
     whoever follows often keeps it on.
     """
-    global _interceptions
-    with _lock:
-        if _interceptions == 0:
-            nn.Module.__call__ = _call  # type: ignore[method-assign, assignment]
-            torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, arg-type]
-            checkpoint._checkpoint_without_reentrant_generator = _checkpointing  # type: ignore[assignment]
-        _interceptions += 1
-    try:
-        yield
-    finally:
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        global _interceptions
+        with _lock:
+            if _interceptions == 0:
+                nn.Module.__call__ = _call  # type: ignore[method-assign, assignment]
+                torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, arg-type]
+                checkpoint._checkpoint_without_reentrant_generator = _checkpointing  # type: ignore[assignment]
+            _interceptions += 1
+
+    def __exit__(self, *error: object) -> None:
+        global _interceptions
         with _lock:
             _interceptions -= 1
             if _interceptions == 0:
@@ -289,7 +298,7 @@ _checkpointing_generator: Callable[..., Iterator[Any]] = checkpoint._checkpoint_
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     watcher = _following.watcher
-    if watcher is None:
+    if watcher is None or (watcher.only is not None and id(module) not in watcher.only):
         return _follow(module, args, kwargs)
     watcher.enter(module)
     try:

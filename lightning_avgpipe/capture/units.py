@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_avgpipe.errors import PartitionError
 
-__all__ = ["initial_units", "refine", "split_units"]
+__all__ = ["divisible", "initial_units", "is_container", "refine", "split_units"]
 
 # Containers are not called by users (or only pass on what they hold), so they are opened from the start.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -43,6 +43,11 @@ def divisible(root: nn.Module, path: str) -> bool:
     return _divisible(module) and any(True for _ in module.children())
 
 
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only holds or passes on to its children, so that it is never a unit."""
+    return isinstance(module, _CONTAINERS) and type(module).forward in _PASS_ON
+
+
 def split_units(
     root: nn.Module, units: Sequence[str], split_points: Sequence[str], ignore: Collection[nn.Module] = ()
 ) -> tuple[str, ...]:
@@ -70,7 +75,7 @@ def _open(module: nn.Module, path: str, ignore: Collection[nn.Module]) -> Iterab
         full = f"{path}.{name}" if path else name
         if any(child is other for other in ignore):
             continue
-        if isinstance(child, _CONTAINERS) and type(child).forward in _PASS_ON:
+        if is_container(child):
             yield from _open(child, full, ignore)
         else:
             yield full

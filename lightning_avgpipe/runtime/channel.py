@@ -8,7 +8,6 @@ get in each other's way.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import queue
 import threading
 import time
@@ -22,15 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.errors import PeerError
+from lightning_avgpipe.runtime.frame import CAPACITY, FrameReader, FrameWriter, as_bytes
 from lightning_avgpipe.runtime.message import Message
 from lightning_avgpipe.runtime.recording import Recorder
 from lightning_avgpipe.runtime.watch import Watch
 
-__all__ = ["Arrivals", "Inbox", "LocalChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "Wire", "as_bytes"]
+__all__ = ["Arrivals", "Inbox", "LocalChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "Wire"]
 
-_FRAME_BYTES = 1024  # the first message of each transfer has a fixed size, so that its receive can be posted early
-_LENGTH_BYTES = 8
-_MAX_REMEMBERED = 256
+_TAG = 0
 _POLL_S = 0.5  # between two looks at the clock; whatever happens wakes the wait
 
 
@@ -155,7 +153,9 @@ class Wire:
         self, peer: int, host_group: dist.ProcessGroup, device: torch.device, device_group: dist.ProcessGroup | None
     ) -> None:
         self.peer = peer
+        # asked directly: dist.send would check its arguments for longer than a small tensor takes
         self._host_group = host_group
+        self._host_peer = dist.get_group_rank(host_group, peer)
         self.device = device
         self._device_group = device_group
         # transfers are queued on a stream of their own, so that they overlap with compute
@@ -173,10 +173,10 @@ class Wire:
         return None if self._device_group is None else self.stream
 
     def send_host(self, tensor: Tensor) -> None:
-        dist.send(tensor, self.peer, group=self._host_group)
+        self._host_group.send([tensor], self._host_peer, _TAG).wait()
 
     def receive_host(self, tensor: Tensor) -> None:
-        dist.recv(tensor, self.peer, group=self._host_group)
+        self._host_group.recv([tensor], self._host_peer, _TAG).wait()
 
     def send(self, tensor: Tensor, ready: torch.cuda.Event | None) -> None:
         if tensor.device.type == "cpu" or self._device_group is None:
@@ -204,23 +204,6 @@ class Wire:
             return tensor, self.stream.record_event()
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A flat view in bytes: any type can be sent, also those that a backend does not know."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions as they lie in memory; None if that is their order, or if there are gaps.
-
-    A transposed tensor arrives transposed, without a copy: kernels may round otherwise for another layout.
-    """
-    if tensor.is_contiguous():
-        return None
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
-    return order if tensor.permute(order).is_contiguous() else None
-
-
 class NetworkOutbox:
     """The sending end of a channel to another process.
 
@@ -237,7 +220,7 @@ class NetworkOutbox:
         self.name = name
         self._wire = wire
         self._arrivals = arrivals
-        self._known: dict[Any, int] = {}
+        self._frames = FrameWriter()
         self.recorder: Recorder | None = None
         self._queue: queue.SimpleQueue[tuple[Message, Any, Recorder | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"avgpipe send {name}", daemon=True)
@@ -273,36 +256,12 @@ class NetworkOutbox:
         return recorder.sending(self.name, message.micro_batch, stream)
 
     def _send(self, message: Message, ready: Any) -> None:
-        entries, reference = message.entries, None
-        try:
-            reference = self._known.get(entries)
-            if reference is None and len(self._known) < _MAX_REMEMBERED:
-                # sent in full this time, by number from now on; the other end counts alike
-                self._known[entries] = len(self._known)
-                reference = -1
-        except TypeError:  # an unhashable leaf: sent in full every time
-            reference = None
-        header = pickle.dumps(
-            (
-                message.micro_batch,
-                tuple(
-                    None if t is None else (tuple(t.shape), t.dtype, t.device.type == "cpu", _memory_order(t))
-                    for t in message.tensors
-                ),
-                message.requires_grad,
-                reference,
-                entries if reference is None or reference < 0 else None,
-            )
-        )
-        first, rest = header[: _FRAME_BYTES - _LENGTH_BYTES], header[_FRAME_BYTES - _LENGTH_BYTES :]
-        frame = len(header).to_bytes(_LENGTH_BYTES, "little") + first
-        self._wire.send_host(torch.frombuffer(bytearray(frame.ljust(_FRAME_BYTES, b"\0")), dtype=torch.uint8))
-        if rest:
-            self._wire.send_host(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
-        for tensor in message.tensors:
-            if tensor is not None and tensor.numel():
-                order = _memory_order(tensor)
-                self._wire.send(tensor if order is None else tensor.permute(order), ready)
+        first, forms, complete = self._frames.write(message, inner=ready is None)
+        for part in first:
+            self._wire.send_host(part)
+        for tensor, form in zip(message.tensors, forms, strict=True):
+            if tensor is not None and form is not None and not (complete or form.is_empty):
+                self._wire.send(form.on_wire(tensor), ready)
 
 
 class NetworkInbox:
@@ -317,7 +276,7 @@ class NetworkInbox:
         self._wire = wire
         self._arrivals = arrivals
         self.recorder: Recorder | None = None
-        self._known: list[Any] = []
+        self._frames = FrameReader()
         self._arrived: deque[tuple[Message, list[Any]]] = deque()
         self._expected = threading.Semaphore(0)
         self._closing = False
@@ -367,34 +326,26 @@ class NetworkInbox:
                 self._arrivals.fail(self._wire.broken(error, f"receiving on channel '{self.name}'"))
 
     def _receive(self) -> tuple[Message, list[Any]]:
-        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        frame, rest = torch.empty(CAPACITY, dtype=torch.uint8), None
         self._wire.receive_host(frame)
-        raw = frame.numpy().tobytes()
-        length = int.from_bytes(raw[:_LENGTH_BYTES], "little")
-        header = raw[_LENGTH_BYTES : _LENGTH_BYTES + length]
-        if length > len(header):
-            rest = torch.empty(length - len(header), dtype=torch.uint8)
+        if missing := self._frames.missing(frame):
+            rest = torch.empty(missing, dtype=torch.uint8)
             self._wire.receive_host(rest)
-            header += rest.numpy().tobytes()
-        micro_batch, metas, requires_grad, reference, entries = pickle.loads(header)
-        if reference is not None:
-            if reference < 0:
-                self._known.append(entries)
-            else:
-                entries = self._known[reference]
+        opened = self._frames.read(frame, rest)
+        inner = None if opened.tensors is None else iter(opened.tensors)
         tensors: list[Tensor | None] = []
         events: list[Any] = []
-        for meta in metas:
+        for form in opened.forms:
             tensor, event = None, None
-            if meta is not None:
-                shape, dtype, on_host, order = meta
-                if 0 in shape:
-                    tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host else self._wire.device)
-                elif order is None:
-                    tensor, event = self._wire.receive(shape, dtype, on_host)
+            if form is not None:
+                if form.is_empty:
+                    device = "cpu" if form.on_host else self._wire.device
+                    tensor = torch.empty(form.wire_shape, dtype=form.dtype, device=device)
+                elif inner is not None:
+                    tensor = next(inner)
                 else:
-                    tensor, event = self._wire.receive(tuple(shape[d] for d in order), dtype, on_host)
-                    tensor = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
+                    tensor, event = self._wire.receive(form.wire_shape, form.dtype, form.on_host)
+                tensor = form.from_wire(tensor)
             tensors.append(tensor)
             events.append(event)
-        return Message(micro_batch, tuple(tensors), requires_grad, entries), events
+        return Message(opened.micro_batch, tuple(tensors), opened.requires_grad, opened.entries), events

@@ -23,9 +23,10 @@ from torch import Tensor
 from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.runtime.accounting import Meter
-from lightning_avgpipe.runtime.channel import Arrivals, NetworkInbox, NetworkOutbox, Wire, as_bytes
+from lightning_avgpipe.runtime.channel import Arrivals, NetworkInbox, NetworkOutbox, Wire
 from lightning_avgpipe.runtime.clock import ClockOffset, estimate_offset, host_now
 from lightning_avgpipe.runtime.feed import Feed, FeedSink, FeedSource
+from lightning_avgpipe.runtime.frame import as_bytes
 from lightning_avgpipe.runtime.message import pack, unpack
 from lightning_avgpipe.runtime.recording import Recorder
 from lightning_avgpipe.runtime.watch import Watch

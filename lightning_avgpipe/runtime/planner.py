@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_avgpipe.capture.cache import CostCache, fingerprint
+from lightning_avgpipe.capture.closing import closing
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import Samples, measure
 from lightning_avgpipe.capture.recorder import capture
@@ -153,7 +154,19 @@ class Planner:
             plan, costs = self._refined(what, graph, costs_of, counted)
             if self.measures:
                 plan, costs = self._refined(what, plan.graph, measured, memory)
+        plan = self._closed(what, plan, costs, memory)
         return replace(plan, forecast=_forecast(plan, conditions.schedule))
+
+    def _closed(self, step: _Step, plan: Plan, costs: Costs, memory: Memory) -> Plan:
+        """The same stages, with those units closed again that no cut divides."""
+        closed = closing(self.module, plan.graph, plan.cuts, self.recompute.modules, self.observers)
+        if closed is None:
+            return plan
+        graph = self.capture(step.name, step.run, step.args, closed.units)
+        if not closed.is_met_by(graph, plan.cuts):  # the step tells its parts apart, say by an attribute they set
+            _log.debug("%s needs its units open: %s", step.name, ", ".join(plan.graph.units))
+            return plan
+        return make_plan(graph, closed.cuts(plan.cuts), closed.costs(costs), self._sizes(), memory)
 
     def _refined(
         self, step: _Step, graph: CallGraph, costs_of: Callable[[CallGraph], Costs], memory: Memory

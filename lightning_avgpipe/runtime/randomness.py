@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import random
 from collections import Counter
@@ -113,9 +114,16 @@ _QUIET = _Scope("", 0, False)
 
 
 class Draws(CallWatcher):
-    """Seeds the draws of one execution of a step, and remembers how far it has come."""
+    """Seeds the draws of one execution of a step, and remembers how far it has come.
+
+    Attributes:
+        seeds_functions: whether functions must be announced.
+    """
 
     def __init__(self, drawing: Drawing, key: RandomKey, device: torch.device) -> None:
+        # functions are seeded by scope, so where one is seeded the calls of all modules are followed
+        self.seeds_functions = bool(drawing.composite)
+        self.only = None if self.seeds_functions else drawing.paths
         self._drawing = drawing
         self._key = key
         self._device = device
@@ -169,7 +177,7 @@ class Draws(CallWatcher):
     def functions(self, calls: Collection[str] | None) -> contextlib.AbstractContextManager[Any]:
         """Within this context functions inside of a unit are seen, if one of its calls (None: unknown) needs it."""
         composite = self._drawing.composite
-        needed = bool(composite) if calls is None else not composite.isdisjoint(calls)
+        needed = self.seeds_functions if calls is None else not composite.isdisjoint(calls)
         return _Functions(self) if needed else contextlib.nullcontext()
 
     # -- what backwards call again ------------------------------------------------------------------------------------
@@ -202,12 +210,12 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def generators(device: torch.device) -> list[torch.Generator]:
+@functools.cache
+def generators(device: torch.device) -> tuple[torch.Generator, ...]:
     """Those that draws on this device may use."""
-    generators = [torch.default_generator]
     if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    return generators
+        return torch.default_generator, torch.cuda.default_generators[device.index or 0]
+    return (torch.default_generator,)
 
 
 def _seed(seed: int, device: torch.device) -> None:

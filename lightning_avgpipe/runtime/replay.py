@@ -66,6 +66,9 @@ class Replayed:
     entries: tuple[Entry, ...]
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class _StageEnd(BaseException):
     """Leaves the step function; no error, so not an Exception that user code might catch."""
 
@@ -108,13 +111,12 @@ def replay(
     replayer = _Replayer(program, units, owned, received, entries, draws, device, observe, repeat)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
-    with contextlib.ExitStack() as stack:
-        if draws is not None:
-            stack.enter_context(stream(key.derive("step"), device))
-            stack.enter_context(watching(draws))
-        if program.graph.host_drawing:
-            stack.enter_context(host_stream(key.derive("host")))
-        stack.enter_context(replayer.following())
+    with (
+        _NOTHING if draws is None else stream(key.derive("step"), device),
+        _NOTHING if draws is None else watching(draws),
+        host_stream(key.derive("host")) if program.graph.host_drawing else _NOTHING,
+        replayer.following(),
+    ):
         try:
             result = run(*args)
         except _StageEnd:
@@ -151,6 +153,7 @@ class _Replayer(StepTracer):
         self._made: dict[int, Tensor] = {}  # values of this stage that will be sent
         self._position = 0
         self._draws = draws
+        self._function_draws = draws if draws is not None and draws.seeds_functions else None
         self._device = device
 
     # -- nodes ------------------------------------------------------------------------------------------------------
@@ -163,8 +166,8 @@ class _Replayer(StepTracer):
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors, name = tensor_arguments(args, kwargs), function_name(func)
-        if self._draws is not None:
-            self._draws.function(name)
+        if self._function_draws is not None:
+            self._function_draws.function(name)
         for tensor in tensors:
             if id(tensor) in self._owned or self.value_of(tensor) is not None:
                 return self._at_node("glue", name, func, args, kwargs, tensors)
@@ -242,10 +245,10 @@ class _Replayer(StepTracer):
     ) -> Any:
         if self._repeat is not None and kind == "call" and node is not None:
             run = self._repeat(node, run)
-        if self._draws is None or kind == "glue":
+        if self._function_draws is None or kind == "glue":
             result = run(*args, **kwargs)
         else:
-            with self._draws.functions(None if node is None else (node.name, *node.drawn)):
+            with self._function_draws.functions(None if node is None else (node.name, *node.drawn)):
                 result = run(*args, **kwargs)
         if node is None:
             return result

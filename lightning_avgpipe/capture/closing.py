@@ -1,0 +1,141 @@
+"""Closing: units that were opened for the sake of balance, and that no cut divides, become one unit again.
+
+::
+
+    opened    embed | norm  qkv  out  up  down | norm  qkv  out  up  down | head
+    cut                                                  |
+    closed    embed | block0                   | norm  qkv  out  up  down | head
+
+A stage then runs a whole block as it always ran, instead of following it call by call. Nothing else changes: a module
+is closed only where its calls use its own parameters and buffers and all of the former, observe nothing, and where
+nobody calls its parts or hooks on to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lightning_avgpipe.capture.costs import Costs
+from lightning_avgpipe.capture.graph import CallGraph, Opened
+from lightning_avgpipe.capture.units import is_container
+
+__all__ = ["Closing", "closing"]
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What becomes of a graph and its cuts.
+
+    Attributes:
+        graph: as it was captured with the open units.
+        units: paths of the coarser units.
+        names: of the nodes with these units, in order.
+        bounds: the nodes ``bounds[i] .. bounds[i + 1] - 1`` of the graph become node i.
+    """
+
+    graph: CallGraph
+    units: tuple[str, ...]
+    names: tuple[str, ...]
+    bounds: tuple[int, ...]
+
+    def cuts(self, cuts: Sequence[int]) -> tuple[int, ...]:
+        """The same cuts, as positions among the coarser nodes."""
+        return tuple(self.bounds.index(cut) for cut in cuts)
+
+    def costs(self, costs: Costs) -> Costs:
+        """The sums of what the nodes cost."""
+        ranges = [slice(*pair) for pair in zip(self.bounds, self.bounds[1:], strict=False)]
+        return replace(
+            costs,
+            forward=tuple(sum(costs.forward[r]) for r in ranges),
+            backward=tuple(sum(costs.backward[r]) for r in ranges),
+            stash_bytes=tuple(sum(costs.stash_bytes[r]) for r in ranges),
+        )
+
+    def is_met_by(self, graph: CallGraph, cuts: Sequence[int]) -> bool:
+        """Whether a capture with the coarser units has these nodes, and allows the same stages between the cuts."""
+        fine = self.graph
+        if tuple(node.name for node in graph.nodes) != self.names:
+            return False
+        for node, begin, end in zip(graph.nodes, self.bounds, self.bounds[1:], strict=False):
+            parts = fine.nodes[begin:end]
+            if set(node.parameters) != {name for part in parts for name in part.parameters}:
+                return False
+            if set(node.states) != {name for part in parts for name in part.states}:
+                return False
+        return all(
+            graph.obstacles[new] is None and graph.boundary_bytes[new] == fine.boundary_bytes[old]
+            for old, new in zip(cuts, self.cuts(cuts), strict=True)
+        )
+
+
+def closing(
+    root: nn.Module, graph: CallGraph, cuts: Sequence[int], keep: Collection[str], ignore: Collection[nn.Module] = ()
+) -> Closing | None:
+    """What can be closed; None if there is nothing.
+
+    Args:
+        graph: as captured.
+        cuts: positions that stay.
+        keep: paths of modules that stay units, or hold units.
+        ignore: modules that only observe.
+    """
+    calls: dict[str, list[Opened]] = {}
+    for call in graph.opened:
+        calls.setdefault(call.path, []).append(call)
+    rules = _Rules(root, graph, cuts, keep, ignore)
+    allowed = [path for path, of_module in calls.items() if rules.allow(path, of_module)]
+    chosen = [path for path in allowed if not any(path.startswith(f"{other}.") for other in allowed)]
+    if not chosen:
+        return None
+    wholes = {call.begin: call for path in chosen for call in calls[path]}
+    names, bounds = [], [0]
+    while bounds[-1] < len(graph.nodes):
+        whole = wholes.get(bounds[-1])
+        names.append(graph.nodes[bounds[-1]].name if whole is None else whole.path)
+        bounds.append(bounds[-1] + 1 if whole is None else whole.end)
+    outer = (next((path for path in chosen if unit.startswith(f"{path}.")), unit) for unit in graph.units)
+    return Closing(graph, tuple(dict.fromkeys(outer)), tuple(names), tuple(bounds))
+
+
+class _Rules:
+    """Which modules may be closed. Same arguments as :func:`closing`."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        graph: CallGraph,
+        cuts: Sequence[int],
+        keep: Collection[str],
+        ignore: Collection[nn.Module],
+    ) -> None:
+        self._root = root
+        self._graph = graph
+        self._cuts = cuts
+        self._keep = keep
+        self._ignore = {id(module) for module in ignore}
+        self._names = {id(p): name for name, p in root.named_parameters()}
+
+    def allow(self, path: str, calls: Sequence[Opened]) -> bool:
+        """Whether a module, given all of its calls, may become a unit."""
+        module, below = self._root.get_submodule(path), f"{path}."
+        if is_container(module) or any(name.startswith(below) for name in self._keep):
+            return False
+        if any(inner._forward_hooks or id(inner) in self._ignore for inner in module.modules()):
+            return False  # hooks are glue, which every stage executes
+        if not all(self._is_whole(module, below, call) for call in calls):
+            return False
+        inside = {i for call in calls for i in range(call.begin, call.end)}
+        return all(n.index in inside for n in self._graph.nodes if n.kind == "call" and n.name.startswith(below))
+
+    def _is_whole(self, module: nn.Module, below: str, call: Opened) -> bool:
+        nodes = self._graph.nodes[call.begin : call.end]
+        if not nodes or call.observes or any(call.begin < cut < call.end for cut in self._cuts):
+            return False
+        used = {name for node in nodes for name in node.parameters}
+        changed = {name for node in nodes for name in node.states}
+        own = {self._names[id(p)] for p in module.parameters()}
+        return used == own and all(name.startswith(below) for name in changed)
