@@ -16,7 +16,9 @@ the busiest stage works for W, N of them take T + (N-1) W at best where nothing 
 a third, two pipelines are 1.2 times as fast as one, and three 1.29 times.
 
 Memory: resident megabytes of each process above what it held before the model was built, at the peak of two iterations
-of a transformer with AdamW, beside N (weights + gradients + optimizer states) + N (stash) + reference, as counted.
+of a transformer with AdamW, beside what is counted: N (weights + gradients + optimizer states) + N (stash) + reference
++ working memory, which is what the step (a copy of the weights) or the averaging (three) needs on its way. The stash is
+gone by then, so that the sum is an upper bound, up to what the allocator keeps.
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ _TIMEOUT = timedelta(minutes=3)
 _NO_MEMORY = StageMemory(0, 0, 0, 0)
 _MEASURED_SIZE = Size(width=384, layers=8, samples=2, length=64)  # of the model whose memory is measured
 _MEASURED_MICROBATCHES = 4
+# Copies of the weights on the way: what AdamW divides by; and drift, mean and the new weights of a model.
+_STEPPING, _AVERAGING = 1, 3
 _FLOAT_BYTES = 4
 
 
@@ -329,7 +333,9 @@ def measure_memory(mesh: Mesh, options: argparse.Namespace) -> list[dict[str, An
     model, stash = counted(bench, schedule)
     weights = sum(p.nbytes for p in bench.model.parameters() if not p.is_meta)
     stashed = Setting(num_microbatches).stash(NUM_STAGES)[stage]
-    memory = StageMemory(0, model, weights, round(stash * num_microbatches / stashed))
+    # the averaging takes the place of the step: it needs what that needed, and more
+    held = (_STEPPING * weights, model, (1 + _AVERAGING - _STEPPING) * weights)
+    memory = StageMemory(*held, activations=round(stash * num_microbatches / stashed))
     profile = Profile(
         num_microbatches, 1, num_microbatches,
         tuple(StageProfile(Curve.constant(0, 1), Curve.constant(0, 1), memory) for _ in range(NUM_STAGES)),
@@ -338,10 +344,12 @@ def measure_memory(mesh: Mesh, options: argparse.Namespace) -> list[dict[str, An
     rows = []
     for n, peak in peaks.items():
         needed = memory_at(profile, Setting(num_microbatches, n))[stage]
+        reference = weights if n > 1 else 0
         rows.append(
             {
                 "rank": mesh.rank, "stage": stage, "pipelines": n, "peak": peak, "formula": needed.total / MIB,
-                "models": needed.models / MIB, "stash": needed.stash / MIB, "reference": needed.fixed / MIB,
+                "models": needed.models / MIB, "stash": needed.stash / MIB, "reference": reference / MIB,
+                "working": (needed.fixed - reference) / MIB,
             }
         )  # fmt: skip
     return list(itertools.chain.from_iterable(mesh.gather_objects(rows)))
@@ -405,13 +413,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def memory_table(rows: Sequence[dict[str, Any]]) -> str:
     """One line per measurement of memory, in MiB."""
-    lines = ["rank stage  N   models    stash  reference  formula  resident  of the formula"]
+    lines = ["rank stage  N   models    stash  reference  working  formula  resident  of the formula"]
     for row in rows:
-        parts = f"{row['models']:8.1f} {row['stash']:8.1f} {row['reference']:10.1f} {row['formula']:8.1f}"
-        lines.append(
-            f"{row['rank']:4d} {row['stage']:5d} {row['pipelines']:2d} {parts} {row['peak']:9.1f} "
-            f"{row['peak'] / row['formula']:15.2f}"
-        )
+        numbers = (row[name] for name in ("models", "stash", "reference", "working", "formula", "peak"))
+        widths = (8, 8, 10, 8, 8, 9)
+        parts = " ".join(f"{number:{width}.1f}" for number, width in zip(numbers, widths, strict=True))
+        ratio = f"{row['peak'] / row['formula']:15.2f}"
+        lines.append(f"{row['rank']:4d} {row['stage']:5d} {row['pipelines']:2d} {parts} {ratio}")
     return "\n".join(lines)
 
 

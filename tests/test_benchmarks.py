@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,21 +89,30 @@ def test_batches_per_second_stand_beside_the_simulated_ones() -> None:
     assert " ".join(line.split()) == "100 Mb 2 0 2 25.0% 1.0% 0.500 s 0.400 s +25.0% 4.00 1.30x 1.40x"
 
 
+def measure_parallel(folder: Path, *arguments: object) -> dict[str, Any]:
+    script, path = ROOT / "benchmarks" / "parallel_pipelines.py", folder / "parallel.json"
+    run(folder, script, "--quick", "--links", "throttled", "--limit-s", "90", "--json", path, *arguments)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
 @pytest.mark.slow
 def test_parallel_pipelines_are_measured_without_root(tmp_path: Path) -> None:
-    run(
-        tmp_path, ROOT / "benchmarks" / "parallel_pipelines.py", "--quick", "--links", "throttled", "--limit-s", "40",
-        "--json", tmp_path / "parallel.json", "--pictures", tmp_path / "pictures",
-    )  # fmt: skip
-    found = json.loads((tmp_path / "parallel.json").read_text())
-    assert [(row["microbatches"], row["pipelines"]) for row in found["rows"]] == [(2, 1), (2, 2), (4, 1), (4, 2)]
-    for row in found["rows"]:  # no action is shorter than its sleep, and none of them overlap on a stage
+    rows = measure_parallel(tmp_path, "--parts", "time", "--pictures", tmp_path / "pictures")["rows"]
+    assert [(row["microbatches"], row["pipelines"]) for row in rows] == [(2, 1), (2, 2), (4, 1), (4, 2)]
+    for row in rows:  # no action is shorter than its sleep, and none of them overlap on a stage
         assert row["seconds"] > row["pipelines"] * row["microbatches"] * 0.015
         assert len(row["rounds_s"]) == 2
-        assert 0 <= row["lost"] < 1 and 0 < row["bubble"] < 1
+        assert 0 <= row["lost"] < 1
+        assert 0 < row["bubble"] < 1
     assert len(list((tmp_path / "pictures").iterdir())) == 4
-    assert [(row["rank"], row["pipelines"]) for row in found["memory"]] == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    for one, two in zip(found["memory"][::2], found["memory"][1::2], strict=True):
+
+
+@pytest.mark.slow
+def test_the_memory_of_parallel_pipelines_is_measured_on_every_rank(tmp_path: Path) -> None:
+    rows = measure_parallel(tmp_path, "--parts", "memory")["memory"]
+    assert [(row["rank"], row["pipelines"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    for one, two in zip(rows[::2], rows[1::2], strict=True):
         assert two["models"] == 2 * one["models"]
         assert two["peak"] > one["peak"] > 0
         assert one["reference"] == 0 < two["reference"]
