@@ -219,7 +219,7 @@ def measure_setting(
     costs, setting = costs_of(timelines[first], message_s), Setting(num_microbatches, 1, advance)
     profile = profile_of(costs, bench.message_bytes, rate, timelines[counts[-1]], setting)
     if options.pictures is not None:
-        draw(timelines, options.pictures, f"{round(rate * 8e-6)} Mbit per s, {num_microbatches} micro-batches")
+        draw(timelines, options.pictures, f"{options.megabits[0]} Mbit per s, {num_microbatches} micro-batches")
     predicted = {n: Simulator().predict(profile, Setting(num_microbatches, n, advance)).iteration_s for n in counts}
     return [
         {
