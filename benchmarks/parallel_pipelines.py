@@ -43,8 +43,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network
-from benchmarks.engine import SIZES, LanguageModel, Size, example, make_model
 from benchmarks.memory import MIB, Resident
+from benchmarks.models import SIZES, LanguageModel, Size, example, make_model
 from benchmarks.processes import launch
 from benchmarks.schedules import Blocks, ThrottledMesh, calibrate, goodput
 from lightning_avgpipe.division import Division
