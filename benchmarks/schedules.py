@@ -15,8 +15,10 @@ import argparse
 import json
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -100,20 +102,32 @@ class Blocks(nn.Module):
 
 
 class ThrottledWire(Wire):
-    """A wire that is busy for as long as one of the wanted rate would be."""
+    """A wire that is busy for as long as one of the wanted rate would be.
+
+    Attributes:
+        link: held by whoever sends on it; the wires of several pipelines share one.
+    """
 
     bytes_per_s = 0.0
+    link: threading.Lock
 
     def send(self, tensor: Tensor, ready: torch.cuda.Event | None) -> None:
-        time.sleep(tensor.numel() * tensor.element_size() / self.bytes_per_s)
+        with self.link:
+            time.sleep(tensor.numel() * tensor.element_size() / self.bytes_per_s)
         super().send(tensor, ready)
 
 
 class ThrottledMesh(Mesh):
     """A mesh whose wires are throttled."""
 
+    def __init__(self, *args: Any) -> None:
+        self._links: dict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
+        super().__init__(*args)
+
     def _wire(self, kind: str, a: int, b: int, peer: int) -> Wire:
-        return ThrottledWire(peer, self._groups[kind, a, b], self.device, None)
+        wire = ThrottledWire(peer, self._groups[kind, a, b], self.device, None)
+        wire.link = self._links[kind.split(" of ")[0], peer]  # of a direction of a hop, whichever the pipeline
+        return wire
 
 
 def goodput(mesh: Mesh, throttled: bool, megabits: int) -> float:
@@ -169,15 +183,25 @@ class Bench:
 
     def calibrate(self, wanted_s: dict[str, float]) -> None:
         """Make actions last as long as wanted, whatever the engine adds to the sleep."""
-        for block in self.model.blocks:
-            block.rest_s.update(wanted_s)
-        for _ in range(_CALIBRATIONS):
-            timeline = self.mesh.broadcast(self.run(build("1f1b", self.mesh.num_stages, self.num_microbatches)))
-            assert timeline is not None
-            measured = StageCosts.measured(timeline)
-            for k, block in enumerate(self.model.blocks):
-                block.rest_s["F"] += wanted_s["F"] - measured.forward_s[k]
-                block.rest_s["B"] += wanted_s["B"] - measured.backward_s[k]
+        schedule = build("1f1b", self.mesh.num_stages, self.num_microbatches)
+        calibrate(self.mesh, self.model, wanted_s, lambda: self.run(schedule))
+
+
+def calibrate(mesh: Mesh, model: Blocks, wanted_s: dict[str, float], run: Callable[[], Timeline | None]) -> None:
+    """Make actions last as long as wanted: seconds of a forward ``"F"`` and of a backward ``"B"``.
+
+    Args:
+        run: an iteration; on rank 0 what happened in it.
+    """
+    for block in model.blocks:
+        block.rest_s.update(wanted_s)
+    for _ in range(_CALIBRATIONS):
+        timeline = mesh.broadcast(run())
+        assert timeline is not None
+        measured = StageCosts.measured(timeline)
+        for k, block in enumerate(model.blocks):
+            block.rest_s["F"] += wanted_s["F"] - measured.forward_s[k]
+            block.rest_s["B"] += wanted_s["B"] - measured.backward_s[k]
 
 
 def work(options: argparse.Namespace) -> None:

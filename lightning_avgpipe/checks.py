@@ -233,11 +233,6 @@ def _one_model_only(running: pl.Trainer, num_pipelines: int) -> None:
                 f"{type(callback).__name__} averages the weights of one model, but num_pipelines={num_pipelines} "
                 "trains parallel ones, whose reference is an average already; remove it, or use num_pipelines=1"
             )
-        if getattr(callback, "one_pipeline_only", False):
-            raise ConfigurationError(
-                f"{type(callback).__name__} knows one pipeline only, and num_pipelines={num_pipelines}; remove it, or "
-                "use num_pipelines=1"
-            )
 
 
 def _weight_averaging() -> list[type]:

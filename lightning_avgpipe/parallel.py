@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -118,10 +119,16 @@ class ParallelModelsStrategy(StatefulStrategy):
         with _noticing(optimizer) as steps:
             result = super().optimizer_step(optimizer, run, model, **kwargs)
         if self._division is not None and self._division.ensemble is not None:
-            self._step_others(results, kwargs)
+            with self._recorded("step"):
+                self._step_others(results, kwargs)
             if steps:
-                self._division.ensemble.stepped(self._fed)
+                with self._recorded("averaging"):
+                    self._division.ensemble.stepped(self._fed)
         return result
+
+    def _recorded(self, kind: Literal["step", "averaging"]) -> AbstractContextManager[None]:
+        recorder = None if self._mesh is None else self._mesh.recorder
+        return contextlib.nullcontext() if recorder is None else recorder.activity(kind)
 
     def _step_others(self, results: list[Any], kwargs: dict[str, Any]) -> None:
         module, division, step_log = self.lightning_module, self._division, self._log

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import parallel_pipelines
 from benchmarks.engine import summary
 from benchmarks.schedules import table
+from lightning_avgpipe.schedule import Action, Span, Timeline, Transfer
 from tests.commands import ROOT, run
 
 
@@ -60,3 +63,56 @@ def test_the_engine_is_measured_beside_torchs_pipelining(tmp_path: Path) -> None
     sides = {row["side"] for row in found["free"]["rows"]}
     assert sides >= {"avgpipe afab", "avgpipe 1f1b", "torch gpipe", "torch 1f1b"}
     assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in found["free"]["seconds"].values())
+
+
+def test_time_is_lost_where_some_pipeline_could_have_gone_on() -> None:
+    f0, b0 = Action("F", 0), Action("B", 0)
+    spans = (
+        Span(0, f0, 0, 1), Span(0, f0, 1, 2, 1), Span(0, b0, 8, 10),
+        Span(1, f0, 3, 4), Span(1, b0, 4, 6), Span(1, f0, 6.5, 7.5, 1),
+    )  # fmt: skip
+    transfers = (
+        Transfer(0, "forward", 0, 1, 2, 2.25),
+        Transfer(0, "forward", 0, 2, 3, 5, 1),
+        Transfer(0, "backward", 0, 6, 7, 8),
+    )
+    # stage 0 waits for its gradient; stage 1 begins late with pipeline 0, which was there from 2.25 on, and with 1
+    assert parallel_pipelines.lost_s(Timeline(2, spans, transfers, (2, 2))) == 0.75 + 0.5
+
+
+def test_batches_per_second_stand_beside_the_simulated_ones() -> None:
+    row = {
+        "megabits": 100, "microbatches": 2, "advance": 0, "pipelines": 2, "bubble": 0.25, "lost": 0.01, "seconds": 0.5,
+        "simulated_s": 0.4, "batches_per_s": 4.0, "over_one": 1.3, "simulated_over_one": 1.4,
+    }  # fmt: skip
+    _, line = parallel_pipelines.table([row]).splitlines()
+    assert " ".join(line.split()) == "100 Mb 2 0 2 25.0% 1.0% 0.500 s 0.400 s +25.0% 4.00 1.30x 1.40x"
+
+
+def measure_parallel(folder: Path, *arguments: object) -> dict[str, Any]:
+    script, path = ROOT / "benchmarks" / "parallel_pipelines.py", folder / "parallel.json"
+    run(folder, script, "--quick", "--links", "throttled", "--limit-s", "90", "--json", path, *arguments)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_parallel_pipelines_are_measured_without_root(tmp_path: Path) -> None:
+    rows = measure_parallel(tmp_path, "--parts", "time", "--pictures", tmp_path / "pictures")["rows"]
+    assert [(row["microbatches"], row["pipelines"]) for row in rows] == [(2, 1), (2, 2), (4, 1), (4, 2)]
+    for row in rows:  # no action is shorter than its sleep, and none of them overlap on a stage
+        assert row["seconds"] > row["pipelines"] * row["microbatches"] * 0.015
+        assert len(row["rounds_s"]) == 2
+        assert 0 <= row["lost"] < 1
+        assert 0 < row["bubble"] < 1
+    assert len(list((tmp_path / "pictures").iterdir())) == 4
+
+
+@pytest.mark.slow
+def test_the_memory_of_parallel_pipelines_is_measured_on_every_rank(tmp_path: Path) -> None:
+    rows = measure_parallel(tmp_path, "--parts", "memory")["memory"]
+    assert [(row["rank"], row["pipelines"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    for one, two in zip(rows[::2], rows[1::2], strict=True):
+        assert two["models"] == 2 * one["models"]
+        assert two["peak"] > one["peak"] > 0
+        assert one["reference"] == 0 < two["reference"]

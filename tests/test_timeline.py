@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import threading
@@ -114,11 +115,12 @@ def actions(trace: dict[str, Any]) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event.get("cat") in ("forward", "backward")]
 
 
-def assert_complete(trace: dict[str, Any], num_stages: int, num_microbatches: int) -> None:
+def assert_complete(trace: dict[str, Any], num_stages: int, num_microbatches: int, num_pipelines: int = 1) -> None:
     """Every action once, and no two of a stage at the same time."""
+    wanted = [(f"{k}{i}", n) for k in "FB" for i in range(num_microbatches) for n in range(num_pipelines)]
     for stage in range(num_stages):
         here = sorted((e for e in actions(trace) if e["args"]["stage"] == stage), key=lambda e: e["ts"])
-        assert sorted(e["name"] for e in here) == sorted(f"{k}{i}" for k in "FB" for i in range(num_microbatches))
+        assert sorted((e["name"], e["args"]["pipeline"]) for e in here) == sorted(wanted)
         assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(here))
 
 
@@ -141,6 +143,28 @@ def test_a_trainer_writes_a_trace_and_a_picture_every_n_steps(tmp_path: Path) ->
     (events,) = (tmp_path / "tensorboard").rglob("events*")
     assert b"avgpipe/timeline" in events.read_bytes()
     assert runner.strategy.mesh.recorder is None
+
+
+def test_parallel_pipelines_are_recorded_together(tmp_path: Path) -> None:
+    callback = PipelineTimeline(every_n_steps=1, dirpath=tmp_path)
+    strategy = {"num_pipelines": 3, "num_microbatches": 4, "schedule": "1f1b"}
+    logger = CSVLogger(tmp_path, name="csv", version=0)
+    pipeline(2, 1, strategy, callbacks=[callback], logger=logger, max_epochs=1).fit(MLP(), loader(MLP, 40, 8))
+    whole = json.loads((tmp_path / "trace_step=000001.json").read_text())
+    assert_complete(whole, num_stages=2, num_microbatches=4, num_pipelines=3)
+    # of five batches two are left for the second iteration
+    assert_complete(json.loads((tmp_path / "trace_step=000002.json").read_text()), 2, 4, num_pipelines=2)
+    rows = build("1f1b", 2, 4).rows
+    for stage, n in itertools.product(range(2), range(3)):
+        lane = [e for e in actions(whole) if (e["args"]["stage"], e["args"]["pipeline"]) == (stage, n)]
+        assert [e["name"] for e in sorted(lane, key=lambda e: e["ts"])] == [str(action) for action in rows[stage]]
+        assert len({e["tid"] for e in lane}) == 1
+    (averaging,) = (event for event in whole["traceEvents"] if event.get("cat") == "averaging")
+    assert averaging["ts"] >= max(e["ts"] + e["dur"] for e in whole["traceEvents"] if e.get("cat") == "step")
+    with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
+        found = [row for row in csv.DictReader(file) if row["avgpipe/bubble_fraction"]]
+    assert len(found) == 2
+    assert all(0 <= float(row["avgpipe/bubble_fraction_simulated"]) < 1 for row in found)
 
 
 def test_accumulated_batches_are_recorded_once_per_step(tmp_path: Path) -> None:
@@ -190,6 +214,27 @@ def fit(rank: int, folder: Path) -> int:
     runner = pipeline(2, 2, {"num_microbatches": 4, "advance": 1}, callbacks=[callback], max_epochs=1)
     runner.fit(MLP(), loader(MLP, 32, 8), loader(MLP, 8, 8))
     return runner.global_step
+
+
+def fit_parallel(rank: int, folder: Path) -> int:
+    torch.set_num_threads(1)
+    callback = PipelineTimeline(every_n_steps=1, dirpath=folder)
+    strategy = {"num_pipelines": 2, "num_microbatches": 2}
+    runner = pipeline(2, 2, strategy, callbacks=[callback], max_epochs=1)
+    runner.fit(MLP(), loader(MLP, 32, 8))
+    return runner.global_step
+
+
+def test_messages_of_parallel_pipelines_are_told_apart(tmp_path: Path) -> None:
+    assert processes.results(processes.run(2, fit_parallel, tmp_path, folder=tmp_path)) == [2, 2]
+    for step in (1, 2):  # the channels of pipeline 1 are made in the first iteration
+        trace = json.loads((tmp_path / f"trace_step=00000{step}.json").read_text())
+        assert_complete(trace, num_stages=2, num_microbatches=2, num_pipelines=2)
+        messages = [e for e in trace["traceEvents"] if e.get("cat") == "transfer"]
+        assert sorted((e["name"], e["args"]["pipeline"]) for e in messages) == sorted(
+            (f"{kind}{i} sent", n) for kind in "FB" for i in range(2) for n in range(2)
+        )
+        assert len({e["tid"] for e in messages}) == 4
 
 
 def test_two_processes_write_one_trace_on_one_clock(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from lightning_avgpipe.runtime.recording import Recorder, assemble
 from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
 from lightning_avgpipe.schedule.trace import chrome_trace
 from lightning_avgpipe.strategy import AvgPipeStrategy
+from lightning_avgpipe.tuning.scaling import Loads
+from lightning_avgpipe.tuning.sharing import iteration_s
 
 __all__ = ["PipelineTimeline"]
 
@@ -31,7 +33,8 @@ class PipelineTimeline(Callback):
     and idleness, under it the messages that it sends. A TensorBoard logger gets the picture as ``avgpipe/timeline``.
     Every logger gets ``avgpipe/bubble_fraction``, the share of the devices' time without an action, and
     ``avgpipe/bubble_fraction_simulated``, that of a simulation with the measured times of actions and messages and
-    every stage on a device of its own: what is above it was lost to other things than the schedule.
+    every stage on a device of its own: what is above it was lost to other things than the schedule. Parallel pipelines
+    share the rows, in shades of their own.
 
     A recorded iteration is about as fast as any other. On CUDA it waits for the device at its begin and its end.
 
@@ -42,8 +45,6 @@ class PipelineTimeline(Callback):
     Raises:
         ConfigurationError: another strategy, no matplotlib, or a number that is none.
     """
-
-    one_pipeline_only = True
 
     def __init__(self, every_n_steps: int = 100, dirpath: str | Path | None = None) -> None:
         if every_n_steps < 1:
@@ -111,13 +112,13 @@ class PipelineTimeline(Callback):
         self._recorder = None
 
     def _publish(self, trainer: pl.Trainer, timeline: Timeline, clock_error_s: float) -> None:
-        simulated = simulate(timeline.schedule(), StageCosts.measured(timeline))
+        simulated_s, simulated_bubble = _simulated(timeline)
         measured = {
             "avgpipe/bubble_fraction": timeline.bubble_fraction,
-            "avgpipe/bubble_fraction_simulated": simulated.bubble_fraction,
+            "avgpipe/bubble_fraction_simulated": simulated_bubble,
         }
         step = trainer.global_step
-        figure = picture.draw(timeline, _title(step, timeline, simulated))
+        figure = picture.draw(timeline, _title(step, timeline, simulated_s, simulated_bubble))
         folder = Path(self._dirpath if self._dirpath is not None else Path(trainer.default_root_dir) / "timelines")
         if not folder.exists():
             rank_zero_info(f"timelines are written to {folder}")
@@ -136,9 +137,22 @@ def _mesh(trainer: pl.Trainer) -> Mesh:
     return trainer.strategy.mesh
 
 
-def _title(step: int, timeline: Timeline, simulated: Timeline) -> str:
+def _simulated(timeline: Timeline) -> tuple[float, float]:
+    """Seconds and idle share that the schedules cost with the measured times, every stage on a device of its own."""
+    costs, count = StageCosts.measured(timeline), timeline.num_pipelines
+    schedule = timeline.schedule()
+    if count == 1:
+        simulated = simulate(schedule, costs)
+        return simulated.iteration_s, simulated.bubble_fraction
+    stages = range(timeline.num_stages)
+    seconds = iteration_s(schedule, count, Loads.of(costs, count), stages, in_turns=True)
+    busy = count * schedule.num_microbatches * (sum(costs.forward_s) + sum(costs.backward_s))
+    return seconds, 1.0 - busy / (len(stages) * seconds) if seconds else 0.0
+
+
+def _title(step: int, timeline: Timeline, simulated_s: float, simulated_bubble: float) -> str:
     where = "" if len(timeline.rows) == timeline.num_stages else ", on a device per stage"
     return (
         f"step {step}: {timeline.iteration_s * 1e3:.4g} ms, idle {timeline.bubble_fraction:.1%} "
-        f"(simulated: {simulated.iteration_s * 1e3:.4g} ms, {simulated.bubble_fraction:.1%}{where})"
+        f"(simulated: {simulated_s * 1e3:.4g} ms, {simulated_bubble:.1%}{where})"
     )

@@ -77,7 +77,7 @@ class Lane:
         message = inbox.get() if inbox is not None else None
         k = self.stage.program.stage
         with (
-            _UNRECORDED if recorder is None else recorder.action(k, action),
+            _UNRECORDED if recorder is None else recorder.action(k, action, task.key.pipeline),
             _UNRECORDED if meter is None else meter.action(k, action),
         ):
             if action.kind == "F":

@@ -205,6 +205,7 @@ class Mesh:
             if self.world_size > 1:
                 self._make_hops(pipeline)
             self.wiring |= wire(self, pipeline, self._inbox, self._outbox)
+        self.record(self.recorder)
 
     def close(self, failed: bool = False) -> None:
         """Stop the channels and their threads; after a failure without waiting for peers, and for good."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -20,7 +20,7 @@ from lightning_avgpipe.schedule.timeline import peak_stash
 
 __all__ = ["Recorder", "Recording", "assemble"]
 
-_Message = tuple[str, int]  # name of the channel, as "forward 0", and the micro-batch
+_Message = tuple[str, int]  # name of the channel, as "forward 0 of pipeline 1", and the micro-batch
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Recorder:
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._clock = DeviceClock(device)
-        self._spans: list[tuple[int, Action, Moment, Moment]] = []
+        self._spans: list[tuple[int, Action, int, Moment, Moment]] = []
         self._activities: list[tuple[Literal["wait", "step", "averaging"], Moment, Moment, str]] = []
         self._sent: dict[_Message, tuple[Moment, Moment]] = {}
         self._arrived: dict[_Message, Moment] = {}
@@ -63,11 +63,11 @@ class Recorder:
         self._all_sent = threading.Condition()
 
     @contextlib.contextmanager
-    def action(self, stage: int, action: Action) -> Iterator[None]:
+    def action(self, stage: int, action: Action, pipeline: int = 0) -> Iterator[None]:
         """An action runs within this context."""
         begin = self._clock.now()
         yield
-        self._spans.append((stage, action, begin, self._clock.now()))
+        self._spans.append((stage, action, pipeline, begin, self._clock.now()))
 
     @contextlib.contextmanager
     def waiting(self, note: str) -> Iterator[None]:
@@ -118,7 +118,7 @@ class Recorder:
         return Recording(
             self._rank,
             clock,
-            tuple(Span(stage, action, at(begin), at(end)) for stage, action, begin, end in self._spans),
+            tuple(Span(stage, action, at(begin), at(end), n) for stage, action, n, begin, end in self._spans),
             tuple(Activity(self._rank, kind, at(begin), at(end), note) for kind, begin, end, note in self._activities),
             {message: (at(begin), at(end)) for message, (begin, end) in self._sent.items()},
             {message: at(moment) for message, moment in self._arrived.items()},
@@ -143,10 +143,8 @@ def assemble(recordings: Sequence[Recording], devices: Sequence[int]) -> Timelin
     arrived: dict[_Message, float] = {}
     for recording in recordings:
         shift = recording.clock.offset_s - zero
-        spans += [Span(s.stage, s.action, s.begin_s + shift, s.end_s + shift) for s in recording.spans]
-        activities += [
-            Activity(a.device, a.kind, a.begin_s + shift, a.end_s + shift, a.note) for a in recording.activities
-        ]
+        spans += [replace(s, begin_s=s.begin_s + shift, end_s=s.end_s + shift) for s in recording.spans]
+        activities += [replace(a, begin_s=a.begin_s + shift, end_s=a.end_s + shift) for a in recording.activities]
         sent |= {message: (begin + shift, end + shift) for message, (begin, end) in recording.sent.items()}
         arrived |= {message: moment + shift for message, moment in recording.arrived.items()}
     spans.sort(key=lambda span: (span.stage, span.end_s))
@@ -160,5 +158,7 @@ def _transfer(message: _Message, begin_s: float, end_s: float, arrival_s: float)
     """Sending ends before it is noticed that it did, and clocks are a little off: nothing arrives before it is sent."""
     channel, micro_batch = message
     direction: Literal["forward", "backward"] = "forward" if channel.startswith("forward") else "backward"
+    _, hop, *pipeline = channel.split()
+    number = int(pipeline[-1]) if pipeline else 0
     arrival_s = max(arrival_s, begin_s)
-    return Transfer(int(channel.split()[1]), direction, micro_batch, begin_s, min(end_s, arrival_s), arrival_s)
+    return Transfer(int(hop), direction, micro_batch, begin_s, min(end_s, arrival_s), arrival_s, number)

@@ -6,6 +6,8 @@
               ~~ ~~ ~~                  under it the messages that it sends, values above gradients
     stage 1 ...
 
+The actions of parallel pipelines are the lighter, the higher the pipeline's number.
+
 Needs matplotlib, which is asked for only when something is drawn.
 """
 
@@ -38,6 +40,7 @@ _DPI = 100
 _FONT_POINTS = 8.0
 # Of a row's height: the actions, then the messages forwards and backwards, then space.
 _ACTIONS, _FORWARD, _BACKWARD = (0.0, 0.62), (0.66, 0.12), (0.80, 0.12)
+_LIGHTEST = 0.7  # share of white
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
@@ -80,15 +83,17 @@ def draw(timeline: Timeline, title: str = "") -> Figure:
     axes.spines[["left", "right", "top"]].set_visible(False)
     kinds = set()
     for row, device in enumerate(timeline.rows):
-        for kind, lane, boxes in _boxes(timeline, device, end_s):
+        for kind, lane, boxes, colour in _boxes(timeline, device, end_s):
             if not boxes:
                 continue
             kinds.add(kind)
             ranges = [(begin / factor, (end - begin) / factor) for begin, end, _ in boxes]
             edges: Any = {"edgecolor": "white", "linewidth": 0.4} if lane is _ACTIONS and kind != "idle" else {}
-            bars = axes.broken_barh(ranges, (row + lane[0], lane[1]), facecolors=COLOURS[kind], **edges)
+            bars = axes.broken_barh(ranges, (row + lane[0], lane[1]), facecolors=colour, **edges)
             bars.set_gid(f"{kind} of row {row}")
     legend = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in kinds]
+    if timeline.num_pipelines > 1:
+        legend.append(Patch(alpha=0, label=f"{timeline.num_pipelines} pipelines, from dark to light"))
     axes.legend(
         handles=legend, ncols=len(legend), loc="upper center", bbox_to_anchor=(0.5, -0.84 / height), frameon=False
     )
@@ -117,32 +122,39 @@ def pixels(figure: Figure) -> Any:
 _Boxes = list[tuple[float, float, str]]
 
 
-def _boxes(timeline: Timeline, device: int, end_s: float) -> Iterator[tuple[str, tuple[float, float], _Boxes]]:
-    """Kind, lane and boxes (begin, end, label) of one row, in the order in which they are painted."""
+def _boxes(timeline: Timeline, device: int, end_s: float) -> Iterator[tuple[str, tuple[float, float], _Boxes, str]]:
+    """Kind, lane, boxes (begin, end, label) and colour in one row, in the order in which they are painted."""
     zero = timeline.begin_s
     stages = timeline.stages_of(device)
-    yield "idle", _ACTIONS, [(0.0, end_s, "")]
+    yield "idle", _ACTIONS, [(0.0, end_s, "")], COLOURS["idle"]
+    prefix = "" if len(stages) == 1 else "{}."
     for kind, letter in (("forward", "F"), ("backward", "B")):
-        spans = [span for span in timeline.spans if span.stage in stages and span.action.kind == letter]
-        prefix = "" if len(stages) == 1 else "{}."
-        yield (
-            kind,
-            _ACTIONS,
-            [(s.begin_s - zero, s.end_s - zero, prefix.format(s.stage) + str(s.action.micro_batch)) for s in spans],
-        )
+        for n in range(timeline.num_pipelines):
+            found = [s for s in timeline.spans if s.stage in stages and (s.action.kind, s.pipeline) == (letter, n)]
+            boxes = [
+                (s.begin_s - zero, s.end_s - zero, prefix.format(s.stage) + str(s.action.micro_batch)) for s in found
+            ]
+            yield kind, _ACTIONS, boxes, _lighter(COLOURS[kind], _LIGHTEST * n / timeline.num_pipelines)
     for kind in ("step", "averaging"):
         activities = [a for a in timeline.activities if (a.device, a.kind) == (device, kind)]
-        yield kind, _ACTIONS, [(a.begin_s - zero, a.end_s - zero, "") for a in activities]
+        yield kind, _ACTIONS, [(a.begin_s - zero, a.end_s - zero, "") for a in activities], COLOURS[kind]
     for direction, lane in (("forward", _FORWARD), ("backward", _BACKWARD)):
         sent = [t for t in timeline.transfers if t.source in stages and t.direction == direction]
-        yield "transfer", lane, [(t.begin_s - zero, t.arrival_s - zero, "") for t in sent if t.arrival_s > t.begin_s]
+        boxes = [(t.begin_s - zero, t.arrival_s - zero, "") for t in sent if t.arrival_s > t.begin_s]
+        yield "transfer", lane, boxes, COLOURS["transfer"]
+
+
+def _lighter(colour: str, share: float) -> str:
+    """A colour mixed with a share of white, 0..1."""
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(c + share * (255 - c)):02x}" for c in channels)
 
 
 def _write_numbers(axes: Axes, timeline: Timeline, device: int, row: int, factor: float) -> None:
     """Write the micro-batch into every action that is wide enough."""
     (left, _), (right, _) = axes.transData.transform([(0, 0), (1, 0)])
     pixels_per_unit = right - left
-    for _, lane, boxes in _boxes(timeline, device, 0.0):
+    for _, lane, boxes, _ in _boxes(timeline, device, 0.0):
         for begin, end, label in boxes if lane is _ACTIONS else ():
             needed = (len(label) + 0.5) * 0.62 * _FONT_POINTS * _DPI / 72
             if label and (end - begin) / factor * pixels_per_unit >= needed:

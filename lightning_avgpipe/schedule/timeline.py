@@ -14,12 +14,13 @@ __all__ = ["Activity", "Span", "Timeline", "Transfer", "peak_stash"]
 
 @dataclass(frozen=True)
 class Span:
-    """One action of one stage, from ``begin_s`` to ``end_s``."""
+    """One action of one stage of a pipeline, from ``begin_s`` to ``end_s``."""
 
     stage: int
     action: Action
     begin_s: float
     end_s: float
+    pipeline: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Transfer:
     begin_s: float
     end_s: float
     arrival_s: float
+    pipeline: int = 0
 
     @property
     def source(self) -> int:
@@ -71,7 +73,7 @@ class Timeline:
         num_stages: K.
         spans: every action, in the order of their ends per stage.
         transfers: every message between devices.
-        peak_stash: largest number of stashed micro-batches, shape ``(K,)``.
+        peak_stash: largest number of stashed micro-batches, of all pipelines together, shape ``(K,)``.
         activities: everything else; none in a simulation.
         devices: the device of each stage, shape ``(K,)``; default: stage k on device k.
     """
@@ -113,11 +115,17 @@ class Timeline:
         total = len(self.rows) * self.iteration_s
         return 1.0 - busy / total if total else 0.0
 
-    def schedule(self) -> Schedule:
-        """The order in which the actions began."""
-        ordered = sorted(self.spans, key=lambda span: (span.begin_s, span.end_s))
+    @cached_property
+    def num_pipelines(self) -> int:
+        """N."""
+        return 1 + max((span.pipeline for span in self.spans), default=0)
+
+    def schedule(self, pipeline: int = 0) -> Schedule:
+        """The order in which the actions of a pipeline began."""
+        here = (span for span in self.spans if span.pipeline == pipeline)
+        ordered = sorted(here, key=lambda span: (span.begin_s, span.end_s))
         rows = tuple(tuple(span.action for span in ordered if span.stage == k) for k in range(self.num_stages))
-        count = 1 + max((span.action.micro_batch for span in self.spans), default=0)
+        count = 1 + max((span.action.micro_batch for span in ordered), default=0)
         return Schedule("recorded", self.num_stages, count, rows)
 
 

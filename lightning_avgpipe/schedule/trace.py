@@ -11,10 +11,13 @@ __all__ = ["chrome_trace"]
 
 _MICROSECONDS = 1e6
 _KINDS = {"F": "forward", "B": "backward"}
+# Tracks in their order: of each lane, and of each device.
+_OF_LANES = {"action": "stage", "forward": "sends forward from stage", "backward": "sends backward from stage"}
+_OF_DEVICES = ("wait", "step", "averaging")
 
 
 def chrome_trace(timeline: Timeline, **notes: Any) -> dict[str, Any]:
-    """A timeline in the trace event format: one process per device, in it one track per stage, link and activity.
+    """A timeline in the trace event format: one process per device, in it one track per lane, link and activity.
 
     Args:
         timeline: simulated or recorded; its first action begins at 0.
@@ -34,29 +37,30 @@ def _tracks(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield _meta("process_name", device, 0, name=f"device {device} (stage {stages})")
         yield _meta("process_sort_index", device, 0, sort_index=row)
         for stage in timeline.stages_of(device):
-            yield _meta("thread_name", device, _track(timeline, f"stage {stage}"), name=f"stage {stage}")
-            for direction in ("forward", "backward"):
-                name = f"sends {direction} from stage {stage}"
-                yield _meta("thread_name", device, _track(timeline, name), name=name)
-        for kind in ("wait", "step", "averaging"):
-            yield _meta("thread_name", device, _track(timeline, kind), name=kind)
+            for n in range(timeline.num_pipelines):
+                for kind, what in _OF_LANES.items():
+                    name = f"{what} {stage}" + (f" of pipeline {n}" if n else "")
+                    yield _meta("thread_name", device, _track(timeline, kind, stage, n), name=name)
+        for activity in _OF_DEVICES:
+            yield _meta("thread_name", device, _track(timeline, activity), name=activity)
 
 
 def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for span in timeline.spans:
         device = timeline.devices[span.stage]
-        track = _track(timeline, f"stage {span.stage}")
-        about = {"stage": span.stage, "micro_batch": span.action.micro_batch}
+        track = _track(timeline, "action", span.stage, span.pipeline)
+        about = {"stage": span.stage, "micro_batch": span.action.micro_batch, "pipeline": span.pipeline}
         yield _event(timeline, str(span.action), _KINDS[span.action.kind], device, track, span, about)
 
 
 def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for transfer in timeline.transfers:
         device = timeline.devices[transfer.source]
-        track = _track(timeline, f"sends {transfer.direction} from stage {transfer.source}")
+        track = _track(timeline, transfer.direction, transfer.source, transfer.pipeline)
         about = {
             "hop": transfer.hop,
             "micro_batch": transfer.micro_batch,
+            "pipeline": transfer.pipeline,
             "arrival_us": (transfer.arrival_s - timeline.begin_s) * _MICROSECONDS,
         }
         yield _event(timeline, f"{transfer.action} sent", "transfer", device, track, transfer, about)
@@ -69,14 +73,12 @@ def _activities(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield _event(timeline, activity.kind, activity.kind, activity.device, track, activity, about)
 
 
-def _track(timeline: Timeline, name: str) -> int:
+def _track(timeline: Timeline, kind: str, stage: int = 0, pipeline: int = 0) -> int:
     """A number for each track of a process; the viewers sort by it: stages, links, activities."""
-    last = name.rsplit(" ", 1)[-1]
-    if name.startswith("stage"):
-        return 1 + int(last)
-    if name.startswith("sends"):
-        return 1 + timeline.num_stages * (1 if "forward" in name else 2) + int(last)
-    return 1 + 3 * timeline.num_stages + ("wait", "step", "averaging").index(name)
+    lanes = timeline.num_stages * timeline.num_pipelines
+    if kind in _OF_LANES:
+        return 1 + list(_OF_LANES).index(kind) * lanes + stage * timeline.num_pipelines + pipeline
+    return 1 + len(_OF_LANES) * lanes + _OF_DEVICES.index(kind)
 
 
 def _event(

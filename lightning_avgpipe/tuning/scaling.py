@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_avgpipe.schedule import StageCosts
 from lightning_avgpipe.tuning.profile import Curve, Profile, StageProfile
 from lightning_avgpipe.tuning.setting import Setting
 
@@ -49,6 +50,22 @@ class Loads:
     gradients_s: tuple[float, ...]
     latency_s: tuple[tuple[float, float], ...]
     update_s: float
+
+    @classmethod
+    def of(cls, costs: StageCosts, num_pipelines: int) -> Loads:
+        """Actions that have a device for themselves, as N pipelines in turns; nothing at the end of an iteration."""
+
+        def load(seconds: float) -> Load:
+            return Load(seconds, num_pipelines * seconds, seconds, Curve.constant(seconds, 1.0))
+
+        return cls(
+            tuple(map(load, costs.forward_s)),
+            tuple(map(load, costs.backward_s)),
+            tuple(costs.send_forward_s),
+            tuple(costs.send_backward_s),
+            tuple((latency_s, latency_s) for latency_s in costs.latency_s),
+            0.0,
+        )
 
 
 def loads_at(profile: Profile, setting: Setting) -> Loads:

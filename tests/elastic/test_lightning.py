@@ -268,10 +268,6 @@ def test_a_learning_rate_finder_leaves_the_weights_as_they_were() -> None:
 def test_what_knows_one_model_only_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="StochasticWeightAveraging averages the weights of one model"):
         train(MLP(), loader(MLP, 16, 8), trainer={"callbacks": [StochasticWeightAveraging(0.1)]})
-    from lightning_avgpipe.callbacks import PipelineTimeline
-
-    with pytest.raises(ConfigurationError, match="PipelineTimeline knows one pipeline only"):
-        train(MLP(), loader(MLP, 16, 8), trainer={"callbacks": [PipelineTimeline()]})
 
     class Outside(MLP):
         def configure_optimizers(self) -> Any:

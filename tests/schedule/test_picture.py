@@ -124,6 +124,27 @@ def test_stages_of_a_device_share_a_row_and_optimizer_and_averaging_have_colours
     assert {"0.0", "2.0", "0"} == {text.get_text() for text in axes.texts}
 
 
+def test_actions_of_later_pipelines_are_lighter_and_have_tracks_of_their_own() -> None:
+    spans = [Span(0, Action(kind, 0), 2 * n + i, 2 * n + i + 1, n) for n in range(3) for i, kind in enumerate("FB")]
+    transfers = (Transfer(0, "forward", 0, 1, 1.5, 2), Transfer(0, "forward", 0, 3, 3.5, 4, 1))
+    timeline = Timeline(1, tuple(spans), transfers, (1,))
+    figure = picture.draw(timeline)
+    image = picture.pixels(figure)
+    for i, kind in enumerate(("forward", "backward")):
+        shades = [colour_at(image, figure, 2 * n + i + 0.5, 0.08) for n in range(3)]
+        assert shades[0] == picture.COLOURS[kind]
+        brightness = [sum(int(shade[c : c + 2], 16) for c in (1, 3, 5)) for shade in shades]
+        assert brightness[0] < brightness[1] < brightness[2]
+    assert "3 pipelines, from dark to light" in {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
+    events = chrome_trace(timeline)["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    shown = [(e["name"], names[e["tid"]]) for e in events if e["ph"] == "X" and e["args"]["pipeline"] == 1]
+    lane = "stage 0 of pipeline 1"
+    assert shown == [("F0", lane), ("B0", lane), ("F0 sent", f"sends forward from {lane}")]
+    assert len(names) == len(set(names.values())) == 3 * 3 + 3
+    assert [str(action) for action in timeline.schedule(2)[0]] == ["F0", "B0"]
+
+
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'lightning_avgpipe\[pictures\]'"):

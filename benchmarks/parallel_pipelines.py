@@ -1,0 +1,487 @@
+"""Do parallel pipelines fill each other's bubbles? Batches per second and memory of N = 1, 2, 3 pipelines.
+
+    python benchmarks/parallel_pipelines.py                     # about three minutes on two cores; links need root
+    python benchmarks/parallel_pipelines.py --json parallel.json --pictures timelines
+    python benchmarks/parallel_pipelines.py --compute real      # a transformer, whose arithmetic needs two idle cores
+
+Two stages in two processes, joined by a link of a limited rate in each direction. An iteration is what the strategy
+runs: N batches of M micro-batches through the executor, N optimizer steps, one averaging. All N take turns in the same
+processes, round by round, and a ratio is the median of the ratios of the rounds. As in ``schedules.py``, compute is a
+sleep that releases the core, so that time shows the schedule, and links are network namespaces or senders that sleep.
+
+Beside it stands what the tuner's simulator makes of the times that one pipeline took: of actions and steps, and of a
+message of that size on the link. ``lost`` is the share of the iteration in which a device had nothing to do although
+the input of some action was there: what the executor wastes. With one pipeline's iteration of T seconds, in which
+the busiest stage works for W, N of them take T + (N-1) W at best where nothing but the ramps is idle: with a bubble of
+a third, two pipelines are 1.2 times as fast as one, and three 1.29 times.
+
+Memory: resident megabytes of each process above what it held before the model was built, at the peak of two iterations
+of a transformer with AdamW, beside what is counted: N (weights + gradients + optimizer states) + N (stash) + reference
++ working memory, which is what the step (a copy of the weights) or the averaging (three) needs on its way. The stash is
+gone by then, so that the sum is an upper bound, up to what the allocator keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import network
+from benchmarks.memory import MIB, Resident
+from benchmarks.models import SIZES, LanguageModel, Size, example, make_model
+from benchmarks.processes import launch
+from benchmarks.schedules import Blocks, ThrottledMesh, calibrate, goodput
+from lightning_avgpipe.division import Division
+from lightning_avgpipe.partition import Link
+from lightning_avgpipe.runtime.accounting import Holding, HostMeter
+from lightning_avgpipe.runtime.mesh import Mesh
+from lightning_avgpipe.runtime.pipeline import run_together
+from lightning_avgpipe.runtime.planner import Planner
+from lightning_avgpipe.runtime.randomness import RandomKey
+from lightning_avgpipe.runtime.recording import Recorder, assemble
+from lightning_avgpipe.runtime.stage import Task
+from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, smallest_sufficient_advance
+from lightning_avgpipe.tuning import Curve, Device, HopProfile, Profile, Setting, Simulator, StageMemory, StageProfile
+from lightning_avgpipe.tuning.memory import memory_at
+
+NUM_STAGES = 2
+STEP = "training_step"
+PARTS = ["time", "memory"]
+_TIMEOUT = timedelta(minutes=3)
+_NO_MEMORY = StageMemory(0, 0, 0, 0)
+_MEASURED_SIZE = Size(width=384, layers=8, samples=2, length=64)  # of the model whose memory is measured
+_MEASURED_MICROBATCHES = 4
+# Copies of the weights on the way: what AdamW divides by; and drift, mean and the new weights of a model.
+_STEPPING, _AVERAGING = 1, 3
+_FLOAT_BYTES = 4
+
+
+# -- one process per stage -------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Trains parallel models as the strategy does, without a trainer around it.
+
+    Args:
+        mesh: open.
+        model: the same on every rank; its step takes what ``args`` has.
+        args: of one micro-batch; all micro-batches are alike.
+        split_point: unit at which the last stage begins.
+    """
+
+    def __init__(self, mesh: Mesh, model: nn.Module, args: Sequence[Any], split_point: str) -> None:
+        self.mesh = mesh
+        self.model = model
+        self.args = args
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.division = Division(model, mesh, Planner(model, NUM_STAGES, [split_point]), lambda: [self.optimizer])
+        self.division.prepare(STEP, self._step, args, True, build("1f1b", NUM_STAGES, 1))
+        self.pipelines = self.division.parallel(1)
+        self.iterations = 0
+
+    def _step(self, *args: Any) -> Any:
+        return self.model.training_step(*args)  # type: ignore[operator]
+
+    @property
+    def message_bytes(self) -> int:
+        """Of the values of a micro-batch, and of their gradients."""
+        assert self.division.plan is not None
+        return self.division.plan.stages[0].boundary_bytes
+
+    def resize(self, num_pipelines: int) -> None:
+        """Have so many pipelines from now on."""
+        self.pipelines = self.division.parallel(num_pipelines)
+
+    def iterate(self, schedule: Schedule) -> None:
+        """A batch for each pipeline, their optimizers' steps, and the averaging."""
+        self.iterations += 1
+        count, ensemble = len(self.pipelines), self.division.ensemble
+        self.optimizer.zero_grad()
+        if ensemble is not None:
+            ensemble.clear_gradients()
+        tasks = [
+            Task(
+                lambda i, *args: self._step(*args),
+                [self.args] * schedule.num_microbatches,
+                lambda i, loss: loss / schedule.num_microbatches,
+                RandomKey(0, self.iterations, n),
+            )
+            for n in range(count)
+        ]
+        run_together(self.pipelines, STEP, [schedule] * count, tasks)
+        self.division.sum_copied_gradients()
+        with self._recorded("step"):
+            if ensemble is not None:
+                ensemble.place(0)
+                ensemble.follow_optimizers()
+            self.optimizer.step()
+            for n in range(1, count):
+                assert ensemble is not None
+                for made in ensemble.optimizers(n):
+                    made.step()
+        if ensemble is not None:
+            with self._recorded("averaging"):
+                ensemble.stepped(count)
+
+    def _recorded(self, kind: Literal["step", "averaging"]) -> contextlib.AbstractContextManager[None]:
+        recorder = self.mesh.recorder
+        return contextlib.nullcontext() if recorder is None else recorder.activity(kind)
+
+    def record(self, schedule: Schedule) -> Timeline | None:
+        """One iteration; on rank 0 what happened in it."""
+        mesh = self.mesh
+        recorder = Recorder(mesh.rank, mesh.device)
+        mesh.record(recorder)
+        mesh.barrier()
+        self.iterate(schedule)
+        mesh.record(None)
+        recordings = mesh.gather_objects(recorder.finish(mesh.clock(), mesh.timeout.total_seconds()))
+        return None if mesh.rank else assemble(recordings, [mesh.rank_of(k) for k in range(mesh.num_stages)])
+
+    def seconds(self, schedule: Schedule, iterations: int) -> float:
+        """Of an iteration, until the last process is done; on rank 0."""
+        self.mesh.barrier()
+        begin = time.perf_counter()
+        for _ in range(iterations):
+            self.iterate(schedule)
+        return max(self.mesh.gather_objects(time.perf_counter() - begin)) / iterations
+
+
+def make_bench(mesh: Mesh, options: argparse.Namespace) -> Bench:
+    """The model of a run, ready to train."""
+    if options.compute == "real":
+        return transformer(mesh, SIZES[options.size])
+    model = Blocks(NUM_STAGES, max(1, options.message_bytes // _FLOAT_BYTES))
+    return Bench(mesh, model, (torch.ones(1, 1),), "blocks.1")
+
+
+def transformer(mesh: Mesh, size: Size) -> Bench:
+    model: LanguageModel = make_model(size)
+    return Bench(mesh, model, (example(size, 1), 0), f"blocks.{size.layers // 2}")
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+def measure_time(mesh: Mesh, options: argparse.Namespace, rate: float) -> list[dict[str, Any]]:
+    """A row for each M and N; on ranks other than 0 none."""
+    bench = make_bench(mesh, options)
+    if options.compute == "sleep":
+        wanted = {"F": options.forward_ms / 1e3, "B": options.backward_ms / 1e3}
+        assert isinstance(bench.model, Blocks)
+        calibrate(mesh, bench.model, wanted, lambda: bench.record(build("1f1b", NUM_STAGES, 4)))
+    rows: list[dict[str, Any]] = []
+    for num_microbatches in options.microbatches:
+        rows += measure_setting(bench, options, num_microbatches, rate)
+    return rows
+
+
+def measure_setting(
+    bench: Bench, options: argparse.Namespace, num_microbatches: int, rate: float
+) -> list[dict[str, Any]]:
+    """A row for each N at one M, with the advance that is best for one pipeline."""
+    mesh, message_s = bench.mesh, bench.message_bytes / rate
+    found = mesh.broadcast(bench.record(build("1f1b", NUM_STAGES, num_microbatches)))
+    assert found is not None
+    advance = smallest_sufficient_advance(NUM_STAGES, num_microbatches, costs_of([found], message_s))
+    schedule = build("advance_forward", NUM_STAGES, num_microbatches, advance)
+    counts = list(options.pipelines)
+    seconds: dict[int, list[float]] = {n: [] for n in counts}
+    timelines: dict[int, list[Timeline]] = {n: [] for n in counts}
+    iterations = max(1, options.actions // num_microbatches)
+    for i in range(options.rounds):
+        for n in counts[i % len(counts) :] + counts[: i % len(counts)]:
+            bench.resize(n)
+            timeline = bench.record(schedule)
+            seconds[n].append(bench.seconds(schedule, iterations))
+            if timeline is not None:
+                timelines[n].append(timeline)
+    bench.resize(1)
+    if mesh.rank:
+        return []
+    first = counts[0]
+    costs, setting = costs_of(timelines[first], message_s), Setting(num_microbatches, 1, advance)
+    profile = profile_of(costs, bench.message_bytes, rate, timelines[counts[-1]], setting)
+    if options.pictures is not None:
+        draw(timelines, options.pictures, f"{options.megabits[0]} Mbit per s, {num_microbatches} micro-batches")
+    predicted = {n: Simulator().predict(profile, Setting(num_microbatches, n, advance)).iteration_s for n in counts}
+    return [
+        {
+            "microbatches": num_microbatches, "pipelines": n, "advance": advance,
+            "seconds": statistics.median(seconds[n]),
+            "batches_per_s": n / statistics.median(seconds[n]),
+            "over_one": statistics.median(n / first * a / b for a, b in zip(seconds[first], seconds[n], strict=True)),
+            "bubble": statistics.median(t.bubble_fraction for t in timelines[n]),
+            "lost": statistics.median(lost_s(t) / (len(t.rows) * t.iteration_s) for t in timelines[n]),
+            "simulated_s": predicted[n],
+            "simulated_over_one": n / first * predicted[first] / predicted[n],
+            "rounds_s": [round(s, 5) for s in seconds[n]],
+            "costs": {"forward_s": costs.forward_s, "backward_s": costs.backward_s, "message_s": message_s,
+                      "latency_s": costs.latency_s[0]},
+        }
+        for n in counts
+    ]  # fmt: skip
+
+
+def costs_of(timelines: Sequence[Timeline], message_s: float) -> StageCosts:
+    """Of one pipeline: medians of actions; a message occupies the link for as long as its bytes take.
+
+    The sending end cannot tell, as it is done when the system has a copy. What the quickest message took beyond that is
+    latency; others have waited for each other.
+    """
+    measured = [StageCosts.measured(timeline) for timeline in timelines]
+    stages = range(NUM_STAGES)
+    latency_s = max(0.0, min(t.arrival_s - t.begin_s for found in timelines for t in found.transfers) - message_s)
+    return StageCosts(
+        [statistics.median(costs.forward_s[k] for costs in measured) for k in stages],
+        [statistics.median(costs.backward_s[k] for costs in measured) for k in stages],
+        [message_s], [message_s], [latency_s],
+    )  # fmt: skip
+
+
+def profile_of(
+    costs: StageCosts, message_bytes: int, rate: float, timelines: Sequence[Timeline], setting: Setting
+) -> Profile:
+    """What the tuner would know; steps and averagings are those of the timelines' pipelines, divided among them."""
+
+    def update_s(stage: int, kind: str) -> float:
+        rank = NUM_STAGES - 1 - stage
+        return statistics.median(
+            sum(a.end_s - a.begin_s for a in t.activities if (a.device, a.kind) == (rank, kind)) / t.num_pipelines
+            for t in timelines
+        )
+
+    stages = tuple(
+        StageProfile(
+            Curve.constant(costs.forward_s[k], 1.0), Curve.constant(costs.backward_s[k], 1.0), _NO_MEMORY,
+            step_s=update_s(k, "step"), averaging_s=update_s(k, "averaging"),
+        )
+        for k in range(NUM_STAGES)
+    )  # fmt: skip
+    link = Link(1 / rate, costs.latency_s[0])
+    hop = HopProfile(message_bytes, message_bytes, link, link)
+    count = setting.num_microbatches
+    return Profile(count, 1, count, stages, (hop,), Device("process", 0, in_turns=True))
+
+
+def lost_s(timeline: Timeline) -> float:
+    """Seconds, of all devices, in which none of a device's actions ran although the input of one was there."""
+    arrivals = {
+        (t.hop + (t.direction == "forward"), t.pipeline, t.action): t.arrival_s for t in timeline.transfers
+    }  # receiving stage, pipeline, action
+    total = 0.0
+    for device in timeline.rows:
+        here = sorted((s for s in timeline.spans if s.stage in timeline.stages_of(device)), key=lambda s: s.begin_s)
+        ready: list[tuple[float, float]] = []  # from when on each action could have run, until it did
+        for lane in {(s.stage, s.pipeline) for s in here}:
+            before = timeline.begin_s
+            for span in (s for s in here if (s.stage, s.pipeline) == lane):
+                ready.append((max(before, arrivals.get((*lane, span.action), before)), span.begin_s))
+                before = span.end_s
+        pauses = itertools.pairwise([(timeline.begin_s, timeline.begin_s), *((s.begin_s, s.end_s) for s in here)])
+        for (_, left), (right, _) in pauses:
+            since = min((begin for begin, end in ready if begin < right and end >= right), default=right)
+            total += max(0.0, right - max(left, since))
+    return total
+
+
+def draw(timelines: dict[int, list[Timeline]], folder: Path, about: str) -> None:
+    """A picture of an iteration of each N."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for n, found in timelines.items():
+        title = f"{about}, {n} pipeline{'s' * (n > 1)}: idle {found[-1].bubble_fraction:.0%}"
+        name = f"{about}, {n} pipelines".replace(", ", "_").replace(" ", "-")
+        picture.save(picture.draw(found[-1], title), folder / f"{name}.png")
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def measure_memory(mesh: Mesh, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each rank and N; on ranks other than 0 only some of them."""
+    torch.nn.functional.linear(torch.randn(8, 8), torch.randn(8, 8))  # libraries are loaded before the first reading
+    above = Resident()
+    size, num_microbatches = SIZES["small"] if options.quick else _MEASURED_SIZE, _MEASURED_MICROBATCHES
+    bench = transformer(mesh, size)
+    schedule = build("1f1b", NUM_STAGES, num_microbatches)
+    peaks = {}
+    for n in sorted(options.pipelines):  # memory that was freed stays with the process
+        bench.resize(n)
+        before, resident = above.now(), Resident()
+        for _ in range(2):
+            bench.iterate(schedule)
+        peaks[n] = before + resident.peak()
+    above.peak()
+    bench.resize(1)
+    (stage,) = mesh.stages
+    model, stash = counted(bench, schedule)
+    weights = sum(p.nbytes for p in bench.model.parameters() if not p.is_meta)
+    stashed = Setting(num_microbatches).stash(NUM_STAGES)[stage]
+    # the averaging takes the place of the step: it needs what that needed, and more
+    held = (_STEPPING * weights, model, (1 + _AVERAGING - _STEPPING) * weights)
+    memory = StageMemory(*held, activations=round(stash * num_microbatches / stashed))
+    profile = Profile(
+        num_microbatches, 1, num_microbatches,
+        tuple(StageProfile(Curve.constant(0, 1), Curve.constant(0, 1), memory) for _ in range(NUM_STAGES)),
+        (HopProfile(0, 0),), Device("process", 0),
+    )  # fmt: skip
+    rows = []
+    for n, peak in peaks.items():
+        needed = memory_at(profile, Setting(num_microbatches, n))[stage]
+        reference = weights if n > 1 else 0
+        rows.append(
+            {
+                "rank": mesh.rank, "stage": stage, "pipelines": n, "peak": peak, "formula": needed.total / MIB,
+                "models": needed.models / MIB, "stash": needed.stash / MIB, "reference": reference / MIB,
+                "working": (needed.fixed - reference) / MIB,
+            }
+        )  # fmt: skip
+    return list(itertools.chain.from_iterable(mesh.gather_objects(rows)))
+
+
+def counted(bench: Bench, schedule: Schedule) -> tuple[int, int]:
+    """Bytes of one pipeline on this process: what it trains and trains with, and the most that is stashed."""
+    tensors = [p for p in bench.model.parameters() if not p.is_meta]
+    states = [v for p in tensors for v in bench.optimizer.state[p].values() if isinstance(v, torch.Tensor)]
+    batch = [t for part in bench.args if isinstance(part, tuple) for t in part]
+    bench.mesh.meter = meter = HostMeter([*tensors, *bench.model.buffers(), *batch])
+    bench.iterate(schedule)
+    bench.mesh.meter = None
+    (stage,) = bench.mesh.stages
+    stash = meter.finish({stage: Holding(0)})[stage].peak
+    return 2 * sum(p.nbytes for p in tensors) + sum(s.nbytes for s in states), stash
+
+
+# -- the processes ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def connected(options: argparse.Namespace) -> Iterator[tuple[Mesh, float]]:
+    """The mesh of a process, and bytes per second of its links."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    throttled = options.links == "throttled" and options.parts == ["time"]
+    kind = ThrottledMesh if throttled else Mesh
+    mesh = kind(NUM_STAGES, dist.get_rank(), NUM_STAGES, torch.device("cpu"), _TIMEOUT)
+    mesh.open()
+    rate = goodput(mesh, throttled, options.megabits[0]) if options.parts == ["time"] else 0.0
+    yield mesh, rate
+    mesh.barrier()
+    mesh.close()
+    dist.destroy_process_group()
+
+
+def work(options: argparse.Namespace) -> None:
+    """What each process does; rank 0 writes the results."""
+    with connected(options) as (mesh, rate):
+        measured = measure_time(mesh, options, rate) if options.parts == ["time"] else measure_memory(mesh, options)
+        if mesh.rank == 0:
+            options.result.write_text(json.dumps(measured))
+
+
+# -- the parent ------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line per measurement of time."""
+    lines = ["   link    M  h  N   idle  lost  iteration  simulated   error  batches/s  over N=1  simulated"]
+    for row in rows:
+        lines.append(
+            f"{row['megabits']:5d} Mb {row['microbatches']:3d} {row['advance']:2d} {row['pipelines']:2d}  "
+            f"{row['bubble']:5.1%} {row['lost']:5.1%} {row['seconds']:8.3f} s {row['simulated_s']:8.3f} s "
+            f"{row['seconds'] / row['simulated_s'] - 1:+7.1%} {row['batches_per_s']:10.2f} {row['over_one']:8.2f}x "
+            f"{row['simulated_over_one']:9.2f}x"
+        )
+    return "\n".join(lines)
+
+
+def memory_table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line per measurement of memory, in MiB."""
+    lines = ["rank stage  N   models    stash  reference  working  formula  resident  of the formula"]
+    for row in rows:
+        numbers = (row[name] for name in ("models", "stash", "reference", "working", "formula", "peak"))
+        widths = (8, 8, 10, 8, 8, 9)
+        parts = " ".join(f"{number:{width}.1f}" for number, width in zip(numbers, widths, strict=True))
+        ratio = f"{row['peak'] / row['formula']:15.2f}"
+        lines.append(f"{row['rank']:4d} {row['stage']:5d} {row['pipelines']:2d} {parts} {ratio}")
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    result.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS, help="what to measure")
+    result.add_argument("--pipelines", type=int, nargs="+", default=[1, 2, 3], help="N; ratios are against the first")
+    result.add_argument("--microbatches", type=int, nargs="+", default=[2, 16], help="M of each batch")
+    result.add_argument("--megabits", type=int, nargs="+", default=[100, 1000], help="per second, of the links")
+    result.add_argument("--compute", choices=["sleep", "real"], default="sleep")
+    result.add_argument("--forward-ms", type=float, default=20.0, help="of a sleep")
+    result.add_argument("--backward-ms", type=float, default=40.0, help="of a sleep")
+    result.add_argument("--message-bytes", type=int, default=500_000, help="of a micro-batch, with sleeps")
+    result.add_argument("--size", choices=list(SIZES), default="large", help="of the transformer")
+    result.add_argument("--rounds", type=int, default=3, help="of all N; medians count")
+    result.add_argument("--actions", type=int, default=4, help="micro-batches of a round's iterations, at least one")
+    result.add_argument("--links", choices=["auto", "namespaces", "throttled"], default="auto")
+    result.add_argument("--quick", action="store_true", help="two N, one link, short sleeps and few rounds")
+    result.add_argument("--limit-s", type=float, default=600.0, help="for each pair of processes")
+    result.add_argument("--json", type=Path)
+    result.add_argument("--pictures", type=Path, help="folder for a picture of an iteration of each kind")
+    result.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return result
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    options = parser().parse_args(arguments)
+    if options.quick:
+        options.pipelines, options.microbatches, options.megabits = [1, 2], [2, 4], options.megabits[:1]
+        options.forward_ms, options.backward_ms, options.message_bytes = 5.0, 10.0, 60_000
+        options.size, options.rounds = "small", 2
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parsed(arguments)
+    if options.result is not None:
+        work(options)
+        return
+    if options.links == "auto":
+        options.links = "namespaces" if network.available() else "throttled"
+        if options.links == "throttled":
+            print("senders sleep in the place of slow links: network namespaces need root, ip and tc")
+    names = ("compute", "links", "forward_ms", "backward_ms", "message_bytes", "size")
+    found: dict[str, Any] = {"cores": os.cpu_count(), "torch": torch.__version__}
+    found |= {name: getattr(options, name) for name in names}
+    ranks: Callable[..., Any] = lambda megabits, *more: launch(  # noqa: E731
+        __file__, [*arguments, "--links", options.links, *more], NUM_STAGES, megabits, options.limit_s
+    )
+    if "time" in options.parts:
+        found["rows"] = []
+        for megabits in options.megabits:
+            limit = megabits if options.links == "namespaces" else None
+            rows = ranks(limit, "--parts", "time", "--megabits", str(megabits))
+            found["rows"] += [{"megabits": megabits, **row} for row in rows]
+        print(f"compute: {options.compute}, links: {options.links}\n{table(found['rows'])}", flush=True)
+    if "memory" in options.parts:
+        found["memory"] = ranks(None, "--parts", "memory")
+        print(f"\nmemory in MiB\n{memory_table(found['memory'])}", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
