@@ -121,7 +121,7 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
         undo.enter_context(_without_comparing_contents())
-        for hook in _CLIPPING_HOOKS:
+        for hook in _CLIPPING_HOOKS if strategy.mesh.world_size > 1 else ():
             undo.enter_context(replaced(module, hook, _with_norms_over_stages(getattr(module, hook), module, strategy)))
         if not strategy.mesh.hosts_last:
             for hook in _LAST_STAGE_HOOKS:
