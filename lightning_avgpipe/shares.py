@@ -75,7 +75,7 @@ def check_alike(dataloader: Any, mesh: Mesh, num_pipelines: int) -> None:
     if len(iterations) > 1:
         found = ", ".join("unknown" if length is None else str(length) for length in lengths)
         raise ConfigurationError(
-            f"the groups' {type(dataloader).__name__}s have {found} batches; all groups must train equally often, with "
+            f"the groups have dataloaders of {found} batches; all groups must train equally often, with "
             f"{num_pipelines} batches an iteration. Give them parts of the same size, or leave it to "
             "use_distributed_sampler=True"
         )
