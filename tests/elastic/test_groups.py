@@ -28,8 +28,8 @@ from tests.trainers import pipeline
 class Logged(Net):
     """Logs a sum, a metric object and what it returned, besides the loss."""
 
-    def __init__(self) -> None:
-        super().__init__("adamw", warm_up=True)
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer, warm_up=True)
         self.mean = MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -40,14 +40,23 @@ class Logged(Net):
         return loss
 
 
-def share(groups: int, group: int) -> Batches:
-    """The batches of one group: of eight in all, so four iterations an epoch."""
-    return Batches(list(loader(Net, 64, 8))[group::groups])
+def share(groups: int, group: int, models: int) -> Batches:
+    """The batches that a group's models have in one process: of eight in all."""
+    batches = list(loader(Net, 64, 8))
+    return Batches([batch for i, batch in enumerate(batches) if i % models * groups // models == group])
 
 
-def fit(folder: Path, groups: int, rank: int = 0, path: Path | None = None, stages: int = 1, models: int = 2) -> Any:
+def fit(
+    folder: Path,
+    groups: int,
+    rank: int = 0,
+    path: Path | None = None,
+    stages: int = 1,
+    models: int = 2,
+    optimizer: str = "adamw",
+) -> Any:
     torch.manual_seed(4 if path is None else 99)
-    model, seen = Logged(), Models()
+    model, seen = Logged(optimizer), Models()
     torch.manual_seed(4)
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     options = {"num_microbatches": 2, "num_pipelines": models // groups}
@@ -55,7 +64,7 @@ def fit(folder: Path, groups: int, rank: int = 0, path: Path | None = None, stag
         stages, groups * stages, options, callbacks=[seen, saving], enable_checkpointing=True,
         use_distributed_sampler=False, gradient_clip_val=0.5,
     )  # fmt: skip
-    runner.fit(model, share(groups, rank // stages), loader(Net, 16, 8), ckpt_path=path)
+    runner.fit(model, share(groups, rank // stages, models), loader(Net, 16, 8), ckpt_path=path)
     validated = runner.validate(model, loader(Net, 20, 8), verbose=False)
     return {
         "models": seen.models,
@@ -201,16 +210,16 @@ def test_a_failure_in_one_group_ends_the_other(tmp_path: Path) -> None:
 
 def two_stages(rank: int, folder: Path) -> Any:
     torch.set_num_threads(1)
-    return fit(folder / "four", 2, rank, stages=2, models=4)
+    return fit(folder / "four", 2, rank, stages=2, models=4, optimizer="momentum")
 
 
 @pytest.mark.slow
 def test_two_groups_of_two_stages_and_two_pipelines_are_four_pipelines(tmp_path: Path) -> None:
-    expected = fit(tmp_path / "one", 1, models=4)
+    expected = fit(tmp_path / "one", 1, models=4, optimizer="momentum")  # which does not magnify rounding
     results = processes.results(processes.run(4, two_stages, tmp_path, folder=tmp_path))
     for found in results:
         assert_equal(found["left"], results[0]["left"])
-        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-3)
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
         assert found["steps"] == expected["steps"]
         for name, tensor in expected["left"].items():
-            torch.testing.assert_close(found["left"][name], tensor, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(found["left"][name], tensor, rtol=1e-5, atol=1e-6)
