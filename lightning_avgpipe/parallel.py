@@ -99,8 +99,10 @@ class ParallelModelsStrategy(StatefulStrategy):
         saved = division.saved_models
         pipelines = division.parallel(self.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
+            several = self.num_models > self.num_pipelines
+            groups = f" in each of {self.num_models // self.num_pipelines} groups" if several else ""
             rank_zero_info(
-                f"{self.num_models} parallel models are trained, but the checkpoint holds "
+                f"num_pipelines={self.num_pipelines}{groups}, but the checkpoint holds "
                 f"{f'{saved} parallel models' if saved else 'one model'}: all pipelines start from its weights"
             )
         division.show_reference(False)
