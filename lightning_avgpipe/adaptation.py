@@ -48,7 +48,10 @@ def adapted(
     with contextlib.ExitStack() as undo:
         undo.enter_context(intercepting())
         undo.enter_context(replaced(module, "log", step_log))
-        undo.enter_context(local_metrics([m for m in module.modules() if isinstance(m, Metric)], step_log.batch_values))
+        metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        undo.enter_context(
+            local_metrics(metrics, step_log.batch_values, strategy.mesh.heads, lambda: bool(trainer.training))
+        )
         if fitting:
             undo.enter_context(_optimization(trainer, strategy))
             undo.enter_context(_parallel_models(trainer, module, strategy))
@@ -118,11 +121,12 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
         undo.enter_context(_without_comparing_contents())
-        for hook in _CLIPPING_HOOKS:
+        for hook in _CLIPPING_HOOKS if strategy.mesh.world_size > 1 else ():
             undo.enter_context(replaced(module, hook, _with_norms_over_stages(getattr(module, hook), module, strategy)))
         if not strategy.mesh.hosts_last:
             for hook in _LAST_STAGE_HOOKS:
                 undo.enter_context(replaced(module, hook, _nothing))
+        if not strategy.mesh.leads:
             for writer in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(writer, BasePredictionWriter):
                     undo.enter_context(replaced(writer, "write_on_batch_end", _nothing))

@@ -118,28 +118,44 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
 def full_ensemble_state(ensemble: Ensemble, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
     """On rank 0 all that parallel models have of their own; nothing that others could not read without this package.
 
-    Pipeline 0's optimizer state is missing, since it is that of the checkpoint.
+    The models of all groups follow each other, so it does not matter how many groups there are. Pipeline 0's optimizer
+    state is missing, since it is that of the checkpoint.
     """
     state: dict[str, Any] = {"steps": ensemble.steps, "active": ensemble.active}
     with ensemble.showing_reference(False):
         state["models"] = [mesh.collect(ensemble.tensors(n), lambda name: owner[name]) for n in range(ensemble.size)]
         state["optimizers"] = [
             [full_optimizer_state(optimizer, mesh) for optimizer in ensemble.optimizers(n)]
-            for n in range(1, ensemble.size)
+            for n in range(ensemble.size)
+            if ensemble.first + n
         ]
         if ensemble.outer is not None:
             state["outer_names"] = list(ensemble.names)
             state["outer_optimizer"] = full_optimizer_state(ensemble.outer, mesh)
+    if mesh.num_groups > 1 and mesh.rank == 0:
+        state = _joined(state, mesh)
     return state
 
 
+def _joined(state: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """On rank 0 of all processes the states of all groups."""
+    rest = {"models", "optimizers", "active"}
+    brought = {name: pytree.tree_map_only(Tensor, lambda t: t.cpu(), state[name]) for name in rest}
+    groups = mesh.heads.gather_objects(brought)
+    models = [model for group in groups for model in group["models"]]
+    optimizers = [states for group in groups for states in group["optimizers"]]
+    active = sum(group["active"] for group in groups)
+    return {**state, "models": models, "optimizers": optimizers, "active": active}
+
+
 def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
-    """What :func:`full_ensemble_state` has saved, as far as this process holds it; N is the same."""
-    ensemble.load_progress(state["steps"], state["active"])
-    for n, tensors in enumerate(state["models"]):
+    """What :func:`full_ensemble_state` has saved, as far as this process holds it; there are as many models."""
+    first, size = ensemble.first, ensemble.size
+    ensemble.load_progress(state["steps"], min(size, max(0, state["active"] - first)))
+    for n, tensors in enumerate(state["models"][first : first + size]):
         ensemble.load(n, tensors)
-    for n, states in enumerate(state["optimizers"], 1):
-        for optimizer, saved in zip(ensemble.optimizers(n), states, strict=True):
+    for number in range(max(first, 1), first + size):
+        for optimizer, saved in zip(ensemble.optimizers(number - first), state["optimizers"][number - 1], strict=True):
             optimizer.state.clear()
             load_present_state(optimizer, saved["state"])
     if ensemble.outer is not None and "outer_optimizer" in state:

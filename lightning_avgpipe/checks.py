@@ -129,7 +129,7 @@ def partition_options(costs: str, costs_cache: Any, memory_limit: Any, recompute
 
 
 def processes(num_stages: int, world_size: int) -> None:
-    """Check that the stages fit the processes."""
+    """Check that the stages fit the processes: several on each, or one on each of a group."""
     if num_stages >= world_size:
         if num_stages % world_size:
             below = num_stages // world_size * world_size
@@ -141,12 +141,9 @@ def processes(num_stages: int, world_size: int) -> None:
     if world_size % num_stages:
         raise ConfigurationError(
             f"{world_size} devices for num_stages={num_stages}: the number of devices (world size) must be a multiple "
-            f"of the number of stages; use devices={world_size // num_stages * num_stages} or num_stages={world_size}"
+            f"of the number of stages, which makes groups, or a divisor, which puts several stages on each; "
+            f"use devices={world_size // num_stages * num_stages} or num_stages={world_size}"
         )
-    raise ConfigurationError(
-        f"{world_size} devices for num_stages={num_stages} make {world_size // num_stages} groups of parallel models, "
-        f"which are not available yet; use devices={num_stages} or num_stages={world_size}"
-    )
 
 
 def module(model: pl.LightningModule) -> None:

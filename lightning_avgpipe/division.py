@@ -134,22 +134,32 @@ class Division:
         self.plan, self._final = plan, final
         self._owner = owners(self._module, self._mesh, plan.stages_of)
         self._settle()
+        self._begin_alike()
         self.pipeline.load(plan.graph, plan.cuts)
         for graph in others:
             if graph.units == plan.graph.units:  # of others a new capture is made when they are run
                 self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
 
+    def _begin_alike(self) -> None:
+        """All groups begin with the weights and buffers of the first."""
+        siblings = self._mesh.siblings
+        if siblings is not None:
+            parameters = [p.detach() for p in self._module.parameters() if not p.is_meta]
+            siblings.copy([*parameters, *self._module.buffers()])
+
     # -- parallel models ---------------------------------------------------------------------------------------------
 
     def parallel(self, num_pipelines: int) -> list[Pipeline]:
         """N pipelines for a step of training, which is prepared. Every process calls it."""
-        if num_pipelines == 1:
+        if num_pipelines == self._mesh.num_groups == 1:
             self.dissolve()
             self._saved_ensemble = None
             return self._pipelines
         begins = self.ensemble is None
         if self.ensemble is None:
-            self.ensemble = Ensemble(self._module, self._optimizers, self._elasticity, self._observers)
+            self.ensemble = Ensemble(
+                self._module, self._optimizers, self._elasticity, self._observers, self._mesh.siblings
+            )
         ensemble = self.ensemble
         stale = ensemble.follow() | ensemble.resize(num_pipelines)
         self._load_ensemble()
@@ -177,7 +187,7 @@ class Division:
 
     def _load_ensemble(self) -> None:
         assert self.ensemble is not None
-        if self._saved_ensemble is not None and self.saved_models == self.ensemble.size:
+        if self._saved_ensemble is not None and self.saved_models == self.ensemble.total:
             load_ensemble_state(self.ensemble, self._saved_ensemble)
         self._saved_ensemble = None
 
@@ -283,7 +293,7 @@ class Division:
         with self.showing_reference():
             if not whole:
                 return own_state_dict(self._module, self._mesh, self._owner)
-            if self._mesh.world_size == 1 or self.plan is None:
+            if self._mesh.world_size == 1 or self.plan is None or self._mesh.group_number:
                 return self._module.state_dict()
             return full_state_dict(self._module, self._mesh, self._owner)
 

@@ -31,6 +31,7 @@ class GroupedLoader(CombinedLoader):
     """
 
     _count: Callable[[], int]
+    _any_ends: Callable[[bool], bool] | None
     _counts_iterations: bool
     _beside: deque[list[Any]]
     _returned: deque[Any]
@@ -39,18 +40,25 @@ class GroupedLoader(CombinedLoader):
     _ended: bool
 
     @classmethod
-    def of(cls, loader: CombinedLoader, count: Callable[[], int], counts_iterations: bool) -> GroupedLoader:
+    def of(
+        cls,
+        loader: CombinedLoader,
+        count: Callable[[], int],
+        counts_iterations: bool,
+        any_ends: Callable[[bool], bool] | None = None,
+    ) -> GroupedLoader:
         """Group the batches of a loader.
 
         Args:
             loader: as Lightning would use it; not to be used otherwise from now on.
             count: N, which may change between iterations.
             counts_iterations: whether ``limits`` are numbers of iterations; else of batches.
+            any_ends: whether this epoch ends, given whether it does here; asked where lengths are not known.
         """
         kind = cls if type(loader) is CombinedLoader else type(cls.__name__, (cls, type(loader)), {})
         made: GroupedLoader = object.__new__(kind)
         vars(made).update(vars(loader))
-        made._count, made._counts_iterations = count, counts_iterations
+        made._count, made._counts_iterations, made._any_ends = count, counts_iterations, any_ends
         made._clear()
         return made
 
@@ -73,13 +81,26 @@ class GroupedLoader(CombinedLoader):
         group: list[Any] = []
         while len(group) < self._count() and (item := self._next()) is not None:
             group.append(item)
-        if not group:
+        if self._ends(not group):
             raise StopIteration
         self._read += len(group)
         self._groups += 1
         self._beside.append(group[1:])
         batch, _, dataloader_idx = group[0]
         return batch, self._groups - 1, dataloader_idx
+
+    def _ends(self, here: bool) -> bool:
+        if self._any_ends is None or self._sized:
+            return here
+        return self._any_ends(here)
+
+    @property
+    def _sized(self) -> bool:
+        try:
+            super().__len__()
+        except (TypeError, NotImplementedError):
+            return False
+        return True
 
     def _next(self) -> Any:
         if self._returned:
@@ -105,12 +126,15 @@ class GroupedLoader(CombinedLoader):
 
 
 @contextlib.contextmanager
-def grouping(trainer: pl.Trainer, count: Callable[[], int]) -> Iterator[None]:
+def grouping(
+    trainer: pl.Trainer, count: Callable[[], int], any_ends: Callable[[bool], bool] | None = None
+) -> Iterator[None]:
     """Within this context the training dataloader is read in groups.
 
     Args:
         trainer: that is about to fit.
         count: N.
+        any_ends: see :meth:`GroupedLoader.of`.
     """
     source = trainer.fit_loop._data_source
     request = source.dataloader
@@ -119,7 +143,7 @@ def grouping(trainer: pl.Trainer, count: Callable[[], int]) -> Iterator[None]:
         loader = request()
         if not isinstance(loader, CombinedLoader):
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning does
-        return GroupedLoader.of(loader, count, isinstance(trainer.limit_train_batches, int))
+        return GroupedLoader.of(loader, count, isinstance(trainer.limit_train_batches, int), any_ends)
 
     with replaced(source, "dataloader", dataloader):
         yield

@@ -50,12 +50,12 @@ class PipelineOptimization(_AutomaticOptimization):
         assert advancing is not None
         decided = advancing.finish()
         if isinstance(connector, SyncedLoggerConnector):  # several processes
-            news = None
+            news: Any = None
             if self._strategy.is_global_zero:
-                news = {"loss": result.get("loss"), "metrics": connector.snapshot(), "advance": decided}
-            news = self._strategy.mesh.publish(news)
+                news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
+            news, decided = self._strategy.mesh.relay(news, decided)  # advances are decided in each group
             connector.accept(news["metrics"])
-            result, decided = {**result, "loss": news["loss"]}, news["advance"]
+            result = {**result, "loss": news["loss"]}
         advancing.accept(decided)
         advancing.log(self.trainer)
         return result

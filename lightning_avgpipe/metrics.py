@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.replaced import replaced
+from lightning_avgpipe.runtime.collectives import Collectives
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.recompute import is_repeating
 
@@ -86,12 +87,18 @@ class StepLog:
     """Takes the place of ``LightningModule.log``: within a step it collects, and issues each name once per batch.
 
     A mean is weighted by the sizes of the micro-batches, so the number is the one that the whole batch would have
-    logged; with parallel pipelines, that of all their batches together. On processes without the last stage nothing is
-    logged; their ``self.log`` does nothing.
+    logged; with parallel pipelines, that of all their batches together, also of other groups. On processes without the
+    last stage nothing is logged; their ``self.log`` does nothing.
+
+    Args:
+        module: whose ``log`` it is.
+        hosts_last: whether the last stage is here.
+        heads: where the last stages of the groups are.
     """
 
-    def __init__(self, module: pl.LightningModule, hosts_last: bool) -> None:
+    def __init__(self, module: pl.LightningModule, hosts_last: bool, heads: Collectives) -> None:
         self.batch_values = BatchValues()
+        self._heads = heads
         self._module = module
         self._log = module.log
         self._signature = inspect.signature(module.log)
@@ -150,8 +157,10 @@ class StepLog:
         self._collected = []
         self.batch_values.begin(num_microbatches)
 
-    def issue(self) -> None:
-        """Log what was collected, once per name."""
+    def issue(self, over_groups: bool = False) -> None:
+        """Log what was collected, once per name; ``over_groups`` with what other groups have collected."""
+        if over_groups and self._hosts_last and self._heads.world_size > 1:
+            self._collected = self._of_all_groups()
         entries: dict[str, list[_Entry]] = {}
         for entry in sorted(self._collected, key=lambda entry: entry.position):
             entries.setdefault(entry.name, []).append(entry)
@@ -164,6 +173,23 @@ class StepLog:
                     self._log(name, entry.value, **{**entry.options, "batch_size": 1})
             value, batch_size = self._merged(logged, name in self._alike)
             self._log(name, value, **{**logged[-1].options, "batch_size": batch_size})
+
+    def _of_all_groups(self) -> list[_Entry]:
+        """Own entries and those of other groups, as far as they can travel: metric objects stay where they are."""
+        options = {entry.name: entry.options for entry in self._collected}
+        found = [entry for entry in self._collected if isinstance(entry.value, Metric)]
+        numbers = [entry for entry in self._collected if not isinstance(entry.value, Metric)]
+        of_metrics: dict[str, list[_Entry]] = {}
+        for entry in numbers:
+            if entry.metric is not None:
+                of_metrics.setdefault(entry.name, []).append(entry)
+        numbers = [entry for entry in numbers if entry.name not in of_metrics]
+        for logged in of_metrics.values():  # of this group's batches together; then the mean over groups
+            value, size = self._merged(logged, False)
+            numbers.append(replace(logged[-1], value=value, size=size, given=size, metric=None))
+        for group in self._heads.exchange_objects([_portable(entry) for entry in numbers]):
+            found += [replace(entry, options=options.get(entry.name, entry.options)) for entry in group]
+        return found
 
     def _merged(self, logged: list[_Entry], alike: bool) -> tuple[Any, int]:
         last = logged[-1]
@@ -222,6 +248,13 @@ class _Entry:
     metric: Metric | None
 
 
+def _portable(entry: _Entry) -> _Entry:
+    """For other groups: values on the host, and only options that can travel."""
+    value = entry.value.detach().cpu() if isinstance(entry.value, Tensor) else entry.value
+    options = {name: given for name, given in entry.options.items() if isinstance(given, (bool, int, str))}
+    return replace(entry, value=value, options=options, metric=None)
+
+
 def _reduce(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:
     """One value for the values of the micro-batches; what is no number (a metric object) keeps its own state."""
     if len(values) == 1 or not all(isinstance(value, (Tensor, int, float)) for value in values):
@@ -242,27 +275,37 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Takes the place of what shall not happen yet."""
 
 
-def _not_distributed() -> bool:
-    return False
-
-
 @contextlib.contextmanager
-def local_metrics(metrics: list[Metric], values: BatchValues) -> Iterator[None]:
+def local_metrics(
+    metrics: list[Metric], values: BatchValues, heads: Collectives, training: Callable[[], bool]
+) -> Iterator[None]:
     """Within this context metric objects live where the last stage is.
 
-    They do not talk to other processes (which hold no state), and within a step they only look at values, wherever
+    Of other processes they only know those where the last stages of other groups are: with these they compute what they
+    have seen in training, while evaluation is the same everywhere. Within a step they only look at values, wherever
     they are called.
+
+    Args:
+        metrics: of the module.
+        values: told of what they return.
+        heads: where the last stages of the groups are.
+        training: whether the trainer trains now.
     """
+
+    def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        return [other.to(tensor.device) for other in heads.exchange_objects(tensor.detach().cpu())]
+
     saved = [(metric, dict(vars(metric))) for metric in metrics]
     for metric in metrics:
-        metric.distributed_available_fn = _not_distributed
+        metric.distributed_available_fn = lambda: heads.world_size > 1 and training()
+        metric.dist_sync_fn = gather
         object.__setattr__(metric, "update", _observed(metric.update))
         object.__setattr__(metric, "forward", _observed(_noted(metric, metric.forward, values)))
     try:
         yield
     finally:
         for metric, attributes in saved:
-            for name in ("forward", "update", "distributed_available_fn"):
+            for name in ("forward", "update", "distributed_available_fn", "dist_sync_fn"):
                 if name in attributes:
                     object.__setattr__(metric, name, attributes[name])
                 else:
@@ -311,7 +354,7 @@ class SyncedLoggerConnector(_LoggerConnector):
         return self._original
 
     def snapshot(self) -> Any:
-        """On rank 0 the metrics as of now."""
+        """On rank 0, and where the last stages of other groups are, the metrics as of now."""
         return super().metrics if self._mesh.hosts_last else None
 
     def accept(self, metrics: Any) -> None:
@@ -321,14 +364,15 @@ class SyncedLoggerConnector(_LoggerConnector):
 
     def sync(self) -> None:
         """Tell all ranks the metrics as of now, and those of before. Every rank calls it."""
-        news = self._mesh.publish((self.snapshot(), dict(self.callback_metrics)))
-        self.accept(news[0])
-        self._callback_metrics.update(news[1])
+        snapshot = self.snapshot()  # for which metric objects may talk to those of other groups
+        (metrics, before), _ = self._mesh.relay((snapshot, dict(self.callback_metrics)))
+        self.accept(metrics)
+        self._callback_metrics.update(before)
 
     @property
     def metrics(self) -> Any:
         """Rank 0's metrics."""
-        return super().metrics if self._mesh.hosts_last else self._synced
+        return super().metrics if self._mesh.leads else self._synced
 
     def update_eval_epoch_metrics(self) -> Any:
         """Called by all ranks at the end of a validation dataloader, and of a validation."""

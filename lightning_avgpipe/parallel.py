@@ -28,7 +28,7 @@ __all__ = ["ParallelModelsStrategy"]
 
 
 class ParallelModelsStrategy(StatefulStrategy):
-    """A strategy that trains N parallel models. With one of them nothing here does anything.
+    """A strategy that trains parallel models, N in each group. With one of them nothing here does anything.
 
     Attributes:
         num_pipelines: N.
@@ -42,6 +42,11 @@ class ParallelModelsStrategy(StatefulStrategy):
         """Begin a run of the trainer."""
         self._beside: list[Any] = []  # batches of pipelines 1.. of this iteration
         self._fed = 0  # pipelines that had a batch since gradients were cleared
+
+    @property
+    def num_models(self) -> int:
+        """Parallel models of all groups."""
+        return self.num_pipelines * (1 if self._mesh is None else self._mesh.num_groups)
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
@@ -60,6 +65,10 @@ class ParallelModelsStrategy(StatefulStrategy):
             ]
         return batch
 
+    def ends(self, here: bool) -> bool:
+        """Whether data of unknown length has ended in any group, for it ends in all of them then. All processes ask."""
+        return bool(self.mesh.world.sum(torch.tensor(int(here))))
+
     def _converted(self, batch: Any) -> Any:
         """What Lightning's loop does to pipeline 0's batch before it asks for its transfer."""
         assert self.lightning_module is not None
@@ -70,7 +79,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         assert self._mesh is not None
         if self._mesh.reads:
             batch = super().batch_to_device(batch, device, dataloader_idx)
-        if self.world_size > 1 and not self._shipping.early:
+        if self._mesh.world_size > 1 and not self._shipping.early:
             batch = self._shipping.pass_on(batch)
         batch = batch if self._mesh.reads else move_data_to_device(batch, self.root_device)
         return self._shipping.seal(batch, pipeline)
@@ -89,9 +98,11 @@ class ParallelModelsStrategy(StatefulStrategy):
             return [division.pipeline]
         saved = division.saved_models
         pipelines = division.parallel(self.num_pipelines)
-        if saved is not None and (saved or 1) != self.num_pipelines:
+        if saved is not None and (saved or 1) != self.num_models:
+            several = self.num_models > self.num_pipelines
+            groups = f" in each of {self.num_models // self.num_pipelines} groups" if several else ""
             rank_zero_info(
-                f"num_pipelines={self.num_pipelines}, but the checkpoint holds "
+                f"num_pipelines={self.num_pipelines}{groups}, but the checkpoint holds "
                 f"{f'{saved} parallel models' if saved else 'one model'}: all pipelines start from its weights"
             )
         division.show_reference(False)
@@ -108,7 +119,7 @@ class ParallelModelsStrategy(StatefulStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure, step, let the other pipelines' optimizers step, and average."""
-        if self.num_pipelines == 1:
+        if self.num_models == 1:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         results: list[Any] = []
 
@@ -175,7 +186,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         """Within this context the module is the model of one pipeline.
 
         Args:
-            number: n, 0-based.
+            number: n, 0-based, of this process's group.
         Raises:
             ConfigurationError: there are not so many.
         """
@@ -184,7 +195,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         size = 1 if ensemble is None else ensemble.size
         if not 0 <= number < size:
             raise ConfigurationError(
-                f"parallel_model({number}): there are {size} parallel models; they begin with the first batch of "
+                f"parallel_model({number}): there are {size} parallel models here; they begin with the first batch of "
                 "training and end with it"
             )
         with contextlib.nullcontext() if ensemble is None else ensemble.placed(number):

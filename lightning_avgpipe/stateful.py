@@ -67,7 +67,7 @@ class StatefulStrategy(ParallelStrategy):
 
     def choose_seed(self, mesh: Mesh) -> None:
         """Take the seed of rank 0's process; loading may change it."""
-        self.seed = mesh.broadcast(torch.initial_seed())
+        self.seed = mesh.world.broadcast(torch.initial_seed())
 
     def take_origin(self, module: nn.Module) -> Origin | None:
         """Where the contents of parameters and buffers on meta come from; None if there are none there."""
@@ -120,7 +120,7 @@ class StatefulStrategy(ParallelStrategy):
         owner = scattered_owners(module, mesh) if mesh.world_size > 1 and on_meta(module) else {}
         if not whole:
             return own_state_dict(module, mesh, owner)
-        return full_state_dict(module, mesh, owner) if owner else module.state_dict()
+        return full_state_dict(module, mesh, owner) if owner and not mesh.group_number else module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 an ordinary optimizer state; for a distributed checkpoint one's own. Every rank calls it."""
@@ -128,7 +128,7 @@ class StatefulStrategy(ParallelStrategy):
         if self.save_distributed_checkpoint:
             assert self.lightning_module is not None
             return named_optimizer_state(inner, self.lightning_module)
-        if self._mesh is None or self.world_size == 1:
+        if self._mesh is None or self.world_size == 1 or self._mesh.group_number:
             return inner.state_dict()
         return full_optimizer_state(inner, self._mesh)
 
@@ -152,7 +152,8 @@ class StatefulStrategy(ParallelStrategy):
             raise ConfigurationError(
                 "save_distributed_checkpoint=True, but no run has connected the processes yet; fit or validate first"
             )
-        save_shards(checkpoint, filepath, self._mesh)
+        if self._mesh.group_number == 0:  # the other groups have the same
+            save_shards(checkpoint, filepath, self._mesh)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of either kind."""

@@ -125,7 +125,7 @@ class SteppingStrategy(ParallelModelsStrategy):
         batches = [args[0], *self.take_beside()]
         works = [self._split(batch, n) for n, batch in enumerate(batches)]
         accumulate, zero_grad = module.trainer.accumulate_grad_batches, self._zero_grad
-        if zero_grad is not None and (self.num_pipelines > 1 or not self.mesh.hosts_last):
+        if zero_grad is not None and (self.num_models > 1 or not self.mesh.hosts_last):
             # here no forward comes before all backwards, or the module may show another pipeline's model by then
             self.clear_gradients()
             zero_grad()
@@ -187,14 +187,17 @@ class SteppingStrategy(ParallelModelsStrategy):
         assert module is not None and division is not None and step_log is not None
 
         def run(n: int, i: int, *args: Any) -> Any:
-            with context(), step_log.micro_batch(works[n][i].size, (n, i)):
+            with context(), step_log.micro_batch(works[n][i].size, (first + n, i)):
                 return getattr(module, step)(*args)
 
+        # groups train on batches of their own, but evaluate the same
+        first = self.mesh.group_number * self.num_pipelines if step == "training_step" else 0
         decides = step == "training_step" or module.trainer.state.fn != TrainerFn.FITTING
         schedules = [self._schedule(parts, training=finish is not None) for parts in works]
         example, trains = (works[0][0].data, *rest), self.num_pipelines if step == "training_step" else 1
         if division.prepare(step, partial(run, 0, 0), example, decides, schedules[0], trains):
-            rank_zero_info(f"\n{self.num_stages} stages on {self.world_size} processes:\n{division.plan}")
+            groups = f", {self.mesh.num_groups} groups of them" if self.mesh.num_groups > 1 else ""
+            rank_zero_info(f"\n{self.num_stages} stages on {self.mesh.world_size} processes{groups}:\n{division.plan}")
         self.plan = division.plan
         pipelines = self.pipelines_for(step, len(works))
         step_log.begin(sum(map(len, works)))
@@ -204,7 +207,7 @@ class SteppingStrategy(ParallelModelsStrategy):
                 partial(run, n),
                 [(part.data, *rest) for part in parts],
                 None if finish is None else partial(finish, n),
-                RandomKey(self.seed, iteration, n),
+                RandomKey(self.seed, iteration, first + n),
             )
             for n, parts in enumerate(works)
         ]
@@ -219,7 +222,7 @@ class SteppingStrategy(ParallelModelsStrategy):
             if division.ensemble is not None:
                 division.ensemble.place(0)
         with context():  # which may decide what a number is
-            step_log.issue()
+            step_log.issue(over_groups=step == "training_step")
         return outputs
 
     def _split(self, batch: Any, pipeline: int = 0) -> list[MicroBatch]:

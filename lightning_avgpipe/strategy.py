@@ -42,6 +42,7 @@ from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.ownership import to_host
 from lightning_avgpipe.runtime.planner import Planner
 from lightning_avgpipe.runtime.recompute import chosen
+from lightning_avgpipe.shares import check_alike, sharing
 from lightning_avgpipe.stepping import SplitBatch, SteppingStrategy
 
 __all__ = ["AvgPipeStrategy"]
@@ -77,13 +78,16 @@ class AvgPipeStrategy(SteppingStrategy):
 
     Args:
         num_stages: number of stages K. ``"auto"``: one per device. A multiple of the number of devices places several
-            stages on each.
-        num_pipelines: number N of parallel pipelines. Each trains a model of its own, on a batch of its own, and fills
-            the others' idle time; elastic averaging holds the models together. An iteration reads N batches from the
-            dataloader and counts as one of Lightning's: 100 batches make 50 steps with N=2, and ``max_steps``,
-            ``limit_train_batches``, ``accumulate_grad_batches``, schedulers "per step" and the progress bar count
-            those 50. Evaluation, prediction and checkpoints use the reference model, hooks of training see pipeline 0's
-            model and batch.
+            stages on each. A divisor makes groups of K devices: ``devices=8``, ``num_stages=4`` are two groups, each
+            with pipelines of its own, which elastic averaging holds together. Each group trains on its own part of the
+            data, by a distributed sampler as with ddp, and evaluates on all of it; rank 0 is in group 0. In what
+            follows N counts the pipelines of all groups where models are averaged.
+        num_pipelines: number N of parallel pipelines, in each group. Each trains a model of its own, on a batch of its
+            own, and fills the others' idle time; elastic averaging holds the models together. An iteration reads N
+            batches from the dataloader and counts as one of Lightning's: 100 batches make 50 steps with N=2, and
+            ``max_steps``, ``limit_train_batches``, ``accumulate_grad_batches``, schedulers "per step" and the progress
+            bar count those 50. Evaluation, prediction and checkpoints use the reference model, hooks of training see
+            pipeline 0's model and batch.
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
             stage, or 1 for one stage: then there is nothing to pipeline, and everything is as on one device. More of
             them shrink the idle time at both ends of an iteration and the memory per micro-batch, but make each kernel
@@ -125,8 +129,8 @@ class AvgPipeStrategy(SteppingStrategy):
         alpha: how far a parallel model goes to their mean at each averaging, from 0 (not at all) to 1 (they become
             equal). None: 1/N.
         outer_lr: how far the reference goes at each averaging, as a multiple of the mean of the models' updates.
-            ``"auto"``: N, the sum of the updates, which needs about as many epochs as one pipeline at the same
-            learning rate. 1 needs about N times as many.
+            ``"auto"``: N, the sum of the updates. 1 is their mean, with which N models learn from N batches about as
+            much as one from a single batch.
         outer_optimizer: makes the optimizer of the reference model, whose gradient is the mean update with the other
             sign, from its parameters: ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. In the place
             of ``outer_lr``.
@@ -258,6 +262,16 @@ class AvgPipeStrategy(SteppingStrategy):
         return alone and self._num_microbatches in ("auto", 1) and not self._recompute
 
     @property
+    def num_groups(self) -> int:
+        """Groups of K devices."""
+        return max(1, self.num_processes * self.num_nodes // self.num_stages)
+
+    @property
+    def group_number(self) -> int:
+        """Which group this process is in, 0-based."""
+        return self.global_rank // self.num_stages if self.num_groups > 1 else 0
+
+    @property
     def root_device(self) -> torch.device:
         """The device of this process."""
         assert self.parallel_devices is not None
@@ -271,8 +285,8 @@ class AvgPipeStrategy(SteppingStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """One process reads all data."""
-        return {"num_replicas": 1, "rank": 0}
+        """In each group one process reads the data of the group."""
+        return {"num_replicas": self.num_groups, "rank": self.group_number}
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -323,7 +337,7 @@ class AvgPipeStrategy(SteppingStrategy):
                     self.root_device,
                     self._timeout,
                     device_backend=backend if self.root_device.type == "cuda" else None,
-                    reader=self.world_size - 1 if self._reader == "first" else 0,
+                    reader=min(self.num_stages, self.world_size) - 1 if self._reader == "first" else 0,
                 )
             self._mesh.open()
         self.failed = False
@@ -341,12 +355,14 @@ class AvgPipeStrategy(SteppingStrategy):
             return
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.trainer(trainer, self.world_size, self.num_pipelines)
-        checks.same_checkpoint(self.mesh.gather_objects(str(trainer.ckpt_path or "")))
+        checks.same_checkpoint(self.mesh.world.gather_objects(str(trainer.ckpt_path or "")))
         if fitting:
             checks.module(self.lightning_module)
         if fitting:
             # before the optimizers are made, for which the number of iterations may be asked
-            self._undo.enter_context(grouping(trainer, partial(getattr, self, "num_pipelines")))
+            ends = self.ends if self.num_groups > 1 else None
+            self._undo.enter_context(grouping(trainer, partial(getattr, self, "num_pipelines"), ends))
+            self._undo.enter_context(sharing(trainer, self.mesh))
         assert trainer.state.fn is not None
         checks.steps(self.lightning_module, _STEPS_OF[trainer.state.fn])
         super().setup(trainer)
@@ -374,8 +390,8 @@ class AvgPipeStrategy(SteppingStrategy):
             self._elasticity,
             observers,
         )
-        self._log = StepLog(module, self.mesh.hosts_last)
-        sends = self.mesh.reads and self.world_size > 1
+        self._log = StepLog(module, self.mesh.hosts_last, self.mesh.heads)
+        sends = self.mesh.reads and self.mesh.world_size > 1
         limit = limit_of(_MOST if self._memory_limit is None else self._memory_limit, self.root_device, self._sharing())
         self.advancing = Advancing(
             self._schedule_name, self._advance, self.mesh, limit, module, lambda: self.optimizers
@@ -439,8 +455,10 @@ class AvgPipeStrategy(SteppingStrategy):
     # -- what Lightning asks of processes ----------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
-        """One process reads, the others follow."""
-        return mirror(dataloader, self.mesh, lambda: self._shipping)
+        """In each group one process reads, the others follow."""
+        mirrored = mirror(dataloader, self.mesh, lambda: self._shipping)
+        check_alike(mirrored, self.mesh, self.num_pipelines)
+        return mirrored
 
     @property
     def ships_early(self) -> bool:
@@ -458,11 +476,11 @@ class AvgPipeStrategy(SteppingStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
         if self._mesh is not None and not self.failed:
-            self.mesh.barrier(f"the barrier '{name}'" if name else "a barrier")
+            self.mesh.world.barrier(f"the barrier '{name}'" if name else "a barrier")
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Every rank gets the source's object."""
-        return obj if self._mesh is None or self.failed else self.mesh.broadcast(obj, src)
+        return obj if self._mesh is None or self.failed else self.mesh.world.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Values live on one rank only: nothing to reduce."""
@@ -476,7 +494,7 @@ class AvgPipeStrategy(SteppingStrategy):
         """Whether all ranks, or any, decided so."""
         if self._mesh is None or self.failed or self.world_size == 1:
             return decision
-        votes = int(self.mesh.sum(torch.tensor(int(decision))))
+        votes = int(self.mesh.world.sum(torch.tensor(int(decision))))
         return votes == self.world_size if all else votes > 0
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

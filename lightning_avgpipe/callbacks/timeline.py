@@ -97,7 +97,7 @@ class PipelineTimeline(Callback):
             return  # gradients accumulate, the step comes with a later batch
         mesh = _mesh(trainer)
         recordings = mesh.gather_objects(recorder.finish(mesh.clock(), mesh.timeout.total_seconds()))
-        if mesh.rank == 0:
+        if mesh.leads:
             timeline = assemble(recordings, [mesh.rank_of(k) for k in range(mesh.num_stages)])
             self._publish(trainer, timeline, max(recording.clock.error_s for recording in recordings))
 

@@ -12,6 +12,9 @@ Whatever moves the reference, it stays the mean of the models: that of ``y_n - y
 If only some of the N models had a batch, as at the end of an epoch, ``ybar - z`` is the sum of their updates over N.
 The idle ones do not count, so it is taken times N over the number of the others. (A mean of the others' weights alone
 would take their deviation from the reference for an update.)
+
+With several groups of processes N counts the models of all of them: ``sum_n (y_n - z)`` is summed over the groups, and
+everything else is the same everywhere, so all groups keep the same reference, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_avgpipe.runtime.siblings import Siblings
 
 __all__ = ["Elasticity", "OuterOptimizer", "average", "average_with"]
 
@@ -52,23 +57,29 @@ class Elasticity:
 
 @torch.no_grad()
 def average(
-    models: Sequence[Sequence[Tensor]], reference: Sequence[Tensor], alpha: float, outer_lr: float, active: int
+    models: Sequence[Sequence[Tensor]],
+    reference: Sequence[Tensor],
+    alpha: float,
+    outer_lr: float,
+    active: int,
+    siblings: Siblings | None = None,
 ) -> None:
     """Average in place.
 
     Args:
-        models: N lists of tensors of the same shapes, after the local steps.
+        models: N lists of tensors of the same shapes, after the local steps; of this group.
         reference: the mean of the models before those steps.
         alpha: how far a model goes to the mean, from 0 (not at all) to 1 (it becomes the reference).
         outer_lr: how far the reference goes, as a multiple of the mean update.
-        active: models that had a batch; the others are as they were.
+        active: models that had a batch, of all groups; the others are as they were.
+        siblings: in other groups; None if there are none.
 
     With ``alpha=0``, ``outer_lr=1`` models keep their bits. With ``outer_lr=0`` the reference does, and models are
     moved alike until it is their mean.
     """
-    rate = outer_lr * len(models) / active
+    rate = outer_lr * _count(models, siblings) / active
     for part, centres in _chunks(models, reference):
-        drift = _mean_drift(part, centres)
+        drift = _mean_drift(part, centres, siblings)
         mean = torch._foreach_add(_wide(centres), drift)
         for model in part:
             diluted = torch._foreach_lerp(_wide(model), mean, alpha)
@@ -81,16 +92,21 @@ def average(
 
 @torch.no_grad()
 def average_with(
-    outer: Optimizer, models: Sequence[Sequence[Tensor]], reference: Sequence[Tensor], alpha: float, active: int
+    outer: Optimizer,
+    models: Sequence[Sequence[Tensor]],
+    reference: Sequence[Tensor],
+    alpha: float,
+    active: int,
+    siblings: Siblings | None = None,
 ) -> None:
     """Average in place; the reference is moved by an optimizer of its own. Arguments as of :func:`average`."""
     for part, centres in _chunks(models, reference):
-        drift = _mean_drift(part, centres)
+        drift = _mean_drift(part, centres, siblings)
         mean = torch._foreach_add(_wide(centres), drift)
         for model in part:  # keeps its deviation until the reference has moved
             deviation = torch._foreach_sub(torch._foreach_lerp(_wide(model), mean, alpha), mean)
             torch._foreach_copy_(model, deviation)
-        torch._foreach_mul_(drift, -float(len(models)) / active)
+        torch._foreach_mul_(drift, -float(_count(models, siblings)) / active)
         for centre, gradient in zip(centres, drift, strict=True):
             centre.grad = gradient.to(centre.dtype)
     outer.step()
@@ -105,13 +121,20 @@ def _move(tensors: Sequence[Tensor], drift: Sequence[Tensor], rate: float) -> No
         torch._foreach_add_(list(tensors), list(drift), alpha=rate)
 
 
-def _mean_drift(models: Sequence[list[Tensor]], reference: list[Tensor]) -> list[Tensor]:
+def _count(models: Sequence[Any], siblings: Siblings | None) -> int:
+    """N, over all groups."""
+    return len(models) * (1 if siblings is None else siblings.count)
+
+
+def _mean_drift(models: Sequence[list[Tensor]], reference: list[Tensor], siblings: Siblings | None) -> list[Tensor]:
     """The mean of ``y_n - z``: exactly zero where no model has moved."""
     wide = _wide(reference)
     total = list(torch._foreach_sub(_wide(models[0]), wide))
     for model in models[1:]:
         torch._foreach_add_(total, torch._foreach_sub(_wide(model), wide))
-    torch._foreach_div_(total, float(len(models)))
+    if siblings is not None:
+        siblings.sum(total)
+    torch._foreach_div_(total, float(_count(models, siblings)))
     return total
 
 

@@ -1,4 +1,4 @@
-"""The ensemble: the N parallel models of a module, as far as this process holds them, and their reference model."""
+"""The ensemble: the parallel models of a module, as far as this process holds them, and their reference model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.elastic.averaging import Elasticity, average, average_with
 from lightning_avgpipe.elastic.replica import Placement, Replica, leaf_like
+from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
 from lightning_avgpipe.elastic.twin import follow, twin
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.runtime.siblings import Siblings
 
 __all__ = ["Ensemble"]
 
@@ -28,6 +30,7 @@ class Ensemble:
         optimizers: those of pipeline 0, as of when it is called.
         elasticity: how the models are held together.
         observers: modules that only look at values (metrics).
+        siblings: hold the parallel models of other groups; None if there are none.
 
     Attributes:
         steps: averaged or not, since the last averaging.
@@ -39,8 +42,10 @@ class Ensemble:
         optimizers: Callable[[], Sequence[Optimizer]],
         elasticity: Elasticity,
         observers: Collection[nn.Module] = (),
+        siblings: Siblings | None = None,
     ) -> None:
         self._module = module
+        self._siblings = siblings
         self._optimizers = optimizers
         self._elasticity = elasticity
         self._placement = Placement(module, (), observers)
@@ -53,12 +58,23 @@ class Ensemble:
         self._shown: Replica | None = None
         self.steps = 0
         self._active = 0
+        self._shared = None if siblings is None else SharedBuffers(self._placement.own.buffers, siblings)
         self.follow()
 
     @property
     def size(self) -> int:
-        """N."""
+        """N: the models of this group."""
         return len(self._replicas)
+
+    @property
+    def total(self) -> int:
+        """The models of all groups."""
+        return self.size * (1 if self._siblings is None else self._siblings.count)
+
+    @property
+    def first(self) -> int:
+        """The number that this group's model 0 has among the models of all groups."""
+        return 0 if self._siblings is None else self.size * self._siblings.number
 
     # -- which models there are --------------------------------------------------------------------------------------
 
@@ -75,7 +91,7 @@ class Ensemble:
             self._average()
         if size < self.size:
             del self._replicas[size:], self._twins[size:]
-            average(self._models(), self._centres(), 0.0, 0.0, size)
+            average(self._models(), self._centres(), 0.0, 0.0, self.total, self._siblings)
         buffers = self._mean_buffers()
         while self.size < size:
             self._replicas.append(self._from_reference(self.size, buffers))
@@ -196,22 +212,24 @@ class Ensemble:
             self.show_reference(before)
 
     def _mean_buffers(self) -> dict[str, Tensor]:
-        """Means of what is no integer, and the other buffers of pipeline 0."""
+        """Means of what is no integer, and the other buffers of pipeline 0; over groups as of the last averaging."""
+        if self._shared is not None:
+            return {name: buffer.clone() for name, buffer in self._shared.buffers.items()}
         self._placement.read_back()
         found = dict(self._placement.own.buffers)
         for name, first in found.items():
             others = [replica.buffers[name] for replica in self._replicas[1:]]
             if (first.is_floating_point() or first.is_complex()) and all(b.shape == first.shape for b in others):
                 wide = first.detach().to(torch.promote_types(first.dtype, torch.float32))
-                deviation = sum((b.detach().to(wide.dtype) - wide for b in others), torch.zeros_like(wide))
-                found[name] = (wide + deviation / self.size).to(first.dtype)
+                total = sum((deviation(b, wide) for b in others), torch.zeros_like(wide))
+                found[name] = (wide + total / self.size).to(first.dtype)
         return found
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def optimizers(self, number: int) -> list[Optimizer]:
-        """Those of pipeline n >= 1."""
-        return self._twins[number]
+        """Those of pipeline n; of pipeline 0 those that everybody knows."""
+        return self._twins[number] if number else list(self._optimizers())
 
     def follow_optimizers(self) -> None:
         """Pipelines 1..N-1 will step with the hyper-parameters that pipeline 0 has now."""
@@ -238,12 +256,16 @@ class Ensemble:
             self._average()
 
     def _average(self) -> None:
-        alpha, active = self._elasticity.dilution(self.size), self._active or self.size
-        models, centres = self._models(), self._centres()
+        total, siblings = self.total, self._siblings
+        active = (self._active if siblings is None else siblings.total(self._active)) or total
+        alpha, models, centres = self._elasticity.dilution(total), self._models(), self._centres()
         if self._outer is not None:
-            average_with(self._outer, models, centres, alpha, active)
+            average_with(self._outer, models, centres, alpha, active, siblings)
         else:
-            average(models, centres, alpha, self._elasticity.rate(self.size), active)
+            average(models, centres, alpha, self._elasticity.rate(total), active, siblings)
+        if self._shared is not None:
+            self._placement.read_back()
+            self._shared.average([replica.buffers for replica in self._replicas])
         self.steps = self._active = 0
 
     def _models(self) -> list[list[Tensor]]:

@@ -152,9 +152,10 @@ class Copies:
     ) -> list[Tensor | None]:
         """Send one stage's gradients to all holders of copies, in one message per type."""
         source = self._mesh.rank_of(stage)
+        sender = self._mesh.ranks[source]
         exists = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
         what = f"the summing of gradients of stage {stage}"
-        self._mesh.together(what, lambda: dist.broadcast(exists, source, group=group))
+        self._mesh.together(what, lambda: dist.broadcast(exists, sender, group=group))
         received: list[Tensor | None] = [None] * len(gradients)
         by_type: dict[torch.dtype, list[int]] = defaultdict(list)
         for i in exists.nonzero().flatten().tolist():
@@ -164,7 +165,7 @@ class Copies:
                 flat = torch.cat([gradient.flatten() for i in chosen if (gradient := gradients[i]) is not None])
             else:
                 flat = torch.empty(sum(parameters[i].numel() for i in chosen), dtype=dtype, device=self._mesh.device)
-            self._mesh.together(what, _broadcasting(flat, source, group))
+            self._mesh.together(what, _broadcasting(flat, sender, group))
             for i, part in zip(chosen, flat.split([parameters[i].numel() for i in chosen]), strict=True):
                 received[i] = part.view_as(parameters[i])
         return received
@@ -184,7 +185,7 @@ class Copies:
         }
         gathered = self._mesh.gather_objects(mine)
         for name in self._copied:
-            digests = {rank: digests[name] for rank, digests in enumerate(gathered) if name in digests}
+            digests = {self._mesh.ranks[r]: held[name] for r, held in enumerate(gathered) if name in held}
             if len(set(digests.values())) > 1:
                 raise AvgPipeError(
                     f"the copies of '{name}' on ranks {', '.join(map(str, digests))} differ; something changes it on "

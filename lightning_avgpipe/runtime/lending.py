@@ -43,7 +43,15 @@ class Lender:
         self._origin = origin
 
     def on_rank_zero(self, make: Callable[[], Any]) -> Any:
-        """Every process gets what rank 0 makes, while the others lend it their parameters. Every process calls it."""
+        """Every process gets what rank 0 makes, while the others lend it their parameters. Every process calls it.
+
+        Other groups than the first wait for it, since the same stages are to be the same everywhere.
+        """
+        mesh = self._mesh
+        made = self._on_rank_zero(make) if mesh.group_number == 0 else None
+        return made if mesh.num_groups == 1 else mesh.world.broadcast(made)
+
+    def _on_rank_zero(self, make: Callable[[], Any]) -> Any:
         mesh, holders = self._mesh, self.holders()
         if mesh.rank == 0:
             absent = {id(p): name for name, p in self._module.named_parameters() if p.is_meta}

@@ -4,6 +4,10 @@
 
     K = 4 stages on 2 processes      rank 1: stages 0, 2       rank 0: stages 1, 3
     the last stage is always on rank 0, and so are the loss, the loggers and the dataloader
+
+    K = 2 stages on 4 processes       group 0: stage 0 on rank 1, stage 1 on rank 0
+                                      group 1: stage 0 on rank 3, stage 1 on rank 2
+    ranks of a mesh are those within its group; ``world`` connects all groups
 """
 
 from __future__ import annotations
@@ -12,50 +16,57 @@ import contextlib
 import itertools
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.runtime.accounting import Meter
 from lightning_avgpipe.runtime.channel import Arrivals, NetworkInbox, NetworkOutbox, Wire
-from lightning_avgpipe.runtime.clock import ClockOffset, estimate_offset, host_now
+from lightning_avgpipe.runtime.collectives import Collectives
 from lightning_avgpipe.runtime.feed import Feed, FeedSink, FeedSource
-from lightning_avgpipe.runtime.frame import as_bytes
 from lightning_avgpipe.runtime.message import pack, unpack
 from lightning_avgpipe.runtime.recording import Recorder
+from lightning_avgpipe.runtime.siblings import Siblings
 from lightning_avgpipe.runtime.watch import Watch
 from lightning_avgpipe.runtime.wiring import DIRECTIONS, Wiring, channel_name, wire
 
 __all__ = ["Mesh"]
 
 T = TypeVar("T")
+U = TypeVar("U")
+End = TypeVar("End", NetworkInbox, NetworkOutbox)
 
-_CLOCK_ROUNDS = 16
 _GRACE = timedelta(seconds=60)
 _DISCONNECTED_S = 5.0  # longest time that a thread takes to end when its connection is closed
 _NEVER_SENT = 99  # a tag of transfers
 _instances = itertools.count()
 
 
-class Mesh:
+class Mesh(Collectives):
     """Processes, stages and channels of one group.
 
     Args:
-        num_stages: K, a multiple of ``world_size``.
-        rank: of this process.
-        world_size: number of processes.
+        num_stages: K, a multiple of ``world_size``, or a divisor of it: then there are ``world_size / K`` groups.
+        rank: of this process among all.
+        world_size: number of all processes.
         device: of this process.
         timeout: longest wait for another process.
         device_backend: backend of the channels between devices, such as "nccl"; None sends over the host.
-        reader: the process that reads the data.
+        reader: the process of each group that reads the group's data.
 
     All processes build it at the same time. With one process nothing is connected.
+
+    Attributes:
+        group_number: which group this is; the group's mesh is all that its processes know, but for the following.
+        num_groups: how many groups there are.
+        world: all processes of all groups; with one group this mesh.
+        heads: the processes with rank 0 in each group; elsewhere, and with one group, this process alone.
+        siblings: the processes that host the same stages in each group; None if there is one group.
     """
 
     def __init__(
@@ -68,14 +79,15 @@ class Mesh:
         device_backend: str | None = None,
         reader: int = 0,
     ) -> None:
-        if num_stages % world_size:
+        if num_stages % world_size and world_size % num_stages:
             raise ConfigurationError(
                 f"num_stages={num_stages} on {world_size} processes: the number of stages must be a multiple of the "
                 f"number of processes; use num_stages={max(1, num_stages // world_size) * world_size}"
             )
+        size = min(num_stages, world_size)
+        self.group_number, self.num_groups = rank // size, world_size // size
+        super().__init__(range(self.group_number * size, (self.group_number + 1) * size), rank % size)
         self.num_stages = num_stages
-        self.rank = rank
-        self.world_size = world_size
         self.device = device
         self.timeout = timeout
         self.reader = reader
@@ -83,8 +95,7 @@ class Mesh:
         self.links: tuple[Link, ...] | None = None  # of the hops, once they are measured
         # told of a request to all processes, at the same point of the program on each of them
         self.when_agreed: Callable[[str], None] = lambda request: None
-        stages = ([str(k) for k in range(num_stages) if self.rank_of(k) == r] for r in range(world_size))
-        self._names = [f"rank {r} (stage{'s' * (len(ks) > 1)} {', '.join(ks)})" for r, ks in enumerate(stages)]
+        self._names = [self._name_of(r) for r in range(world_size)]
         self._number = next(_instances)
         self._openings = itertools.count()
         self._agreed: frozenset[str] = frozenset()
@@ -94,16 +105,24 @@ class Mesh:
         self._news_in: NetworkInbox | None = None
         self._reports_out: NetworkOutbox | None = None
         self._reports_in: dict[int, NetworkInbox] = {}
+        self._relay_out: list[NetworkOutbox] = []
+        self._relay_in: NetworkInbox | None = None
         self.recorder: Recorder | None = None
         self.meter: Meter | None = None  # told of what the stages of this process keep in memory
         self.wiring: dict[tuple[int, int], Wiring] = {}  # (pipeline, stage) -> its channels
         self._device_backend = device_backend
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
-        self._control: dist.ProcessGroup | None = None
         self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._subset_backend = f"cpu:gloo,cuda:{device_backend}" if device_backend else "gloo"
         # there is nothing to watch before it is open
         self.watch = Watch(rank, self._names, None, 0.0, self.arrivals.notify)
+        self.world: Collectives = self
+        self.heads: Collectives = _Party((rank,), 0, self)
+        self.siblings: Siblings | None = None
+        if self.num_groups > 1:
+            self.world = _Party(range(world_size), rank, self)
+            if self.rank == 0:
+                self.heads = _Party(range(0, world_size, size), self.group_number, self)
         if world_size > 1:
             self._make_groups()
 
@@ -133,16 +152,23 @@ class Mesh:
         return self.rank == 0
 
     @property
-    def control(self) -> dist.ProcessGroup | None:
-        """All processes, connected on the host; None if there is only one."""
-        return self._control
+    def leads(self) -> bool:
+        """Whether this is rank 0 of all processes, which logs and writes."""
+        return self.hosts_last and self.group_number == 0
+
+    def _name_of(self, rank: int) -> str:
+        """Of any process, by its rank among all."""
+        stages = self.stages_of(rank % self.world_size)
+        group = f" of group {rank // self.world_size}" if self.num_groups > 1 else ""
+        return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}{group})"
 
     # -- groups and channels -----------------------------------------------------------------------------------------
 
     def _make_groups(self) -> None:
         # Every process takes part in making every group, in the same order.
-        timeout = self.timeout + _GRACE  # our own waits end first: their errors name stage and action
-        self._control = dist.new_group(list(range(self.world_size)), timeout=timeout, backend="gloo")
+        self.world.control = self._new_group(self.world.ranks, "gloo")
+        if self.num_groups > 1:
+            self._make_groups_of_groups()
         for peer in range(1, self.world_size):
             self._make_group("news", 0, peer, "gloo")
             self._make_group("reports", 0, peer, "gloo")
@@ -150,6 +176,21 @@ class Mesh:
             if peer != self.reader:
                 self._make_group("batches", self.reader, peer, "gloo")
         self._make_hops(0)
+
+    def _make_groups_of_groups(self) -> None:
+        self.control = self._in_each_group(range(self.world_size), "gloo")
+        heads = range(0, len(self.world.ranks), self.world_size)
+        connection = self._new_group(heads, "gloo")
+        if self.rank == 0:
+            self.heads.control = connection
+        for number, head in enumerate(heads):
+            if number:
+                self._groups["relay", 0, number] = self._new_group((0, head), "gloo")
+        for rank in range(self.world_size):
+            members = _Party([head + rank for head in heads], self.group_number, self)
+            members.control = self._new_group(members.ranks, self._subset_backend)
+            if rank == self.rank:
+                self.siblings = Siblings(members)
 
     def _make_hops(self, pipeline: int) -> None:
         for k in range(self.num_stages - 1):
@@ -165,14 +206,23 @@ class Mesh:
                     self._make_group(f"{name} device", a, b, self._device_backend)
 
     def _make_group(self, kind: str, a: int, b: int, backend: str) -> None:
-        self._groups[kind, a, b] = dist.new_group([a, b], timeout=self.timeout + _GRACE, backend=backend)
+        self._groups[kind, a, b] = self._in_each_group((a, b), backend)
+
+    def _in_each_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
+        """Connect the same ranks of each group; gives the connection of one's own."""
+        ranks = tuple(ranks)
+        firsts = range(0, len(self.world.ranks), self.world_size)
+        return [self._new_group([first + r for r in ranks], backend) for first in firsts][self.group_number]
+
+    def _new_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
+        # our own waits end first: their errors name stage and action
+        return dist.new_group(list(ranks), timeout=self.timeout + _GRACE, backend=backend)
 
     def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Connect some processes for collectives among them. Every process calls it, also those that are not named."""
         key = tuple(ranks)
         if key not in self._subsets:
-            timeout = self.timeout + _GRACE
-            self._subsets[key] = dist.new_group(list(key), timeout=timeout, backend=self._subset_backend)
+            self._subsets[key] = self._in_each_group(key, self._subset_backend)
         return self._subsets[key]
 
     def open(self) -> None:
@@ -186,7 +236,7 @@ class Mesh:
         if self.reads:
             peers = [peer for peer in range(self.world_size) if peer != self.rank]
             outboxes = {peer: self._outbox("batches", self.rank, peer, peer) for peer in peers}
-            self.feed: Feed = FeedSource(outboxes, self._agree, lambda: frozenset(self.watch.requests))
+            self.feed: Feed = FeedSource(outboxes, self._agree, self._requests)
         else:
             inbox = self._inbox("batches", self.reader, self.rank, self.reader)
             self.feed = FeedSink(inbox, self._agree, self.device, self._wait_for_batch)
@@ -196,13 +246,17 @@ class Mesh:
         else:
             self._news_in = self._inbox("news", 0, self.rank, 0)
             self._reports_out = self._outbox("reports", 0, self.rank, 0)
+        if self.leads:
+            self._relay_out = [self._relay(NetworkOutbox, g, peer) for g, peer in enumerate(self.heads.ranks) if g]
+        elif self.rank == 0:
+            self._relay_in = self._relay(NetworkInbox, self.group_number, 0)
 
     def widen(self, num_pipelines: int) -> None:
         """Start the channels of so many pipelines, unless they are open. Every process calls it."""
         for pipeline in range(1, num_pipelines):
             if (pipeline, self.stages[0]) in self.wiring:
                 continue
-            if self.world_size > 1:
+            if self.world.world_size > 1:
                 self._make_hops(pipeline)
             self.wiring |= wire(self, pipeline, self._inbox, self._outbox)
         self.record(self.recorder)
@@ -222,6 +276,7 @@ class Mesh:
         self.watch.close()
         self._opened, self._news_out, self._news_in = [], [], None
         self._reports_out, self._reports_in = None, {}
+        self._relay_out, self._relay_in = [], None
         self.wiring = {}
 
     def record(self, recorder: Recorder | None) -> None:
@@ -238,10 +293,13 @@ class Mesh:
         gloo has no way to give one up, but closes all connections of a group when a transfer in it takes too long.
         """
         groups = [group for (kind, *_), group in self._groups.items() if not kind.endswith("device")]
-        for group in (*groups, *self._subsets.values(), self._control):
-            members = dist.get_process_group_ranks(group) if group is not None else []
-            for peer in members if self.rank in members else []:
-                if peer != self.rank:
+        together = [self.control, self.world.control, self.heads.control]
+        together += [] if self.siblings is None else [self.siblings.members.control]
+        me = self.world.rank
+        for group in (*groups, *self._subsets.values(), *together):
+            ours = group is not None and group != dist.GroupMember.NON_GROUP_MEMBER
+            for peer in dist.get_process_group_ranks(group) if ours else []:
+                if peer != me:
                     with contextlib.suppress(RuntimeError):  # this is the purpose
                         nothing = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT)
                         if nothing is not None:
@@ -249,14 +307,14 @@ class Mesh:
 
     def _make_watch(self) -> Watch:
         store = None
-        if self.world_size > 1:
+        if self.world.world_size > 1:
             shared = dist.distributed_c10d._get_default_store()
             # a connection of its own, where torch can make one: others may wait in the store for long
             shared = shared.clone() if hasattr(shared, "clone") else shared
             store = dist.PrefixStore(f"avgpipe/{self._number}/{next(self._openings)}", shared)
-        announces = self.rank in (0, self.reader)
+        announces = self.leads or (self.reads and self.num_groups == 1)
         return Watch(
-            self.rank, self._names, store, self.timeout.total_seconds(), lambda: self.arrivals.notify(), announces
+            self.world.rank, self._names, store, self.timeout.total_seconds(), lambda: self.arrivals.notify(), announces
         )
 
     def _outbox(self, kind: str, a: int, b: int, peer: int) -> NetworkOutbox:
@@ -270,34 +328,65 @@ class Mesh:
         return inbox
 
     def _wire(self, kind: str, a: int, b: int, peer: int) -> Wire:
-        return Wire(peer, self._groups[kind, a, b], self.device, self._groups.get((f"{kind} device", a, b)))
+        group, device_group = self._groups[kind, a, b], self._groups.get((f"{kind} device", a, b))
+        return Wire(self.ranks[peer], group, self.device, device_group)
+
+    def _relay(self, kind: Callable[..., End], group: int, peer: int) -> End:
+        """An end of the channel from rank 0 of all processes to a group's own."""
+        end = kind("relay", Wire(peer, self._groups["relay", 0, group], self.device, None), self.arrivals)
+        self._opened.append(end)
+        return end
 
     def _wait_for_batch(self, ready: Callable[[], bool]) -> None:
         self.arrivals.wait_for(
             ready,
             self.timeout.total_seconds(),
-            lambda: f"waits for a batch from {self._names[self.reader]}",
+            lambda: f"waits for a batch from {self._names[self.ranks[self.reader]]}",
             self.watch,
         )
 
     # -- news: from rank 0 to all ------------------------------------------------------------------------------------
 
-    def publish(self, item: T | None = None) -> T:
+    def publish(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:
         """Rank 0 tells all processes: it passes the item and does not wait; the others get what it passed.
 
         Args:
             item: any tree of tensors and picklable leaves; ignored on other ranks.
+            requests: that go with it; None: what is known.
         """
         self.watch.check()
         if self.rank == 0:
-            if self._news_out:
-                requests = frozenset(self.watch.requests)
-                message = pack((item, requests))
-                for outbox in self._news_out:
-                    outbox.put(message)
-                self._agree(requests)
+            requests = self._requests() if requests is None else requests
+            message = pack((item, requests)) if self._news_out else None
+            for outbox in self._news_out:
+                assert message is not None
+                outbox.put(message)
+            self._agree(requests)
             return item  # type: ignore[return-value]
-        inbox = self._news_in
+        news, requests = self._hear(self._news_in)
+        self._agree(requests)
+        return news  # type: ignore[no-any-return]
+
+    def relay(self, common: T | None, own: U | None = None) -> tuple[T, U]:
+        """Rank 0 of all processes tells everybody, and rank 0 of each group its group. Every process calls it.
+
+        Args:
+            common: on rank 0 of all processes.
+            own: on rank 0 of each group.
+        """
+        if self.num_groups == 1 or self.rank != 0:
+            return self.publish((common, own))  # type: ignore[return-value]
+        self.watch.check()
+        if self.leads:
+            requests = frozenset(self.watch.requests)
+            message = pack((common, requests))
+            for outbox in self._relay_out:
+                outbox.put(message)
+        else:
+            common, requests = self._hear(self._relay_in)
+        return self.publish((common, own), requests)  # type: ignore[return-value]
+
+    def _hear(self, inbox: NetworkInbox | None) -> Any:
         assert inbox is not None
         inbox.expect(1)
         self.arrivals.wait_for(
@@ -306,9 +395,11 @@ class Mesh:
             lambda: "waits for rank 0's news",
             self.watch,
         )
-        news, requests = unpack(inbox.get())
-        self._agree(requests)
-        return news  # type: ignore[no-any-return]
+        return unpack(inbox.get())
+
+    def _requests(self) -> frozenset[str]:
+        """What goes with the next message. With several groups all of them must learn of it at the same point."""
+        return frozenset(self.watch.requests) if self.num_groups == 1 else self._agreed
 
     def hand_in(self, item: T) -> list[tuple[int, T]]:
         """Tell rank 0, and do not wait. Every process calls it equally often.
@@ -341,131 +432,22 @@ class Mesh:
 
     # -- collectives on the host -------------------------------------------------------------------------------------
 
-    def barrier(self, what: str = "a barrier") -> None:
-        """Wait for all processes."""
-        self.together(what, lambda: dist.barrier(group=self._control))
-
     def broadcast(self, item: T, source: int = 0) -> T:
         """Every process gets the source's item."""
-        if self.world_size == 1:
-            return item
-        if source == 0 and self.wiring:
+        if source == 0 and self.wiring and self.world_size > 1:
             return pickle.loads(self.publish(pickle.dumps(item)))  # type: ignore[no-any-return]
-        box = [item]
-        self.together("a broadcast", lambda: dist.broadcast_object_list(box, source, group=self._control))
-        return box[0]
-
-    def gather_objects(self, item: T) -> list[T]:
-        """On rank 0 every process's item, by rank; elsewhere only one's own."""
-        items: list[Any] = [None] * self.world_size
-        if self.world_size == 1:
-            return [item]
-        self.together(
-            "a gathering of objects",
-            lambda: dist.gather_object(item, items if self.rank == 0 else None, dst=0, group=self._control),
-        )
-        return items if self.rank == 0 else [item]
-
-    def clock(self) -> ClockOffset:
-        """How far this process's clock is from that of rank 0. Every rank calls it."""
-        rounds: list[tuple[float, float, float]] = []
-
-        def exchange() -> None:
-            reading = torch.empty((), dtype=torch.float64)
-            for _ in range(_CLOCK_ROUNDS):
-                asked = host_now()
-                dist.send(reading, 0, group=self._control)
-                dist.recv(reading, 0, group=self._control)
-                rounds.append((asked, float(reading), host_now()))
-
-        def answer() -> None:
-            for peer in range(1, self.world_size):
-                for _ in range(_CLOCK_ROUNDS):
-                    dist.recv(torch.empty((), dtype=torch.float64), peer, group=self._control)
-                    dist.send(torch.tensor(host_now(), dtype=torch.float64), peer, group=self._control)
-
-        self.together("an alignment of clocks", answer if self.rank == 0 else exchange)
-        return estimate_offset(rounds) if rounds else ClockOffset()
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over processes, in place, for a tensor on the host."""
-        self.together("a sum", lambda: dist.all_reduce(tensor, group=self._control))
-        return tensor
-
-    def collect(self, tensors: Mapping[str, Tensor], owner: Callable[[str], int]) -> dict[str, Tensor]:
-        """On rank 0 the owners' tensors, those of other processes as copies on the host; elsewhere one's own.
-
-        Args:
-            tensors: the same names, shapes and types on every process.
-            owner: name -> rank.
-        """
-        collected = dict(tensors)
-
-        def exchange() -> None:
-            for name, tensor in tensors.items():
-                source = owner(name)
-                if source == 0 or tensor.numel() == 0:
-                    continue
-                if self.rank == source:
-                    dist.send(as_bytes(tensor.cpu()), 0, group=self._control)
-                elif self.rank == 0:
-                    collected[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    dist.recv(as_bytes(collected[name]), source, group=self._control)
-
-        self.together("a gathering of parameters", exchange)
-        return collected
-
-    def deliver(
-        self, tensors: Mapping[str, Tensor], holders: Mapping[str, int], wanted: Mapping[int, Sequence[str]]
-    ) -> dict[str, Tensor]:
-        """What this process wants and others hold, as copies on the host.
-
-        Args:
-            tensors: the same names, shapes and types on every process.
-            holders: name -> rank that holds it; what nobody holds is not delivered. The same on every process.
-            wanted: rank -> names that it lacks. The same on every process.
-        """
-        delivered: dict[str, Tensor] = {}
-
-        def exchange() -> None:
-            for receiver, names in wanted.items():
-                for name in names:
-                    tensor = tensors[name]
-                    if name not in holders or tensor.numel() == 0:
-                        continue
-                    if self.rank == holders[name]:
-                        dist.send(as_bytes(tensor.cpu().contiguous()), receiver, group=self._control)
-                    elif self.rank == receiver:
-                        delivered[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                        dist.recv(as_bytes(delivered[name]), holders[name], group=self._control)
-
-        self.together("a delivery of parameters", exchange)
-        return delivered
-
-    def spread(self, tensors: Mapping[str, Tensor], owner: Callable[[str], int]) -> dict[str, Tensor]:
-        """On every process all owners' tensors; those of other processes as copies on the host."""
-        spread = dict(tensors)
-
-        def exchange() -> None:
-            for name, tensor in tensors.items():
-                if tensor.numel() == 0:
-                    continue
-                mine = owner(name) == self.rank
-                copy = tensor.detach().cpu().contiguous() if mine else torch.empty(tensor.shape, dtype=tensor.dtype)
-                dist.broadcast(as_bytes(copy), owner(name), group=self._control)
-                if not mine:
-                    spread[name] = copy
-
-        self.together("a spreading of parameters", exchange)
-        return spread
+        return super().broadcast(item, source)
 
     def together(self, what: str, collective: Callable[[], object]) -> None:
         """Run a collective on the host; while it waits, look whether another process has failed.
 
         It runs in a thread, because a collective of gloo can neither be polled nor given up.
         """
-        if self.world_size == 1:
-            return
+        if self.world_size > 1:
+            self.wait_together(what, collective)
+
+    def wait_together(self, what: str, collective: Callable[[], object]) -> None:
+        """The same for any set of processes."""
         self.watch.check()
         done, errors = threading.Event(), []
 
@@ -494,3 +476,15 @@ class Mesh:
     def report(self, error: BaseException) -> None:
         """Tell the other processes why this one ends."""
         self.watch.report(error)
+
+
+class _Party(Collectives):
+    """Processes of several groups, with whom a mesh talks."""
+
+    def __init__(self, ranks: Iterable[int], rank: int, mesh: Mesh) -> None:
+        super().__init__(tuple(ranks), rank)
+        self._mesh = mesh
+
+    def together(self, what: str, collective: Callable[[], object]) -> None:
+        if self.world_size > 1:
+            self._mesh.wait_together(what, collective)

@@ -162,7 +162,7 @@ def run_together(
     try:
         with intercepting():
             timeout_s = mesh.timeout.total_seconds()
-            execute(lanes, mesh.arrivals, timeout_s, mesh.rank, mesh.watch, mesh.recorder, mesh.meter)
+            execute(lanes, mesh.arrivals, timeout_s, mesh.world.rank, mesh.watch, mesh.recorder, mesh.meter)
         counts = [schedule.num_microbatches for schedule in schedules]
         return [pipeline.results(step, count) for pipeline, count in zip(pipelines, counts, strict=True)]
     finally:

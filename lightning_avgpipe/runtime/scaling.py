@@ -29,7 +29,7 @@ def scaling_together(
 
     Args:
         scaler: of this process.
-        mesh: connects the processes.
+        mesh: connects the processes; all groups decide together.
         others: optimizer of the first pipeline -> those of other pipelines, which step after it.
     """
     if not scaler.is_enabled():
@@ -63,7 +63,7 @@ class _Agreement:
         for looked_at in (optimizer, *self._waiting):
             for vote in self._look(looked_at, *args).values():
                 votes += vote.cpu()
-        anywhere = self._mesh.sum(votes) > 0
+        anywhere = self._mesh.world.sum(votes) > 0
         self._found = {self._mesh.device: anywhere.to(self._mesh.device, torch.float32)}
         return self._found
 

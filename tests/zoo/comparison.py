@@ -64,7 +64,8 @@ class Subject:
         self.module.log = lambda name, value, **_: self.logged.append((name, value))  # type: ignore[method-assign]
         self.trainer = SimpleNamespace(barebones=True, current_epoch=0, global_step=0)
         self.module.trainer = self.trainer
-        self.log = StepLog(self.module, hosts_last=True)
+        self.heads = SimpleNamespace(world_size=1)
+        self.log = StepLog(self.module, hosts_last=True, heads=self.heads)
         self.module.log = self.log  # type: ignore[method-assign]
         self.metrics = [m for m in self.module.modules() if isinstance(m, Metric)]
 
@@ -75,7 +76,8 @@ class Subject:
         return split_with(splitter, batch, self.num_microbatches)
 
     def call(self, step: str, part: MicroBatch, *args: Any) -> Any:
-        with local_metrics(self.metrics, self.log.batch_values), self.log.micro_batch(part.size), mode(step):
+        alone = local_metrics(self.metrics, self.log.batch_values, self.heads, lambda: True)
+        with alone, self.log.micro_batch(part.size), mode(step):
             return getattr(self.module, step)(*args)
 
     def task(self, step: str, parts: Sequence[MicroBatch], iteration: int) -> Task:

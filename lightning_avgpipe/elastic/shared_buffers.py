@@ -1,0 +1,77 @@
+"""Shared buffers: those of the reference when the parallel models are in several groups, which average them together.
+
+One group averages its buffers when somebody looks at the reference. That may happen in one process alone, so groups do
+it with the averaging of parameters, in which all of them take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.runtime.siblings import Siblings
+
+__all__ = ["SharedBuffers", "deviation"]
+
+
+class SharedBuffers:
+    """The buffers of the reference.
+
+    Args:
+        buffers: of the module, the same in all groups when they begin.
+        siblings: in other groups.
+
+    Attributes:
+        buffers: by name; means of what is no integer, and the other buffers of group 0's pipeline 0.
+    """
+
+    def __init__(self, buffers: Mapping[str, Tensor], siblings: Siblings) -> None:
+        self.buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        self._siblings = siblings
+
+    @torch.no_grad()
+    def average(self, models: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take the mean of all groups' models. All siblings call it.
+
+        Args:
+            models: the buffers of each model of this group.
+        Raises:
+            ConfigurationError: a buffer has changed its shape, which another group may not have done.
+        """
+        sums = {name: self._sum(name, centre, models) for name, centre in self.buffers.items()}
+        self._siblings.sum(list(sums.values()))
+        for name, centre in self.buffers.items():
+            change = sums[name]
+            if _has_mean(centre):
+                change = torch.where(change == 0, centre, centre + change / (len(models) * self._siblings.count))
+            self.buffers[name] = change.to(centre.dtype)
+
+    def _sum(self, name: str, centre: Tensor, models: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        for model in models:
+            if model[name].shape != centre.shape:
+                raise ConfigurationError(
+                    f"buffer '{name}' had the shape {tuple(centre.shape)} and has {tuple(model[name].shape)} now, but "
+                    "groups of processes average buffers; use one group (num_stages as many as devices), or a buffer "
+                    "of a fixed shape"
+                )
+        if not _has_mean(centre):  # no sum at all: of one group only
+            found = models[0][name].to(torch.int64)
+            return found if self._siblings.number == 0 else torch.zeros_like(found)
+        return sum((deviation(model[name], centre) for model in models), torch.zeros_like(_wide(centre)))
+
+
+def deviation(tensor: Tensor, centre: Tensor) -> Tensor:
+    """How far a tensor is from another, in at least single precision; where they are equal (infinite, too) nothing."""
+    tensor, centre = _wide(tensor), _wide(centre)
+    return torch.where(tensor == centre, torch.zeros_like(centre), tensor - centre)
+
+
+def _has_mean(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
