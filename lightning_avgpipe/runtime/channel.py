@@ -241,12 +241,19 @@ class NetworkOutbox:
 
     def _work(self) -> None:
         try:
-            while (item := self._queue.get()) is not None:
-                message, ready, recorder = item
-                with self._recorded(message, ready, recorder):
-                    self._send(message, ready)
+            while self._send_next():
+                pass
         except Exception as error:  # handed to the executor, which names stage and action
             self._arrivals.fail(self._wire.broken(error, f"sending on channel '{self.name}'"))
+
+    def _send_next(self) -> bool:
+        # a frame of its own: a thread that waits for the next message keeps no tensor of the last one alive
+        if (item := self._queue.get()) is None:
+            return False
+        message, ready, recorder = item
+        with self._recorded(message, ready, recorder):
+            self._send(message, ready)
+        return True
 
     def _recorded(self, message: Message, ready: Any, recorder: Recorder | None) -> AbstractContextManager[None]:
         if recorder is None:
@@ -315,15 +322,19 @@ class NetworkInbox:
                 self._expected.acquire()
                 if self._closing:
                     return
-                item = self._receive()
-                if (recorder := self.recorder) is not None:
-                    recorder.arrived(self.name, item[0].micro_batch, self._wire.transfer_stream)
-                with self._arrivals.condition:
-                    self._arrived.append(item)
-                    self._arrivals.condition.notify_all()
+                self._hand_in()
         except Exception as error:  # handed to the executor, which names stage and action
             if not self._closing:
                 self._arrivals.fail(self._wire.broken(error, f"receiving on channel '{self.name}'"))
+
+    def _hand_in(self) -> None:
+        # a frame of its own, as in the outbox: nothing of a message stays behind
+        item = self._receive()
+        if (recorder := self.recorder) is not None:
+            recorder.arrived(self.name, item[0].micro_batch, self._wire.transfer_stream)
+        with self._arrivals.condition:
+            self._arrived.append(item)
+            self._arrivals.condition.notify_all()
 
     def _receive(self) -> tuple[Message, list[Any]]:
         frame, rest = torch.empty(CAPACITY, dtype=torch.uint8), None
