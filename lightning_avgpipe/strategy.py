@@ -113,9 +113,10 @@ class AvgPipeStrategy(SteppingStrategy):
         recompute: trades time for memory. True: a stage keeps only what it received for the micro-batches in flight
             and repeats its forward before the backward, a third more time; not where the backward follows
             at once, as on the last stage under 1F1B. A list names submodules as ``split_points`` does, or by patterns
-            such as ``"blocks.*"``: each of these keeps its inputs, and repeats itself within the backward. The results
-            are the same; buffers, attributes and logs change once. With True what a step prints, or changes outside of
-            the module, happens again.
+            such as ``"blocks.*"``: each of these keeps its inputs, and repeats itself within the backward. True brings
+            back what a whole stage keeps for the micro-batch at hand, so with few micro-batches in flight a list
+            needs less. The results are the same; buffers, attributes and logs change once. With True what a step
+            prints, or changes outside of the module, happens again.
         loss_reduction: how the loss depends on the batch: ``"mean"`` weights each micro-batch's loss by its share of
             the samples, ``"sum"`` adds them up.
         split_batch: ``(batch, num_microbatches) -> list of micro-batches`` for batches that are no trees of tensors
