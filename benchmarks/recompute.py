@@ -1,8 +1,8 @@
 """Memory and time of recomputation: a transformer in two stages in this process, plain, per block and per stage.
 
-Each way runs in a process of its own. Prints MiB of the tensors that graphs hold for backwards at most (the stash), the
-peak of the process's memory above that before the first batch (on CUDA of the device's), and the time of a batch beside
-the plain run's.
+Each way runs in a process of its own, in turns; medians over the rounds. Prints MiB of the tensors that graphs hold for
+backwards at most (the stash), the peak of the process's memory above that before the model was made (on CUDA of the
+device's), and the time of a batch beside the plain run's.
 
     python benchmarks/recompute.py --layers 8 --microbatches 8 --json recompute.json
 """
@@ -35,11 +35,11 @@ WAYS: dict[str, Any] = {"plain": False, "blocks": ["blocks.*"], "stages": True}
 class Transformer(L.LightningModule):
     """Blocks that torch brings along."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, dropout: float) -> None:
         super().__init__()
         self.embed = nn.Embedding(100, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True) for _ in range(layers)
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, batch_first=True) for _ in range(layers)
         )
         self.head = nn.Linear(width, 100)
 
@@ -130,7 +130,8 @@ def fit(way: str, options: argparse.Namespace, batches: int, **callbacks: Any) -
         enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
     )  # fmt: skip
     trainer.fit(
-        Transformer(options.layers, options.width), DataLoader(TensorDataset(tokens, tokens), batch_size=options.batch)
+        Transformer(options.layers, options.width, options.dropout),
+        DataLoader(TensorDataset(tokens, tokens), batch_size=options.batch),
     )
     return times
 
@@ -138,38 +139,47 @@ def fit(way: str, options: argparse.Namespace, batches: int, **callbacks: Any) -
 def measure(way: str, options: argparse.Namespace, pipe: Any) -> None:
     """The figures of one way, into the pipe."""
     torch.set_num_threads(1)
-    fit(way, options, 1)  # what is allocated once for all
     resident = Resident()
-    seconds = statistics.median(fit(way, options, options.batches)[1:])
+    fit(way, options, 2)
     peak = resident.peak()
+    seconds = statistics.median(fit(way, options, options.batches)[1:])
     stash = Stash()
     with saved_tensors_hooks(stash.pack, lambda kept: kept):
         fit(way, options, 2)
-    pipe.send({"way": way, "stash": stash.largest / MIB, "peak": peak, "seconds": seconds})
+    pipe.send({"stash": stash.largest / MIB, "peak": peak, "seconds": seconds})
+
+
+def in_a_process(way: str, options: argparse.Namespace) -> dict[str, float]:
+    """Its figures."""
+    receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
+    process = mp.get_context("spawn").Process(target=measure, args=(way, options, sender))
+    process.start()
+    sender.close()
+    found: dict[str, float] = receiver.recv()
+    process.join()
+    return found
 
 
 def main() -> None:
     """Measure all ways and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
-        ("layers", 8), ("width", 128), ("length", 64), ("batch", 64), ("microbatches", 8), ("batches", 5)
+        ("layers", 8), ("width", 128), ("length", 64), ("batch", 64), ("microbatches", 8), ("batches", 4),
+        ("rounds", 3),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dropout", type=float, default=0.0, help="on CPUs drawing is a large part of a forward")
     parser.add_argument("--schedule", choices=["afab", "1f1b"], default="1f1b")
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     options = parser.parse_args()
+    rounds = [{way: in_a_process(way, options) for way in WAYS} for _ in range(options.rounds)]
     rows = []
-    for way in WAYS:
-        receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
-        process = mp.get_context("spawn").Process(target=measure, args=(way, options, sender))
-        process.start()
-        sender.close()
-        rows.append(receiver.recv())
-        process.join()
     print(f"{'recompute':10s} {'stash':>10s} {'peak':>10s} {'batch':>9s} {'time':>7s}")
-    for row in rows:
-        ratio = row["seconds"] / rows[0]["seconds"]
-        print(f"{row['way']:10s} {row['stash']:6.1f} MiB {row['peak']:6.1f} MiB {row['seconds']:7.3f} s {ratio:6.2f}x")
+    for way in WAYS:
+        row = {key: statistics.median(found[way][key] for found in rounds) for key in ("stash", "peak", "seconds")}
+        ratio = statistics.median(found[way]["seconds"] / found["plain"]["seconds"] for found in rounds)
+        rows.append({"way": way, **row, "ratio": ratio})
+        print(f"{way:10s} {row['stash']:6.1f} MiB {row['peak']:6.1f} MiB {row['seconds']:7.3f} s {ratio:6.2f}x")
     if options.json:
         options.json.write_text(json.dumps({"unit": "MiB", "rows": rows}, indent=2))
 
