@@ -48,10 +48,13 @@ def options(
     reader: str,
     send_batch: str,
     start_method: str,
+    processes_per_device: Any = 1,
 ) -> None:
     """Check the strategy's own arguments, as far as they can be judged alone."""
     if num_stages != "auto" and not _is_count(num_stages):
         raise ConfigurationError(f"num_stages={num_stages!r}: must be 'auto' or an integer of at least 1")
+    if not _is_count(processes_per_device):
+        raise ConfigurationError(f"processes_per_device={processes_per_device!r}: must be an integer of at least 1")
     _check_choice("schedule", schedule, _SCHEDULES)
     counts(num_pipelines, num_microbatches, advance, schedule)
     if split_points is not None:
