@@ -66,6 +66,22 @@ def test_every_way_to_start_processes_trains_the_same(way: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["script", "torchrun"])
+def test_every_way_to_start_processes_starts_those_that_share_a_device(way: str, tmp_path: Path) -> None:
+    given = options(tmp_path, devices=1, sharing=2, model="Divided", use_distributed_sampler=False)
+    run = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    with started(([*(run if way == "torchrun" else ()), str(SCRIPT), *given], {})) as (process,):
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, errors
+    torch.manual_seed(5)
+    model = MLP()
+    pipeline(2, strategy={"num_microbatches": 2, "num_pipelines": 2}, max_epochs=2).fit(model, loader(MLP, 24, 6))
+    for rank in range(2):
+        weights = torch.load(tmp_path / f"weights-{rank}.pt")
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # the strategy's timeout, and then that of its watch
 def test_a_script_takes_its_stuck_process_with_it(tmp_path: Path) -> None:
     with started(([str(SCRIPT), *options(tmp_path, model="Stuck", timeout_s=40)], {})) as (process,):
