@@ -216,7 +216,7 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
             if isinstance(callback, kind):
                 raise ConfigurationError(
                     f"{type(callback).__name__} {why}, and is not supported on {world_size} processes yet; remove it, "
-                    "or use devices=1"
+                    "or use one (devices=1, processes_per_device=1)"
                 )
     if getattr(running, "_val_check_time_interval", None) is not None:
         raise ConfigurationError(

@@ -83,18 +83,18 @@ class AvgPipeStrategy(SteppingStrategy):
             with pipelines of its own, which elastic averaging holds together. Each group trains on its own part of the
             data, by a distributed sampler as with ddp, and evaluates on all of it; rank 0 is in group 0. In what
             follows N counts the pipelines of all groups where models are averaged.
-        processes_per_device: groups that share the same devices, each with processes of its own: ``devices=2``,
-            ``processes_per_device=2`` are four processes, two groups of two stages. They train what as many pipelines
-            of one process do, with the same numbers, as the AvgPipe paper arranges it. It is for kernels too small for
-            one process to keep a device busy; on CUDA start NVIDIA's MPS, or kernels of several processes take turns.
-            Each process has a context on the device, and the reference is averaged over the host, since NCCL connects
-            no device with itself.
         num_pipelines: number N of parallel pipelines, in each group. Each trains a model of its own, on a batch of its
             own, and fills the others' idle time; elastic averaging holds the models together. An iteration reads N
             batches from the dataloader and counts as one of Lightning's: 100 batches make 50 steps with N=2, and
             ``max_steps``, ``limit_train_batches``, ``accumulate_grad_batches``, schedulers "per step" and the progress
             bar count those 50. Evaluation, prediction and checkpoints use the reference model, hooks of training see
             pipeline 0's model and batch.
+        processes_per_device: groups that share the same devices, each with processes of its own: ``devices=2``,
+            ``processes_per_device=2`` are four processes, two groups of two stages. They train what as many pipelines
+            of one process do, with the same numbers, as the AvgPipe paper arranges it. It is for kernels too small for
+            one process to keep a device busy; on CUDA start NVIDIA's MPS, or kernels of several processes take turns.
+            Each process has a context on the device, and the reference is averaged over the host, since NCCL connects
+            no device with itself. What starts processes itself (torchrun, SLURM) must start so many for each device.
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
             stage, or 1 for one stage: then there is nothing to pipeline, and everything is as on one device. More of
             them shrink the idle time at both ends of an iteration and the memory per micro-batch, but make each kernel
