@@ -48,10 +48,13 @@ def options(
     reader: str,
     send_batch: str,
     start_method: str,
+    processes_per_device: Any = 1,
 ) -> None:
     """Check the strategy's own arguments, as far as they can be judged alone."""
     if num_stages != "auto" and not _is_count(num_stages):
         raise ConfigurationError(f"num_stages={num_stages!r}: must be 'auto' or an integer of at least 1")
+    if not _is_count(processes_per_device):
+        raise ConfigurationError(f"processes_per_device={processes_per_device!r}: must be an integer of at least 1")
     _check_choice("schedule", schedule, _SCHEDULES)
     counts(num_pipelines, num_microbatches, advance, schedule)
     if split_points is not None:
@@ -213,7 +216,7 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
             if isinstance(callback, kind):
                 raise ConfigurationError(
                     f"{type(callback).__name__} {why}, and is not supported on {world_size} processes yet; remove it, "
-                    "or use devices=1"
+                    "or use one (devices=1, processes_per_device=1)"
                 )
     if getattr(running, "_val_check_time_interval", None) is not None:
         raise ConfigurationError(

@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_avgpipe.errors import ConfigurationError, PeerError
+from lightning_avgpipe.runtime.arrangement import Arrangement
 from lightning_avgpipe.starter import ScriptLauncher, needing_starter
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
     """
     environment = strategy.cluster_environment
     assert environment is not None
+    _check_started(environment, strategy.arrangement)
     processes = strategy.num_processes
     if processes * strategy.num_nodes == 1:
         return None
@@ -46,7 +49,7 @@ def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
             raise ConfigurationError(
                 f"strategy='avgpipe' with {processes} processes runs the script again, but a notebook is no script. "
                 "Use strategy='avgpipe_notebook', which forks this process, or devices=1, which hosts all stages in it "
-                "(with num_stages=...)"
+                "(with num_stages=..., and processes_per_device=1)"
             )
         # also where processes exist already (torchrun, SLURM): it starts none then, but limits their threads
         return ScriptLauncher(environment, processes, strategy.num_nodes)
@@ -56,6 +59,25 @@ def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
             "already; use strategy='avgpipe'"
         )
     return _MultiProcessingLauncher(strategy, start_method=start_method)
+
+
+def _check_started(environment: ClusterEnvironment, arrangement: Arrangement) -> None:
+    """Check that processes which exist already are as many as are needed, and in their places."""
+    found, needed, each = environment.world_size(), arrangement.world_size, arrangement.node_size
+    name = type(environment).__name__
+    if found != needed:
+        raise ConfigurationError(
+            f"{name} says that {found} processes were started, but {arrangement} need {needed}: start {each} on each "
+            f"node (torchrun --nproc_per_node={each}, SLURM --ntasks-per-node={each}), or change devices, num_nodes or "
+            "processes_per_device"
+        )
+    node, local = environment.node_rank(), environment.local_rank()
+    if arrangement.sharing > 1 and environment.global_rank() != node * each + local:
+        raise ConfigurationError(
+            f"{name} says that process {local} of node {node} has rank {environment.global_rank()}, but with "
+            f"processes_per_device={arrangement.sharing} it must have rank {node * each + local}: number the processes "
+            "node by node (SLURM --distribution=block)"
+        )
 
 
 @contextlib.contextmanager

@@ -70,7 +70,8 @@ def check_alike(dataloader: Any, mesh: Mesh, num_pipelines: int) -> None:
     """
     if mesh.num_groups == 1:
         return
-    lengths = mesh.world.exchange_objects(sized_len(dataloader))[:: mesh.world_size]
+    everybody = mesh.world.exchange_objects(sized_len(dataloader))
+    lengths = [everybody[ranks[0]] for ranks in mesh.layout]
     iterations = {None if length is None else math.ceil(length / num_pipelines) for length in lengths}
     if len(iterations) > 1:
         found = ", ".join("unknown" if length is None else str(length) for length in lengths)

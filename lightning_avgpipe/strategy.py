@@ -36,6 +36,7 @@ from lightning_avgpipe.elastic.averaging import Elasticity, OuterOptimizer
 from lightning_avgpipe.grouping import grouping
 from lightning_avgpipe.interrupts import ending_together
 from lightning_avgpipe.metrics import StepLog
+from lightning_avgpipe.runtime.arrangement import Arrangement
 from lightning_avgpipe.runtime.materialize import on_meta
 from lightning_avgpipe.runtime.memory import limit_of
 from lightning_avgpipe.runtime.mesh import Mesh
@@ -88,6 +89,12 @@ class AvgPipeStrategy(SteppingStrategy):
             ``max_steps``, ``limit_train_batches``, ``accumulate_grad_batches``, schedulers "per step" and the progress
             bar count those 50. Evaluation, prediction and checkpoints use the reference model, hooks of training see
             pipeline 0's model and batch.
+        processes_per_device: groups that share the same devices, each with processes of its own: ``devices=2``,
+            ``processes_per_device=2`` are four processes, two groups of two stages. They train what as many pipelines
+            of one process do, with the same numbers, as the AvgPipe paper arranges it. It is for kernels too small for
+            one process to keep a device busy; on CUDA start NVIDIA's MPS, or kernels of several processes take turns.
+            Each process has a context on the device, and the reference is averaged over the host, since NCCL connects
+            no device with itself. What starts processes itself (torchrun, SLURM) must start so many for each device.
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
             stage, or 1 for one stage: then there is nothing to pipeline, and everything is as on one device. More of
             them shrink the idle time at both ends of an iteration and the memory per micro-batch, but make each kernel
@@ -166,6 +173,7 @@ class AvgPipeStrategy(SteppingStrategy):
         self,
         num_stages: Count | Literal["auto"] = "auto",
         num_pipelines: Count = 1,
+        processes_per_device: Count = 1,
         num_microbatches: Count | Literal["auto"] = "auto",
         schedule: Literal["advance_forward", "1f1b", "afab"] = "advance_forward",
         advance: Natural | Literal["auto"] = "auto",
@@ -203,13 +211,14 @@ class AvgPipeStrategy(SteppingStrategy):
         )
         checks.options(
             num_stages, num_pipelines, num_microbatches, schedule, advance, split_points, loss_reduction, reader,
-            send_batch, start_method,
+            send_batch, start_method, processes_per_device,
         )  # fmt: skip
         checks.partition_options(costs, costs_cache, memory_limit, recompute)
         checks.elasticity(alpha, outer_lr, outer_optimizer, average_every)
         self.num_nodes = 1
         self._wanted_stages = num_stages
         self.num_pipelines = num_pipelines
+        self.processes_per_device = processes_per_device
         self._elasticity = Elasticity(alpha, outer_lr, outer_optimizer, average_every)
         self.save_replicas = save_replicas
         self._num_microbatches = num_microbatches
@@ -244,14 +253,20 @@ class AvgPipeStrategy(SteppingStrategy):
     # -- processes ---------------------------------------------------------------------------------------------------
 
     @property
+    def arrangement(self) -> Arrangement:
+        """Of all processes on devices."""
+        devices = len(self.parallel_devices) if self.parallel_devices is not None else 1
+        return Arrangement(devices, self.num_nodes, self.processes_per_device)
+
+    @property
     def num_processes(self) -> int:
         """Processes of this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 1
+        return self.arrangement.node_size
 
     @property
     def num_stages(self) -> int:
         """K."""
-        return self.num_processes * self.num_nodes if self._wanted_stages == "auto" else self._wanted_stages
+        return self.arrangement.num_devices if self._wanted_stages == "auto" else self._wanted_stages
 
     @property
     def plain(self) -> bool:
@@ -259,24 +274,25 @@ class AvgPipeStrategy(SteppingStrategy):
 
         Then nothing is captured, split, replaced or refused: all is as with Lightning's strategy for one device.
         """
-        alone = self.num_processes * self.num_nodes == self.num_stages == self.num_pipelines == 1
+        alone = self.arrangement.world_size == self.num_stages == self.num_pipelines == 1
         return alone and self._num_microbatches in ("auto", 1) and not self._recompute
 
     @property
     def num_groups(self) -> int:
-        """Groups of K devices."""
-        return max(1, self.num_processes * self.num_nodes // self.num_stages)
+        """Groups of processes that host all K stages."""
+        return len(self.arrangement.groups(self.num_stages))
 
     @property
     def group_number(self) -> int:
         """Which group this process is in, 0-based."""
-        return self.global_rank // self.num_stages if self.num_groups > 1 else 0
+        groups = enumerate(self.arrangement.groups(self.num_stages))
+        return next(number for number, ranks in groups if self.global_rank in ranks)
 
     @property
     def root_device(self) -> torch.device:
         """The device of this process."""
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        return self.parallel_devices[self.arrangement.device_of(self.local_rank)]
 
     @property
     def mesh(self) -> Mesh:
@@ -291,7 +307,7 @@ class AvgPipeStrategy(SteppingStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        checks.processes(self.num_stages, self.num_processes * self.num_nodes)
+        checks.processes(self.num_stages, self.arrangement.num_devices)
         self._launcher = launch.launcher(self, self._start_method)
         if self.plain:
             rank_zero_info(
@@ -328,7 +344,8 @@ class AvgPipeStrategy(SteppingStrategy):
         with launch.connecting(self.global_rank, self.world_size):
             if not _distributed_is_initialized():
                 # control messages travel on the host, whatever connects the devices
-                both = f"cpu:gloo,cuda:{backend}" if backend == "nccl" else backend
+                all_devices = backend if self.processes_per_device == 1 else "gloo"
+                both = f"cpu:gloo,cuda:{all_devices}" if backend == "nccl" else backend
                 _init_dist_connection(self.cluster_environment, both, timeout=self._timeout)
             if self._mesh is None:
                 self._mesh = Mesh(
@@ -338,7 +355,8 @@ class AvgPipeStrategy(SteppingStrategy):
                     self.root_device,
                     self._timeout,
                     device_backend=backend if self.root_device.type == "cuda" else None,
-                    reader=min(self.num_stages, self.world_size) - 1 if self._reader == "first" else 0,
+                    reader=self.arrangement.group_size(self.num_stages) - 1 if self._reader == "first" else 0,
+                    arrangement=self.arrangement,
                 )
             self._mesh.open()
         self.failed = False
@@ -404,7 +422,7 @@ class AvgPipeStrategy(SteppingStrategy):
     def _sharing(self) -> int:
         """Stages that share a device's memory; on the CPU all stages of this node."""
         on_cpu = self.root_device.type == "cpu"
-        return len(self.mesh.stages) * (self.num_processes if on_cpu else 1)
+        return len(self.mesh.stages) * (self.num_processes if on_cpu else self.processes_per_device)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Build the optimizer, over all parameters: what it holds of other stages goes when the plan is made."""

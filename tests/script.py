@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 import lightning_avgpipe.strategy
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.replaced import replaced
+from tests.elastic.models import Batches
 from tests.models import MLP, loader
 from tests.trainers import trainer
 
@@ -28,6 +29,14 @@ class Stuck(MLP):
 
 def die(signal_name: str) -> None:
     os.kill(os.getpid(), signal.Signals[signal_name])
+
+
+class Divided(MLP):
+    """Each group of processes reads its part of the batches."""
+
+    def train_dataloader(self):
+        batches = list(loader(MLP, 24, 6))
+        return Batches(batches[self.trainer.strategy.group_number :: self.trainer.strategy.num_groups])
 
 
 class Doomed(AvgPipeStrategy):
@@ -54,12 +63,17 @@ class Doomed(AvgPipeStrategy):
             super().setup_environment()
 
 
-def main(folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 60, dies=("", ""), **options) -> None:
+def main(
+    folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 60, dies=("", ""), sharing=1, **options
+) -> None:
     torch.manual_seed(5)
-    module = Stuck() if model == "Stuck" else MLP()
+    module = {"MLP": MLP, "Stuck": Stuck, "Divided": Divided}[model]()
     kind = Doomed if any(dies) else AvgPipeStrategy
     Doomed.folder, Doomed.dies = folder, dies
-    strategy = kind(num_stages=2, num_microbatches=2, timeout=timedelta(seconds=timeout_s), costs="flops")
+    strategy = kind(
+        num_stages=2, num_microbatches=2, processes_per_device=sharing, timeout=timedelta(seconds=timeout_s),
+        costs="flops",
+    )  # fmt: skip
 
     def note(*_) -> None:
         (folder / f"pid-{runner.global_rank}").write_text(str(os.getpid()))
@@ -68,7 +82,7 @@ def main(folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 6
 
     callbacks = [OnExceptionCheckpoint(folder), LambdaCallback(on_train_batch_start=note)]
     runner = trainer(strategy=strategy, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True, **options)
-    runner.fit(module, loader(MLP, 24, 8, shuffle=True))
+    runner.fit(module, None if model == "Divided" else loader(MLP, 24, 8, shuffle=True))
     torch.save(module.state_dict(), folder / f"weights-{runner.global_rank}.pt")
 
 

@@ -23,6 +23,7 @@ from tests.trainers import pipeline, trainer
         ({"num_microbatches": 0}, "num_microbatches=0: must be 'auto' or an integer of at least 1"),
         ({"num_stages": 0}, "num_stages=0: must be 'auto' or an integer of at least 1"),
         ({"num_pipelines": 0}, "num_pipelines=0: must be an integer of at least 1"),
+        ({"processes_per_device": 0}, "processes_per_device=0: must be an integer of at least 1"),
         ({"alpha": 1.5}, r"alpha=1.5: must be a number from 0 .* to 1"),
         ({"outer_lr": 0}, "outer_lr=0: must be a number above 0, or 'auto'"),
         ({"outer_optimizer": "SGD"}, "outer_optimizer='SGD': must make an optimizer from parameters"),

@@ -38,16 +38,19 @@ def expected() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def commands(way: str, folder: Path) -> list[Command]:
+def commands(way: str, folder: Path, **given: Any) -> list[Command]:
     port = free_port()
     if way == "script":
-        return [([str(SCRIPT), *options(folder)], {})]
+        return [([str(SCRIPT), *options(folder, **given)], {})]
     if way == "torchrun":
         run = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
-        return [([*run, str(SCRIPT), *options(folder)], {})]
+        return [([*run, str(SCRIPT), *options(folder, **given)], {})]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
-        ([str(SCRIPT), *options(folder, devices=1, num_nodes=2)], {**address, "NODE_RANK": str(node)})
+        (
+            [str(SCRIPT), *options(folder, **{**given, "devices": 1, "num_nodes": 2})],
+            {**address, "NODE_RANK": str(node)},
+        )
         for node in range(2)
     ]
 
@@ -63,6 +66,24 @@ def test_every_way_to_start_processes_trains_the_same(way: str, tmp_path: Path) 
     for rank in range(2):
         weights = torch.load(tmp_path / f"weights-{rank}.pt")
         assert all(torch.equal(weights[name], value) for name, value in expected().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "world_size"), [("script", 2), ("torchrun", 2), ("two nodes", 4)])
+def test_every_way_to_start_processes_starts_those_that_share_devices(
+    way: str, world_size: int, tmp_path: Path
+) -> None:
+    given = {"devices": 1, "sharing": 2, "model": "Divided", "use_distributed_sampler": False}
+    with started(*commands(way, tmp_path, **given)) as running:  # on two nodes both groups are on both
+        for process in running:
+            _, errors = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, errors
+    torch.manual_seed(5)
+    model = MLP()
+    pipeline(2, strategy={"num_microbatches": 2, "num_pipelines": 2}, max_epochs=2).fit(model, loader(MLP, 24, 6))
+    for rank in range(world_size):
+        weights = torch.load(tmp_path / f"weights-{rank}.pt")
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.slow

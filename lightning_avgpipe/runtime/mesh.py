@@ -8,6 +8,8 @@
     K = 2 stages on 4 processes       group 0: stage 0 on rank 1, stage 1 on rank 0
                                       group 1: stage 0 on rank 3, stage 1 on rank 2
     ranks of a mesh are those within its group; ``world`` connects all groups
+
+Processes that share devices are in different groups, so that no connection between devices has one of them twice.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.runtime.accounting import Meter
+from lightning_avgpipe.runtime.arrangement import Arrangement
 from lightning_avgpipe.runtime.channel import Arrivals, NetworkInbox, NetworkOutbox, Wire
 from lightning_avgpipe.runtime.collectives import Collectives
 from lightning_avgpipe.runtime.feed import Feed, FeedSink, FeedSource
@@ -51,19 +54,21 @@ class Mesh(Collectives):
     """Processes, stages and channels of one group.
 
     Args:
-        num_stages: K, a multiple of ``world_size``, or a divisor of it: then there are ``world_size / K`` groups.
+        num_stages: K, a multiple of the number of devices, or a divisor of it: then there are several groups.
         rank: of this process among all.
         world_size: number of all processes.
         device: of this process.
         timeout: longest wait for another process.
         device_backend: backend of the channels between devices, such as "nccl"; None sends over the host.
         reader: the process of each group that reads the group's data.
+        arrangement: of the processes on devices; None for a device each.
 
     All processes build it at the same time. With one process nothing is connected.
 
     Attributes:
         group_number: which group this is; the group's mesh is all that its processes know, but for the following.
         num_groups: how many groups there are.
+        layout: the ranks of each group among all processes.
         world: all processes of all groups; with one group this mesh.
         heads: the processes with rank 0 in each group; elsewhere, and with one group, this process alone.
         siblings: the processes that host the same stages in each group; None if there is one group.
@@ -78,15 +83,20 @@ class Mesh(Collectives):
         timeout: timedelta,
         device_backend: str | None = None,
         reader: int = 0,
+        arrangement: Arrangement | None = None,
     ) -> None:
-        if num_stages % world_size and world_size % num_stages:
+        arrangement = arrangement or Arrangement(world_size)
+        devices = arrangement.num_devices
+        if num_stages % devices and devices % num_stages:
             raise ConfigurationError(
-                f"num_stages={num_stages} on {world_size} processes: the number of stages must be a multiple of the "
-                f"number of processes; use num_stages={max(1, num_stages // world_size) * world_size}"
+                f"num_stages={num_stages} on {devices} devices: the number of stages must be a multiple of the "
+                f"number of devices; use num_stages={max(1, num_stages // devices) * devices}"
             )
-        size = min(num_stages, world_size)
-        self.group_number, self.num_groups = rank // size, world_size // size
-        super().__init__(range(self.group_number * size, (self.group_number + 1) * size), rank % size)
+        self.layout = arrangement.groups(num_stages)
+        self.num_groups = len(self.layout)
+        self.group_number = next(number for number, ranks in enumerate(self.layout) if rank in ranks)
+        ranks = self.layout[self.group_number]
+        super().__init__(ranks, ranks.index(rank))
         self.num_stages = num_stages
         self.device = device
         self.timeout = timeout
@@ -95,7 +105,7 @@ class Mesh(Collectives):
         self.links: tuple[Link, ...] | None = None  # of the hops, once they are measured
         # told of a request to all processes, at the same point of the program on each of them
         self.when_agreed: Callable[[str], None] = lambda request: None
-        self._names = [self._name_of(r) for r in range(world_size)]
+        self._names = self._make_names()
         self._number = next(_instances)
         self._openings = itertools.count()
         self._agreed: frozenset[str] = frozenset()
@@ -114,6 +124,7 @@ class Mesh(Collectives):
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._subset_backend = f"cpu:gloo,cuda:{device_backend}" if device_backend else "gloo"
+        self._shares_devices = arrangement.sharing > 1
         # there is nothing to watch before it is open
         self.watch = Watch(rank, self._names, None, 0.0, self.arrivals.notify)
         self.world: Collectives = self
@@ -122,7 +133,7 @@ class Mesh(Collectives):
         if self.num_groups > 1:
             self.world = _Party(range(world_size), rank, self)
             if self.rank == 0:
-                self.heads = _Party(range(0, world_size, size), self.group_number, self)
+                self.heads = _Party([members[0] for members in self.layout], self.group_number, self)
         if world_size > 1:
             self._make_groups()
 
@@ -156,11 +167,15 @@ class Mesh(Collectives):
         """Whether this is rank 0 of all processes, which logs and writes."""
         return self.hosts_last and self.group_number == 0
 
-    def _name_of(self, rank: int) -> str:
-        """Of any process, by its rank among all."""
-        stages = self.stages_of(rank % self.world_size)
-        group = f" of group {rank // self.world_size}" if self.num_groups > 1 else ""
-        return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}{group})"
+    def _make_names(self) -> list[str]:
+        """Of all processes, by their ranks among all."""
+        names = {}
+        for number, members in enumerate(self.layout):
+            group = f" of group {number}" if self.num_groups > 1 else ""
+            for position, rank in enumerate(members):
+                stages = self.stages_of(position)
+                names[rank] = f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}{group})"
+        return [names[rank] for rank in sorted(names)]
 
     # -- groups and channels -----------------------------------------------------------------------------------------
 
@@ -179,18 +194,22 @@ class Mesh(Collectives):
 
     def _make_groups_of_groups(self) -> None:
         self.control = self._in_each_group(range(self.world_size), "gloo")
-        heads = range(0, len(self.world.ranks), self.world_size)
+        heads, *others = zip(*self.layout, strict=True)
         connection = self._new_group(heads, "gloo")
         if self.rank == 0:
             self.heads.control = connection
         for number, head in enumerate(heads):
             if number:
                 self._groups["relay", 0, number] = self._new_group((0, head), "gloo")
-        for rank in range(self.world_size):
-            members = _Party([head + rank for head in heads], self.group_number, self)
-            members.control = self._new_group(members.ranks, self._subset_backend)
-            if rank == self.rank:
-                self.siblings = Siblings(members)
+        # two processes of one device meet on the host: no communicator of devices can have a device twice
+        backend = "gloo" if self._shares_devices else self._subset_backend
+        for position, ranks in enumerate((heads, *others)):
+            connection = self._new_group(ranks, backend)
+            if position == self.rank:
+                ordered = sorted(ranks)
+                members = _Party(ordered, ordered.index(self.world.rank), self)
+                members.control = connection
+                self.siblings = Siblings(members, self.group_number, on_host=self._shares_devices)
 
     def _make_hops(self, pipeline: int) -> None:
         for k in range(self.num_stages - 1):
@@ -198,7 +217,7 @@ class Mesh(Collectives):
             for direction in DIRECTIONS:
                 # two hops between the same processes (several stages per process) need two groups as well
                 name = channel_name(direction, k, pipeline)
-                if (name, a, b) in self._groups:
+                if a == b or (name, a, b) in self._groups:
                     continue
                 self._make_group(name, a, b, "gloo")
                 if self._device_backend not in (None, "gloo"):
@@ -211,8 +230,7 @@ class Mesh(Collectives):
     def _in_each_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         """Connect the same ranks of each group; gives the connection of one's own."""
         ranks = tuple(ranks)
-        firsts = range(0, len(self.world.ranks), self.world_size)
-        return [self._new_group([first + r for r in ranks], backend) for first in firsts][self.group_number]
+        return [self._new_group([group[r] for r in ranks], backend) for group in self.layout][self.group_number]
 
     def _new_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         # our own waits end first: their errors name stage and action

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.runtime.collectives import Collectives
+from lightning_avgpipe.runtime.frame import as_bytes
 
 __all__ = ["Siblings"]
 
@@ -27,16 +28,15 @@ class Siblings:
     """What siblings do together with tensors on their devices, in few large messages.
 
     Args:
-        members: ranked as their groups are numbered, and connected on host and device.
+        members: connected on host and device, or ``on_host`` only; the first of them is in group 0.
+        number: of this process's group.
+        on_host: whether tensors meet on the host, as those of processes that share a device must.
     """
 
-    def __init__(self, members: Collectives) -> None:
+    def __init__(self, members: Collectives, number: int, on_host: bool = False) -> None:
         self.members = members
-
-    @property
-    def number(self) -> int:
-        """Of this process's group."""
-        return self.members.rank
+        self.number = number
+        self._on_host = on_host
 
     @property
     def count(self) -> int:
@@ -66,7 +66,10 @@ class Siblings:
     def _exchange(self, bucket: Sequence[Tensor], what: str, collective: Callable[[Tensor], object]) -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         sent = torch.view_as_real(flat) if flat.is_complex() else flat
-        self.members.together(what, lambda: collective(sent))
+        met = sent.cpu() if self._on_host else sent
+        self.members.together(what, lambda: collective(met))
+        if met is not sent:
+            sent.copy_(met)
         for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
@@ -74,7 +77,7 @@ class Siblings:
         dist.all_reduce(flat, group=self.members.control)
 
     def _copying(self, flat: Tensor) -> None:
-        dist.broadcast(flat, self.members.ranks[0], group=self.members.control)
+        dist.broadcast(as_bytes(flat), self.members.ranks[0], group=self.members.control)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -265,10 +265,62 @@ def test_a_learning_rate_finder_leaves_the_weights_as_they_were() -> None:
     assert_equal(first.first, before)
 
 
-def test_what_knows_one_model_only_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="StochasticWeightAveraging averages the weights of one model"):
-        train(MLP(), loader(MLP, 16, 8), trainer={"callbacks": [StochasticWeightAveraging(0.1)]})
+class Sized(L.LightningDataModule):
+    batch_size = 2
 
+    def train_dataloader(self) -> Any:
+        return loader(MLP, 48, self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return loader(MLP, 8, self.batch_size)
+
+
+class Limited(MLP):
+    """Runs out of memory if a micro-batch has more than two samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if len(batch[0]) > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_batch_size_finder_finds_what_all_models_have_room_for() -> None:
+    found = []
+    for callbacks, size in (([BatchSizeFinder(max_trials=4, steps_per_trial=2)], 2), ([], 4)):
+        torch.manual_seed(3)
+        data, model, models = Sized(), Limited("momentum"), Models()
+        data.batch_size = size
+        runner = pipeline(
+            2, strategy={"num_pipelines": 2, "num_microbatches": 2}, callbacks=[*callbacks, models], max_epochs=1
+        )
+        runner.fit(model, datamodule=data)
+        assert (data.batch_size, runner.global_step) == (4, 6)
+        found.append([*models.models, models.reference, state(model)])
+    for tried, straight in zip(*found, strict=True):
+        assert_equal(tried, straight)
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging"])
+def test_a_callback_that_averages_one_model_is_refused(name: str) -> None:
+    kind = getattr(L.pytorch.callbacks, name, None)
+    if kind is None:
+        pytest.skip("WeightAveraging came with Lightning 2.6")
+    callback = kind(0.1) if name == "StochasticWeightAveraging" else kind()
+    message = f"{name} averages the weights of one model, but num_pipelines=2 .* remove it"
+    with pytest.raises(ConfigurationError, match=message):
+        train(MLP(), loader(MLP, 16, 8), trainer={"callbacks": [callback]})
+    with pytest.raises(ConfigurationError, match=message):
+        train(MLP(), loader(MLP, 48, 8), num_pipelines=1, trainer={"callbacks": [Wider(), callback]})
+
+
+class Wider(L.Callback):
+    """Asks for a second model."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.strategy.reconfigure(num_pipelines=2)
+
+
+def test_an_optimizer_of_what_the_module_does_not_know_is_refused() -> None:
     class Outside(MLP):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([*self.parameters(), torch.zeros(3, requires_grad=True)], lr=0.1)
