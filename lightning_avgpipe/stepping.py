@@ -197,7 +197,9 @@ class SteppingStrategy(ParallelModelsStrategy):
         example, trains = (works[0][0].data, *rest), self.num_pipelines if step == "training_step" else 1
         if division.prepare(step, partial(run, 0, 0), example, decides, schedules[0], trains):
             groups = f", {self.mesh.num_groups} groups of them" if self.mesh.num_groups > 1 else ""
-            rank_zero_info(f"\n{self.num_stages} stages on {self.mesh.world_size} processes{groups}:\n{division.plan}")
+            size = self.mesh.world_size
+            processes = "one process" if size == 1 else f"{size} processes"
+            rank_zero_info(f"\n{self.num_stages} stages on {processes}{groups}:\n{division.plan}")
         self.plan = division.plan
         pipelines = self.pipelines_for(step, len(works))
         step_log.begin(sum(map(len, works)))
