@@ -215,6 +215,16 @@ class Division:
         if self.ensemble is not None:
             self.ensemble.show_reference(reference)
 
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Within this context parallel models come and go on trial; after it saved ones wait to be loaded as before."""
+        saved, self._saved_ensemble = self._saved_ensemble, None
+        try:
+            yield
+        finally:
+            self.dissolve()
+            self._saved_ensemble = saved
+
     # -- who holds what ----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
