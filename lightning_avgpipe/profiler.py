@@ -34,6 +34,9 @@ class Profiler:
         iterations: about how many of them, at least 4.
         schedule: its name.
         shows: whether to show a bar of the progress here.
+
+    Attributes:
+        too_few: the largest number of micro-batches that did not fit the memory; 0 if all did.
     """
 
     def __init__(self, rehearsal: Rehearsal, iterations: int, schedule: str, shows: bool) -> None:
@@ -43,6 +46,7 @@ class Profiler:
         self._mesh = rehearsal.strategy.mesh
         self._shows = shows and self._mesh.leads
         self._began = time.monotonic()
+        self.too_few = 0
 
     def profile(self, counts: Sequence[int]) -> Profile | None:
         """Measure with one pipeline, and a large number of micro-batches.
@@ -91,6 +95,7 @@ class Profiler:
         return statistics.median(max(at) for at in zip(*spans, strict=True))
 
     def _larger(self, counts: Sequence[int], tried: int, shortage: MemoryShortage) -> int:
+        self.too_few = tried
         more = next((m for m in counts if m >= 2 * tried), max(counts))
         if more <= tried:
             raise TuningError(
@@ -228,6 +233,7 @@ class Profiler:
             try:
                 runs = self._runs(replace(setting, num_microbatches=m), count, tick)
             except MemoryShortage as shortage:
+                self.too_few = max(m, self.too_few)
                 rank_zero_info(f"AvgPipeTuner: {m} micro-batches do not fit the memory ({shortage}); goes without them")
                 break  # fewer fit even less
             found[m] = self._durations(runs[1:])

@@ -27,7 +27,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_avgpipe.advancing import Advancing
-from lightning_avgpipe.capture.snapshot import random_state, unchanged, untouched
+from lightning_avgpipe.capture.snapshot import unchanged, untouched
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.elastic.averaging import average
 from lightning_avgpipe.partition import Plan
@@ -99,20 +99,21 @@ class Rehearsal:
     Attributes:
         strategy: whose stages run.
         batch_size: samples.
-        captured: micro-batches of the batch from which the plan is made.
+        captured: micro-batches of the batch from which the plan is made, once it is.
     """
 
     def __init__(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> None:
         assert strategy.lightning_module is not None
         self.strategy = strategy
-        parts = strategy._split(_copied(batch))
-        self.batch_size, self.captured = sum(part.size for part in parts), len(parts)
+        self.batch_size = sum(part.size for part in strategy._split(_copied(batch)))
+        self.captured = 1
         self._trainer = trainer
         self._module = strategy.lightning_module
         self._batch = batch
 
-    def prepare(self) -> None:
+    def prepare(self, num_microbatches: int) -> None:
         """Make the stages, as the first iteration of training would."""
+        self.captured = num_microbatches
         self._trials(Setting(self.captured, schedule=self.strategy.schedule_name))
         with contextlib.suppress(_Prepared):
             self._step(1)
@@ -269,7 +270,9 @@ class BusyRecording:
 
 
 @contextlib.contextmanager
-def rehearsing(trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> Iterator[Rehearsal]:
+def rehearsing(
+    trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any, num_microbatches: Callable[[int], int]
+) -> Iterator[Rehearsal]:
     """Within this context iterations can be tried on a batch; after it everything is as before, bit for bit.
 
     What is put back: gradients, buffers, attributes of all submodules and of the datamodule, the precision plugin's
@@ -280,23 +283,22 @@ def rehearsing(trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> It
         trainer: that is about to use its first batch of training.
         strategy: of the trainer, with a pipeline.
         batch: as read from the dataloader; it is not touched.
+        num_microbatches: for its number of samples how many micro-batches the stages are planned for.
     """
     module, division = strategy.lightning_module, strategy._division
     assert module is not None and isinstance(division, Division)
     with contextlib.ExitStack() as undo:
         undo.enter_context(torch.enable_grad())
-        undo.enter_context(random_state())
         undo.enter_context(_unheard(trainer, module, strategy))
         undo.enter_context(_without_gradients(module))
         undo.enter_context(_same_options(strategy))
         if trainer.datamodule is not None:  # type: ignore[attr-defined]
             undo.enter_context(unchanged(trainer.datamodule))  # type: ignore[attr-defined]
-        with untouched(module):
-            here = strategy._to_device(strategy._converted(copy.deepcopy(batch)), None, 0, 0)
-        rehearsal = Rehearsal(trainer, strategy, here)
-        undo.enter_context(division.trying())
-        rehearsal.prepare()
         undo.enter_context(untouched(module))
+        undo.enter_context(division.trying())
+        here = strategy._to_device(strategy._converted(copy.deepcopy(batch)), None, 0, 0)
+        rehearsal = Rehearsal(trainer, strategy, here)
+        rehearsal.prepare(num_microbatches(rehearsal.batch_size))
         yield rehearsal
 
 

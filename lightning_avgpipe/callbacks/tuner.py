@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.errors import ConfigurationError, MemoryShortage
@@ -21,7 +22,7 @@ from lightning_avgpipe.schedule import picture
 from lightning_avgpipe.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning import PREDICTORS, Result, Setting, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.picture import draw
-from lightning_avgpipe.tuning.trials import best, per_batch_s, refined
+from lightning_avgpipe.tuning.trials import best, per_batch_s, refined, trial_sizes
 
 __all__ = ["AvgPipeTuner"]
 
@@ -155,12 +156,18 @@ class AvgPipeTuner(Callback):
     def _tune(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> None:
         mesh, found = strategy.mesh, ""
         shows = trainer.progress_bar_callback is not None  # type: ignore[attr-defined]
-        with rehearsing(trainer, strategy, batch) as rehearsal:
+        module = trainer.lightning_module
+
+        def first(batch_size: int) -> int:
+            return trial_sizes(self._counts(module, batch_size), strategy.num_stages)[0]
+
+        with rehearsing(trainer, strategy, batch, first) as rehearsal:
             profiler = Profiler(rehearsal, self._profile_batches, strategy.schedule_name, shows)
-            counts = microbatch_counts(rehearsal.batch_size, self._microbatch_candidates)
+            counts = self._counts(module, rehearsal.batch_size)
             profile = profiler.profile(counts)
             if profile is not None:
-                settings = candidates(profile, self._max_num_pipelines, counts, schedule=strategy.schedule_name)
+                fitting = [m for m in counts if m > profiler.too_few]
+                settings = candidates(profile, self._max_num_pipelines, fitting, schedule=strategy.schedule_name)
                 limit = strategy.memory_per_stage(self._memory_limit)
                 found = search(profile, settings, limit, self._predictor).to_json()
             result = Result.from_json(mesh.world.broadcast(found))
@@ -169,6 +176,14 @@ class AvgPipeTuner(Callback):
         self.result = result
         if mesh.leads:
             self._publish(trainer, result)
+
+    def _counts(self, module: pl.LightningModule, batch_size: int) -> list[int]:
+        """Numbers of micro-batches to consider; where batches are normalised, one sample alone has no statistics."""
+        counts = microbatch_counts(batch_size, self._microbatch_candidates)
+        takes_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
+        if self._microbatch_candidates is None and takes_statistics:
+            return [m for m in counts if 2 * m <= batch_size] or counts
+        return counts
 
     def _refined(self, profiler: Profiler, strategy: AvgPipeStrategy, result: Result) -> Result:
         for candidate in best(result, self._refine):

@@ -179,7 +179,7 @@ def _put_back(held: Any, copy: Any) -> Any:
         return held
     if isinstance(held, Tensor):
         with torch.no_grad():
-            if not held.is_meta and not torch.equal(held, copy):
+            if not held.is_meta and not torch.equal(held, copy.to(held.device)):  # it may have moved meanwhile
                 held.detach().copy_(copy)
         return held
     items, below = copy
