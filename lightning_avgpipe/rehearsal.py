@@ -105,11 +105,11 @@ class Rehearsal:
     def __init__(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> None:
         assert strategy.lightning_module is not None
         self.strategy = strategy
-        self.batch_size = sum(part.size for part in strategy._split(_copied(batch)))
-        self.captured = 1
         self._trainer = trainer
         self._module = strategy.lightning_module
         self._batch = batch
+        self.batch_size = sum(part.size for part in strategy._split(self._copy(0)))
+        self.captured = 1
 
     def prepare(self, num_microbatches: int) -> None:
         """Make the stages, as the first iteration of training would."""
@@ -226,13 +226,17 @@ class Rehearsal:
         return trials
 
     def _step(self, num_pipelines: int) -> None:
-        batches = [_copied(self._batch) for _ in range(num_pipelines)]
+        batches = [self._copy(n) for n in range(num_pipelines)]
         self.strategy._beside = batches[1:]
         self._module._current_fx_name = "on_train_batch_start"
         self._module.on_train_batch_start(batches[0], 0)
         self._module._current_fx_name = "training_step"
         kwargs = self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batches[0], 0)
         self.strategy.training_step(*kwargs.values())
+
+    def _copy(self, pipeline: int) -> Any:
+        """A batch for a pipeline; a step may change it, and what is no tensor in it."""
+        return self.strategy._shipping.seal(copy.deepcopy(self._batch), pipeline)
 
     def _clear_gradients(self) -> None:
         self.strategy.clear_gradients()
@@ -300,10 +304,6 @@ def rehearsing(
         rehearsal = Rehearsal(trainer, strategy, here)
         rehearsal.prepare(num_microbatches(rehearsal.batch_size))
         yield rehearsal
-
-
-def _copied(batch: Any) -> Any:
-    return copy.deepcopy(batch)  # a step may change its batch, and what is no tensor in it
 
 
 @contextlib.contextmanager
