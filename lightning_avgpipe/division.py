@@ -295,6 +295,20 @@ class Division:
                 if self._owner[name] != self._mesh.rank:
                     buffer.copy_(spread[name])
 
+    def replan(self) -> bool:
+        """Let the next step that decides make another plan, if nothing is lost by it. Every process calls it.
+
+        Returns:
+            Whether it will: not if optimizers have states, which belong to the parameters of this plan's stages, nor if
+            no process can hold the whole module.
+        """
+        stateful = any(optimizer.state for optimizer in self._optimizers())
+        if self._scattered or int(self._mesh.world.sum(torch.tensor(int(stateful)))):
+            return False
+        self.restore()
+        self.plan, self._final, self._owner = None, False, {}
+        return True
+
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
         """Weights: on rank 0 those of all stages, or if not ``whole`` everywhere one's own. Every process calls it.
 

@@ -419,6 +419,14 @@ class AvgPipeStrategy(SteppingStrategy):
         self._shipping = Shipping(self.mesh.feed, self._needs, sends, early, partial(batches_wanted, trainer))
         self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))
 
+    def replan(self) -> None:
+        """With the next batch of training divide the module for what is configured by then, where that is possible.
+
+        Every rank calls it, before training has begun.
+        """
+        if self._division is not None:
+            self._division.replan()
+
     def memory_per_stage(self, limit: MemoryLimit = None) -> float:
         """Bytes that each stage may use: by this limit, or else ``memory_limit``, or else 90 % of the device."""
         given = self._memory_limit if limit is None else limit

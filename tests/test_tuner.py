@@ -447,3 +447,34 @@ def test_a_choice_for_another_number_of_stages_is_made_anew(tmp_path: Path) -> N
     again.load_state_dict(tuner.state_dict())
     pipeline(3, callbacks=[again], max_epochs=1).fit(MLP(), loader(MLP, 32, 8))
     assert again.result.profile.num_stages == 3
+
+
+class Annealed(MLP):
+    """A learning rate that depends on the number of iterations."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_schedulers_and_plan_are_those_of_the_choice_given_by_hand(liking: Any, tmp_path: Path) -> None:
+    def train(callbacks: list[Any], strategy: dict[str, Any]) -> Any:
+        torch.manual_seed(3)
+        model = Annealed()
+        runner = pipeline(2, strategy=strategy, callbacks=callbacks, max_epochs=2)
+        runner.fit(model, loader(MLP, 48, 8))
+        return (
+            weights(model),
+            runner.global_step,
+            runner.lr_scheduler_configs[0].scheduler.total_steps,
+            runner.strategy.plan,
+        )
+
+    liking(TOGETHER)
+    found = train([AvgPipeTuner(3, [2, 8], profile_batches=4, dirpath=tmp_path)], {})
+    expected = train([], by_hand(TOGETHER))
+    assert found[1:3] == (4, 4)
+    assert_same(found[:3], expected[:3])
+    assert str(found[3]) == str(expected[3])

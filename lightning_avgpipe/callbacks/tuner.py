@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.errors import ConfigurationError, MemoryShortage
 from lightning_avgpipe.profiler import Profiler
@@ -90,6 +91,7 @@ class AvgPipeTuner(Callback):
         self.measured: dict[Setting, float] = {}
         self._strategy: AvgPipeStrategy | None = None
         self._begun = False
+        self._counted = False  # whether configure_optimizers has asked for the number of iterations
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot work before training starts, and wait for its first batch."""
@@ -121,6 +123,10 @@ class AvgPipeTuner(Callback):
         self._strategy, self._begun = strategy, False
         strategy.tuner = partial(self._see, trainer, strategy)
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The optimizers are made; the number of iterations is known by now if somebody has asked for it."""
+        self._counted = trainer.fit_loop._combined_loader is not None
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All hooks that prepare training have run when the next batch comes."""
         self._begun = True
@@ -149,11 +155,33 @@ class AvgPipeTuner(Callback):
         if not self._begun:  # it is read ahead, and hooks that prepare training have not run yet
             return False
         if not self._reusable(strategy):
-            self._tune(trainer, strategy, batch)
+            planned = self._tune(trainer, strategy, batch)
             self._apply(strategy)
+            if self.result is not None and self.result.choice.setting != planned:
+                strategy.replan()
+            if strategy.num_pipelines > 1:
+                self._recount(trainer, strategy)
         return True
 
-    def _tune(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> None:
+    def _recount(self, trainer: pl.Trainer, strategy: AvgPipeStrategy) -> None:
+        """There are fewer iterations now, which a scheduler may depend on, and the progress bar shows."""
+        bar = trainer.progress_bar_callback  # type: ignore[attr-defined]
+        if bar is not None:
+            bar.on_train_epoch_start(trainer, trainer.lightning_module)
+        if not self._counted or trainer.ckpt_path is not None:  # what is resumed knows how far it goes
+            return
+        if any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            rank_zero_warn(
+                f"AvgPipeTuner chose num_pipelines={strategy.num_pipelines}, with as many times fewer iterations than "
+                "configure_optimizers was told; a callback has changed the optimizer since, so it is not made anew. "
+                "Give num_pipelines by hand where a learning rate depends on the number of iterations"
+            )
+            return
+        with random_state():
+            strategy.setup_optimizers(trainer)
+
+    def _tune(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> Setting:
+        """Choose; returns for which setting the stages were planned."""
         mesh, found = strategy.mesh, ""
         shows = trainer.progress_bar_callback is not None  # type: ignore[attr-defined]
         module = trainer.lightning_module
@@ -176,6 +204,7 @@ class AvgPipeTuner(Callback):
         self.result = result
         if mesh.leads:
             self._publish(trainer, result)
+        return Setting(rehearsal.captured, schedule=strategy.schedule_name)
 
     def _counts(self, module: pl.LightningModule, batch_size: int) -> list[int]:
         """Numbers of micro-batches to consider; where batches are normalised, one sample alone has no statistics."""
