@@ -128,7 +128,6 @@ class Rehearsal:
         self._trials(setting).runs = True
         self._clear_gradients()
         recorder = BusyRecorder(mesh.world.rank, mesh.device)
-        mesh.widen(setting.num_pipelines)  # so that the channels of all know the recorder
         mesh.record(recorder)
         mesh.guard = MemoryGuard()
         try:

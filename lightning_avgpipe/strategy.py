@@ -543,7 +543,7 @@ class AvgPipeStrategy(SteppingStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # a module that was trained knows its trainer, and must be one that torch.save can save
-        of_a_run = dict.fromkeys(("_mesh", "_division", "_log", "_shipping", "advancing"))
+        of_a_run = dict.fromkeys(("_mesh", "_division", "_log", "_shipping", "advancing", "tuner"))
         return {**super().__getstate__(), **of_a_run, "_undo": contextlib.ExitStack()}
 
     def __repr__(self) -> str:

@@ -216,7 +216,9 @@ def test_training_goes_on_as_if_the_choice_had_been_given_by_hand(
 class ScarceStage:
     """Takes the place of a stage's forward: batches in so few micro-batches do not fit one of the stages."""
 
-    def __init__(self, stage: int, too_few: int, error: type[BaseException] = torch.OutOfMemoryError) -> None:
+    def __init__(
+        self, stage: int, too_few: int, error: Callable[[str], BaseException] = torch.OutOfMemoryError
+    ) -> None:
         self._stage, self._too_few, self._error = stage, too_few, error
         self._forward = Stage.forward
 
@@ -247,8 +249,11 @@ def mlp(tuner: Any, strategy: dict[str, Any] | None = None, devices: int = 1, **
     return model, runner
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
-@pytest.mark.parametrize("stage", [0, 1])
+def host_allocator(text: str) -> RuntimeError:
+    return RuntimeError(f"[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: can't allocate memory: {text}")
+
+
+@pytest.mark.parametrize(("stage", "error"), [(0, torch.OutOfMemoryError), (1, MemoryError), (1, host_allocator)])
 def test_what_does_not_fit_while_profiling_is_not_chosen(stage: int, error: Any, liking: Any, tmp_path: Path) -> None:
     liking(Setting(2), Setting(4))
     tuner = AvgPipeTuner(2, [2, 4, 8], profile_batches=8, dirpath=tmp_path)
@@ -265,6 +270,12 @@ def test_profiling_goes_on_with_more_micro_batches_where_the_first_do_not_fit(li
         pipeline(2, callbacks=[tuner], max_epochs=1).fit(MLP(), loader(MLP, 64, 32))
     assert tuner.result.profile.num_microbatches == 32
     assert {c.setting.num_microbatches for c in tuner.result.candidates} == {32}
+
+
+def test_another_error_while_profiling_is_raised_as_it_is(tmp_path: Path) -> None:
+    with ScarceStage(1, 8, RuntimeError), pytest.raises(RuntimeError, match="allocate") as raised:
+        mlp(AvgPipeTuner(1, [2, 4, 8], dirpath=tmp_path))
+    assert raised.value.__notes__ == ["stage 1 of 2 (rank 0) failed in F1"]
 
 
 def test_where_nothing_fits_the_error_says_where_and_what_would_help(tmp_path: Path) -> None:
@@ -478,3 +489,13 @@ def test_schedulers_and_plan_are_those_of_the_choice_given_by_hand(liking: Any, 
     assert found[1:3] == (4, 4)
     assert_same(found[:3], expected[:3])
     assert str(found[3]) == str(expected[3])
+
+
+def test_a_saved_choice_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
+    tuner = AvgPipeTuner(1, [4], profile_batches=4, dirpath=tmp_path)
+    with pytest.warns(
+        UserWarning, match="chooses anew, since the checkpoint's choice cannot be read: this is no Result"
+    ):
+        tuner.load_state_dict({"result": "{}"})
+    mlp(tuner)
+    assert tuner.result.choice.setting.num_microbatches == 4

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.counts import Count, Natural
-from lightning_avgpipe.errors import ConfigurationError, MemoryShortage
+from lightning_avgpipe.errors import ConfigurationError, MemoryShortage, TuningError
 from lightning_avgpipe.profiler import Profiler
 from lightning_avgpipe.rehearsal import rehearsing
 from lightning_avgpipe.runtime.memory import MemoryLimit, parse_limit
@@ -143,10 +143,15 @@ class AvgPipeTuner(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the choice of the run that was saved, if it has as many stages."""
-        if "result" in state_dict:
+        if "result" not in state_dict:
+            return
+        try:
             self.result = Result.from_json(state_dict["result"])
-            if self._strategy is not None and self._reusable(self._strategy):
-                self._apply(self._strategy)
+        except TuningError as error:
+            rank_zero_warn(f"AvgPipeTuner chooses anew, since the checkpoint's choice cannot be read: {error}")
+            return
+        if self._strategy is not None and self._reusable(self._strategy):
+            self._apply(self._strategy)
 
     # -- the first batch ---------------------------------------------------------------------------------------------
 

@@ -19,10 +19,10 @@ from lightning_avgpipe.runtime.collectives import Collectives
 from lightning_avgpipe.runtime.message import Message
 from lightning_avgpipe.schedule import Action
 
-__all__ = ["OUT_OF_MEMORY", "MemoryGuard"]
+__all__ = ["MemoryGuard"]
 
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _SPOILT = "spoilt"
+_HOST_ALLOCATOR = "DefaultCPUAllocator"  # of torch, which raises a RuntimeError
 
 
 class MemoryGuard:
@@ -45,11 +45,12 @@ class MemoryGuard:
         Returns:
             What to send.
         """
-        self._spoilt = self._spoilt or (message is not None and message.entries == _SPOILT)
+        heard = message is not None and isinstance(message.entries, str) and message.entries == _SPOILT
+        self._spoilt = self._spoilt or heard
         if not self._spoilt:
             try:
                 return do()
-            except OUT_OF_MEMORY as error:  # its traceback holds tensors: only the text is kept
+            except (MemoryError, RuntimeError) as error:
                 self._note(f"stage {stage} in {action}", error)
         return Message(action.micro_batch, (), (), _SPOILT)
 
@@ -58,12 +59,15 @@ class MemoryGuard:
         if not self._spoilt:
             try:
                 do()
-            except OUT_OF_MEMORY as error:
+            except (MemoryError, RuntimeError) as error:
                 self._note(what, error)
 
-    def _note(self, where: str, error: BaseException) -> None:
+    def _note(self, where: str, error: Exception) -> None:
+        """Keep the text only, since the traceback holds tensors; what is no lack of memory is raised again."""
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and _HOST_ALLOCATOR not in str(error):
+            raise error
         self._spoilt = True
-        self._account = f"{where}: {error or type(error).__name__}"
+        self._account = f"{where}: {str(error) or type(error).__name__}"
 
     def agree(self, processes: Collectives) -> None:
         """All processes learn whether the iteration fitted the memory. Every one of them calls it.
