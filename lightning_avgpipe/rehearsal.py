@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.advancing import Advancing
 from lightning_avgpipe.capture.snapshot import unchanged, untouched
+from lightning_avgpipe.data import has_transfer_hooks
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.elastic.averaging import average
 from lightning_avgpipe.partition import Plan
@@ -295,7 +296,7 @@ def rehearsing(
         undo.enter_context(_unheard(trainer, module, strategy))
         undo.enter_context(_without_gradients(module))
         undo.enter_context(_same_options(strategy))
-        if trainer.datamodule is not None:  # type: ignore[attr-defined]
+        if trainer.datamodule is not None and has_transfer_hooks(trainer):  # type: ignore[attr-defined]
             undo.enter_context(unchanged(trainer.datamodule))  # type: ignore[attr-defined]
         undo.enter_context(untouched(module))
         undo.enter_context(division.trying())
@@ -337,7 +338,9 @@ def _without_gradients(module: pl.LightningModule) -> Iterator[None]:
         yield
     finally:
         for parameter, gradient in gradients:
-            parameter.grad = gradient
+            # what has gone to another process or device since has left its gradient behind, as at any first batch
+            same = gradient is not None and gradient.device == parameter.device
+            parameter.grad = gradient if same else None
 
 
 @contextlib.contextmanager

@@ -499,3 +499,19 @@ def test_a_saved_choice_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None
         tuner.load_state_dict({"result": "{}"})
     mlp(tuner)
     assert tuner.result.choice.setting.num_microbatches == 4
+
+
+def test_a_callback_that_knows_one_model_is_refused_unless_there_is_one(tmp_path: Path) -> None:
+    averaging = L.pytorch.callbacks.StochasticWeightAveraging(0.1)
+    with pytest.raises(ConfigurationError, match="num_pipelines=2 trains parallel ones"):
+        mlp(AvgPipeTuner(2, dirpath=tmp_path), callbacks=[averaging])
+    mlp(AvgPipeTuner(1, [4], profile_batches=4, dirpath=tmp_path), callbacks=[averaging])
+
+
+def test_a_failed_run_leaves_no_tuner_behind(tmp_path: Path) -> None:
+    tuner = AvgPipeTuner(1, memory_limit=1000, dirpath=tmp_path)
+    runner = pipeline(2, callbacks=[tuner], max_epochs=1)
+    with pytest.raises(TuningError):
+        runner.fit(MLP(), loader(MLP, 32, 8))
+    assert runner.strategy.tuner is None
+    assert runner.callbacks.count(tuner) == 1

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_avgpipe import checks
 from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.errors import ConfigurationError, MemoryShortage, TuningError
@@ -120,6 +121,7 @@ class AvgPipeTuner(Callback):
                 "AvgPipeTuner chooses num_pipelines, num_microbatches and advance, but the strategy was given "
                 f"{given}; remove that, or the callback"
             )
+        checks.trainer(trainer, strategy.world_size, self._max_num_pipelines)
         self._strategy, self._begun = strategy, False
         strategy.tuner = partial(self._see, trainer, strategy)
 
@@ -127,12 +129,19 @@ class AvgPipeTuner(Callback):
         """The optimizers are made; the number of iterations is known by now if somebody has asked for it."""
         self._counted = trainer.fit_loop._combined_loader is not None
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """All hooks that prepare training have run when the next batch comes."""
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """All hooks that prepare training have run when a batch is asked for from now on."""
         self._begun = True
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Nothing more to see."""
+        self._leave()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The same."""
+        self._leave()
+
+    def _leave(self) -> None:
         if self._strategy is not None:
             self._strategy.tuner = None
         self._strategy = None
