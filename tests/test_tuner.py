@@ -192,7 +192,7 @@ def by_hand(setting: Setting) -> dict[str, Any]:
     }
 
 
-ALONE, TOGETHER = Setting(4, 1, 0), Setting(2, 3, 1)
+ALONE, TOGETHER = Setting(4, 1, 0), Setting(2, 3, 0)
 
 
 @pytest.mark.parametrize("data", [sized, unsized])
