@@ -5,11 +5,11 @@ Importing this package registers the strategy.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_avgpipe.callbacks import PipelineTimeline
+from lightning_avgpipe.callbacks import AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.launch import register_explanation
 from lightning_avgpipe.strategy import AvgPipeStrategy
 
-__all__ = ["AvgPipeStrategy", "PipelineTimeline"]
+__all__ = ["AvgPipeStrategy", "AvgPipeTuner", "PipelineTimeline"]
 __version__ = "0.1.0"
 
 if AvgPipeStrategy.strategy_name not in StrategyRegistry:

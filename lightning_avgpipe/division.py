@@ -215,6 +215,16 @@ class Division:
         if self.ensemble is not None:
             self.ensemble.show_reference(reference)
 
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Within this context parallel models come and go on trial; after it saved ones wait to be loaded as before."""
+        saved, self._saved_ensemble = self._saved_ensemble, None
+        try:
+            yield
+        finally:
+            self.dissolve()
+            self._saved_ensemble = saved
+
     # -- who holds what ----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
@@ -284,6 +294,20 @@ class Division:
             for name, buffer in self._module.named_buffers():
                 if self._owner[name] != self._mesh.rank:
                     buffer.copy_(spread[name])
+
+    def replan(self) -> bool:
+        """Let the next step that decides make another plan, if nothing is lost by it. Every process calls it.
+
+        Returns:
+            Whether it will: not if optimizers have states, which belong to the parameters of this plan's stages, nor if
+            no process can hold the whole module.
+        """
+        stateful = any(optimizer.state for optimizer in self._optimizers())
+        if self._scattered or int(self._mesh.world.sum(torch.tensor(int(stateful)))):
+            return False
+        self.restore()
+        self.plan, self._final, self._owner = None, False, {}
+        return True
 
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
         """Weights: on rank 0 those of all stages, or if not ``whole`` everywhere one's own. Every process calls it.

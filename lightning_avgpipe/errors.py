@@ -37,6 +37,10 @@ class TuningError(AvgPipeError, ValueError):
     """A profile that cannot be used, or one for which no setting fits the memory."""
 
 
+class MemoryShortage(AvgPipeError):
+    """A trial iteration that did not fit the memory of some process; all processes raise it together."""
+
+
 class StepChangedError(AvgPipeError):
     """A step function did something else than when it was captured."""
 

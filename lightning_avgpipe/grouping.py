@@ -32,9 +32,11 @@ class GroupedLoader(CombinedLoader):
 
     _count: Callable[[], int]
     _any_ends: Callable[[bool], bool] | None
+    _look: Callable[[Any], bool] | None
     _counts_iterations: bool
     _beside: deque[list[Any]]
     _returned: deque[Any]
+    _latest: Any
     _groups: int
     _read: int
     _ended: bool
@@ -46,6 +48,7 @@ class GroupedLoader(CombinedLoader):
         count: Callable[[], int],
         counts_iterations: bool,
         any_ends: Callable[[bool], bool] | None = None,
+        look: Callable[[Any], bool] | None = None,
     ) -> GroupedLoader:
         """Group the batches of a loader.
 
@@ -54,11 +57,14 @@ class GroupedLoader(CombinedLoader):
             count: N, which may change between iterations.
             counts_iterations: whether ``limits`` are numbers of iterations; else of batches.
             any_ends: whether this epoch ends, given whether it does here; asked where lengths are not known.
+            look: is shown the first batch before any other is read, and may change N; again before each further group
+                until it returns that it has seen enough.
         """
         kind = cls if type(loader) is CombinedLoader else type(cls.__name__, (cls, type(loader)), {})
         made: GroupedLoader = object.__new__(kind)
         vars(made).update(vars(loader))
         made._count, made._counts_iterations, made._any_ends = count, counts_iterations, any_ends
+        made._look = look
         made._clear()
         return made
 
@@ -66,6 +72,7 @@ class GroupedLoader(CombinedLoader):
         self._beside, self._returned = deque(), deque()
         self._groups = self._read = 0
         self._ended = False
+        self._latest = None
 
     def __iter__(self) -> Any:
         self._clear()
@@ -78,6 +85,8 @@ class GroupedLoader(CombinedLoader):
             self._limits = limits
 
     def __next__(self) -> Any:
+        if self._look is not None:
+            self._show(self._look)
         group: list[Any] = []
         while len(group) < self._count() and (item := self._next()) is not None:
             group.append(item)
@@ -87,7 +96,31 @@ class GroupedLoader(CombinedLoader):
         self._groups += 1
         self._beside.append(group[1:])
         batch, _, dataloader_idx = group[0]
+        self._latest = batch if self._look is not None else None
         return batch, self._groups - 1, dataloader_idx
+
+    def _show(self, look: Callable[[Any], bool]) -> None:
+        """Let somebody look who may change N. A group that was read ahead is completed."""
+        batch = self._latest
+        if not self._groups:
+            item = self._next()
+            if self._ends(item is None):
+                return
+            self._returned.appendleft(item)
+            batch = item[0]
+        if look(batch):
+            self._look = self._latest = None
+            for group in self._beside:
+                before = len(group)
+                while len(group) < self._count() - 1 and (item := self._next()) is not None:
+                    group.append(item)
+                self._read += len(group) - before
+
+    def relimit(self) -> None:
+        """N is another, and so is the number of batches of an epoch that has a number of iterations."""
+        if self._iterator is not None and self._limits is not None and self._counts_iterations:
+            ahead = [limit - self._groups for limit in self._limits]
+            self._iterator.limits = [self._read + iterations * self._count() for iterations in ahead]
 
     def _ends(self, here: bool) -> bool:
         if self._any_ends is None or self._sized:
@@ -127,7 +160,10 @@ class GroupedLoader(CombinedLoader):
 
 @contextlib.contextmanager
 def grouping(
-    trainer: pl.Trainer, count: Callable[[], int], any_ends: Callable[[bool], bool] | None = None
+    trainer: pl.Trainer,
+    count: Callable[[], int],
+    any_ends: Callable[[bool], bool] | None = None,
+    look: Callable[[Any], bool] | None = None,
 ) -> Iterator[None]:
     """Within this context the training dataloader is read in groups.
 
@@ -135,6 +171,7 @@ def grouping(
         trainer: that is about to fit.
         count: N.
         any_ends: see :meth:`GroupedLoader.of`.
+        look: see there.
     """
     source = trainer.fit_loop._data_source
     request = source.dataloader
@@ -143,7 +180,7 @@ def grouping(
         loader = request()
         if not isinstance(loader, CombinedLoader):
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning does
-        return GroupedLoader.of(loader, count, isinstance(trainer.limit_train_batches, int), any_ends)
+        return GroupedLoader.of(loader, count, isinstance(trainer.limit_train_batches, int), any_ends, look)
 
     with replaced(source, "dataloader", dataloader):
         yield
@@ -152,6 +189,8 @@ def grouping(
 def recount(trainer: pl.Trainer) -> None:
     """Tell Lightning how many iterations the epoch has, now that N is another."""
     loop = trainer.fit_loop
+    if isinstance(loop._combined_loader, GroupedLoader):
+        loop._combined_loader.relimit()
     if loop._combined_loader is None or loop.max_batches == float("inf"):
         return
     length = len(loop._combined_loader)

@@ -38,6 +38,8 @@ class SteppingStrategy(ParallelModelsStrategy):
 
     Attributes:
         plan: the stages with their units, parameters and boundary values, known from the first batch on.
+        tuner: is shown the first batch of training before it is used, and may reconfigure; called once more before each
+            further batch until it returns True. Set before the run is set up.
     """
 
     plan: Plan | None = None
@@ -47,6 +49,7 @@ class SteppingStrategy(ParallelModelsStrategy):
     _loss_reduction: str
     _split_batch: SplitBatch | None
     _zero_grad: Callable[[], None] | None = None
+    tuner: Callable[[Any], bool] | None = None
 
     @property
     @abstractmethod
@@ -101,6 +104,18 @@ class SteppingStrategy(ParallelModelsStrategy):
             self.advancing.fix(advance)
         if changed and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             recount(module.trainer)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What ``reconfigure`` would change that is not as by default."""
+        counts = {"num_pipelines": (self.num_pipelines, 1), "num_microbatches": (self._num_microbatches, "auto")}
+        counts["advance"] = (self._advance, "auto")
+        return {name: now for name, (now, default) in counts.items() if now != default}
+
+    @property
+    def schedule_name(self) -> str:
+        """``"advance_forward"``, ``"1f1b"`` or ``"afab"``."""
+        return self._schedule_name
 
     @contextlib.contextmanager
     def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:

@@ -38,7 +38,7 @@ from lightning_avgpipe.interrupts import ending_together
 from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.runtime.arrangement import Arrangement
 from lightning_avgpipe.runtime.materialize import on_meta
-from lightning_avgpipe.runtime.memory import limit_of
+from lightning_avgpipe.runtime.memory import MemoryLimit, limit_of
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.ownership import to_host
 from lightning_avgpipe.runtime.planner import Planner
@@ -380,7 +380,8 @@ class AvgPipeStrategy(SteppingStrategy):
         if fitting:
             # before the optimizers are made, for which the number of iterations may be asked
             ends = self.ends if self.num_groups > 1 else None
-            self._undo.enter_context(grouping(trainer, partial(getattr, self, "num_pipelines"), ends))
+            count = partial(getattr, self, "num_pipelines")
+            self._undo.enter_context(grouping(trainer, count, ends, self.tuner))
             self._undo.enter_context(sharing(trainer, self.mesh))
         assert trainer.state.fn is not None
         checks.steps(self.lightning_module, _STEPS_OF[trainer.state.fn])
@@ -411,13 +412,25 @@ class AvgPipeStrategy(SteppingStrategy):
         )
         self._log = StepLog(module, self.mesh.hosts_last, self.mesh.heads)
         sends = self.mesh.reads and self.mesh.world_size > 1
-        limit = limit_of(_MOST if self._memory_limit is None else self._memory_limit, self.root_device, self._sharing())
         self.advancing = Advancing(
-            self._schedule_name, self._advance, self.mesh, limit, module, lambda: self.optimizers
+            self._schedule_name, self._advance, self.mesh, self.memory_per_stage(), module, lambda: self.optimizers
         )
         early = not has_transfer_hooks(trainer)
         self._shipping = Shipping(self.mesh.feed, self._needs, sends, early, partial(batches_wanted, trainer))
         self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))
+
+    def replan(self) -> None:
+        """With the next batch of training divide the module for what is configured by then, where that is possible.
+
+        Every rank calls it, before training has begun.
+        """
+        if self._division is not None:
+            self._division.replan()
+
+    def memory_per_stage(self, limit: MemoryLimit = None) -> float:
+        """Bytes that each stage may use: by this limit, or else ``memory_limit``, or else 90 % of the device."""
+        given = self._memory_limit if limit is None else limit
+        return limit_of(_MOST if given is None else given, self.root_device, self._sharing())
 
     def _sharing(self) -> int:
         """Stages that share a device's memory; on the CPU all stages of this node."""
@@ -530,7 +543,7 @@ class AvgPipeStrategy(SteppingStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # a module that was trained knows its trainer, and must be one that torch.save can save
-        of_a_run = dict.fromkeys(("_mesh", "_division", "_log", "_shipping", "advancing"))
+        of_a_run = dict.fromkeys(("_mesh", "_division", "_log", "_shipping", "advancing", "tuner"))
         return {**super().__getstate__(), **of_a_run, "_undo": contextlib.ExitStack()}
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from tests.commands import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -164,3 +164,36 @@ def test_the_name_needs_the_import_and_the_class_path_does_not(tmp_path: Path) -
     assert first.startswith("refused False")
     assert "strategy='avgpipe'" in first
     assert second == "built AvgPipeStrategy"
+
+
+def test_the_tuner_is_a_callback_in_a_config(example: Any, tmp_path: Path) -> None:
+    arguments = [
+        "fit", "--config", str(CONFIGS / "tuner.yaml"), "--trainer.devices=1", "--trainer.max_steps=2",
+        "--trainer.strategy.num_stages=2", "--trainer.limit_val_batches=0", "--trainer.enable_progress_bar=false",
+        "--trainer.callbacks.profile_batches=4", "--trainer.callbacks.microbatch_candidates=[4,8]",
+        "--model.layers=2", "--model.width=16", "--model.heads=2", "--data.train_bytes=20000",
+        "--data.val_bytes=4000",
+    ]  # fmt: skip
+    threads = torch.get_num_threads()
+    trainer = example(*arguments).trainer
+    torch.set_num_threads(threads)
+    tuner = next(callback for callback in trainer.callbacks if isinstance(callback, AvgPipeTuner))
+    assert trainer.global_step == 2
+    assert tuner.result.choice.setting.num_microbatches in (4, 8)
+    assert list(tmp_path.rglob("avgpipe_tuning.json"))
+
+
+@pytest.mark.parametrize("argument", ["max_num_pipelines=0", "predictor=oracle", "refine=-1", "profile_batches=few"])
+def test_wrong_arguments_of_the_tuner_are_refused_while_parsing(
+    example: Any, argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        example("fit", "--config", str(CONFIGS / "tuner.yaml"), f"--trainer.callbacks.{argument}")
+    assert ended.value.code == 2
+    assert argument.split("=")[0] in capsys.readouterr().err
+
+
+def test_all_arguments_of_the_tuner_are_in_its_config_with_their_defaults() -> None:
+    written = yaml.safe_load((CONFIGS / "tuner.yaml").read_text())["trainer"]["callbacks"][0]["init_args"]
+    defaults = {name: p.default for name, p in inspect.signature(AvgPipeTuner).parameters.items()}
+    assert {**written, "max_num_pipelines": defaults["max_num_pipelines"]} == defaults

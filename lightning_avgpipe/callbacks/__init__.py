@@ -1,5 +1,6 @@
 """Lightning callbacks."""
 
 from lightning_avgpipe.callbacks.timeline import PipelineTimeline
+from lightning_avgpipe.callbacks.tuner import AvgPipeTuner
 
-__all__ = ["PipelineTimeline"]
+__all__ = ["AvgPipeTuner", "PipelineTimeline"]

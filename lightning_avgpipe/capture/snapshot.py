@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Attributes", "random_state", "untouched"]
+__all__ = ["Attributes", "random_state", "unchanged", "untouched"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _CONTAINERS = (list, dict, set, deque)
@@ -54,6 +54,19 @@ def untouched(module: nn.Module) -> Iterator[None]:
                 _restore(m, state)
             for kind, attributes in classes:
                 _restore_class(kind, attributes)
+
+
+@contextlib.contextmanager
+def unchanged(owner: Any) -> Iterator[None]:
+    """Put the attributes of any object back as they were: which they are, and what is in tensors and containers."""
+    saved = {name: (held, _copy(held)) for name, held in vars(owner).items()}
+    try:
+        yield
+    finally:
+        for name in vars(owner).keys() - saved.keys():
+            del vars(owner)[name]
+        for name, (held, copy) in saved.items():
+            vars(owner)[name] = _put_back(held, copy)
 
 
 def _own_classes(module: nn.Module) -> list[type]:
@@ -166,7 +179,7 @@ def _put_back(held: Any, copy: Any) -> Any:
         return held
     if isinstance(held, Tensor):
         with torch.no_grad():
-            if not held.is_meta and not torch.equal(held, copy):
+            if not held.is_meta and not torch.equal(held, copy.to(held.device)):  # it may have moved meanwhile
                 held.detach().copy_(copy)
         return held
     items, below = copy

@@ -16,6 +16,8 @@ from lightning_avgpipe import tree
 from lightning_avgpipe.errors import StageError
 from lightning_avgpipe.runtime.accounting import Meter
 from lightning_avgpipe.runtime.channel import Arrivals, Inbox, Outbox
+from lightning_avgpipe.runtime.guard import MemoryGuard
+from lightning_avgpipe.runtime.message import Message
 from lightning_avgpipe.runtime.recording import Recorder
 from lightning_avgpipe.runtime.stage import Stage, Task
 from lightning_avgpipe.runtime.watch import Watch
@@ -67,28 +69,35 @@ class Lane:
         """Backwards first, then the lowest micro-batch, then the lowest pipeline: the smallest is the most urgent."""
         return self.actions[0].kind != "B", self.actions[0].micro_batch, self.task.key.pipeline
 
-    def advance(self, recorder: Recorder | None = None, meter: Meter | None = None) -> None:
+    def advance(
+        self, recorder: Recorder | None = None, meter: Meter | None = None, guard: MemoryGuard | None = None
+    ) -> None:
         """Do the next action and send what it gives."""
         if self.place is not None:
             self.place()
-        task = self.task
         inbox = self._inbox()
         action = self.actions.popleft()
         message = inbox.get() if inbox is not None else None
         k = self.stage.program.stage
         with (
-            _UNRECORDED if recorder is None else recorder.action(k, action, task.key.pipeline),
+            _UNRECORDED if recorder is None else recorder.action(k, action, self.task.key.pipeline),
             _UNRECORDED if meter is None else meter.action(k, action),
         ):
-            if action.kind == "F":
-                output, outbox = self.stage.forward(task, action.micro_batch, message), self.to_next
+            if guard is None:
+                output = self._do(action, message)
             else:
-                output, outbox = self.stage.backward(action.micro_batch, message), self.to_previous
+                output = guard.perform(lambda: self._do(action, message), k, action, message)
+        outbox = self.to_next if action.kind == "F" else self.to_previous
         if meter is not None and action.kind == "F":
             made = tree.tensors(self.stage.results.get(action.micro_batch)) if output is None else output.tensors
             meter.keep(k, action.micro_batch, () if message is None else message.tensors, made)
         if output is not None and outbox is not None:
             outbox.put(output)
+
+    def _do(self, action: Action, message: Message | None) -> Message | None:
+        if action.kind == "F":
+            return self.stage.forward(self.task, action.micro_batch, message)
+        return self.stage.backward(action.micro_batch, message)
 
     def _inbox(self) -> Inbox | None:
         return self.values if self.actions[0].kind == "F" else self.gradients
@@ -102,6 +111,7 @@ def execute(
     watch: Watch,
     recorder: Recorder | None = None,
     meter: Meter | None = None,
+    guard: MemoryGuard | None = None,
 ) -> None:
     """Run the actions of all lanes.
 
@@ -113,6 +123,7 @@ def execute(
         watch: knows whether another process has failed; told what this one does.
         recorder: told of actions and waits.
         meter: told of actions and of what they keep.
+        guard: lets actions that run out of memory, and all after them, send that they did.
     Raises:
         Exception: of user code; a note names stage, rank and action.
         StageError: user code left an action by StopIteration.
@@ -131,7 +142,7 @@ def execute(
         action = lane.actions[0]
         watch.activity = f"runs {action} of stage {_stage(lane)}"
         try:
-            lane.advance(recorder, meter)
+            lane.advance(recorder, meter, guard)
         except StopIteration as error:  # which a loop around takes for the end of its data, in this process alone
             raise StageError(f"{_place(lane, rank)} failed in {action}: StopIteration: {error}") from error
         except Exception as error:

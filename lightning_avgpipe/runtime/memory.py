@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,16 @@ from lightning_avgpipe.runtime.accounting import Holding
 from lightning_avgpipe.runtime.recompute import repeated
 from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
 
-__all__ = ["MemoryLimit", "holdings", "limit_of", "memory_of", "parse_limit", "state_copies"]
+__all__ = [
+    "MemoryLimit",
+    "ModelBytes",
+    "holdings",
+    "limit_of",
+    "memory_of",
+    "model_bytes",
+    "parse_limit",
+    "state_copies",
+]
 
 MemoryLimit = str | int | float | None
 _UNKNOWN_COPIES = 2  # as Adam
@@ -146,4 +156,34 @@ def holdings(
         coming = sum(missing for _, missing in states)
         total = sum(t.nbytes for t in held) + sum(t.nbytes for t in trained) + sum(there for there, _ in states)
         found[k] = Holding(total + coming + batch, coming)
+    return found
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What the parallel models on a stage consist of.
+
+    Attributes:
+        model: of each: what is trained with gradients and optimizer states, buffers that change, and its batch.
+        reference: of all of them together.
+        shared: frozen parameters.
+    """
+
+    model: int
+    reference: int
+    shared: int
+
+
+def model_bytes(
+    plan: Plan, stages: Sequence[int], module: nn.Module, optimizers: Sequence[Optimizer], num_microbatches: int
+) -> dict[int, ModelBytes]:
+    """What stages of this process hold of a model, by stage; arguments as of :func:`holdings`."""
+    parameters = dict(module.named_parameters())
+    own = holdings(plan, stages, module, optimizers, num_microbatches)
+    found = {}
+    for k in stages:
+        here = [parameters[name] for name in plan.stages[k].parameters]
+        frozen = sum(p.nbytes for p in here if not p.requires_grad)
+        trained = sum(p.nbytes for p in here if p.requires_grad)
+        found[k] = ModelBytes(own[k].total - frozen, trained, frozen)
     return found

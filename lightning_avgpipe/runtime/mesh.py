@@ -32,6 +32,7 @@ from lightning_avgpipe.runtime.arrangement import Arrangement
 from lightning_avgpipe.runtime.channel import Arrivals, NetworkInbox, NetworkOutbox, Wire
 from lightning_avgpipe.runtime.collectives import Collectives
 from lightning_avgpipe.runtime.feed import Feed, FeedSink, FeedSource
+from lightning_avgpipe.runtime.guard import MemoryGuard
 from lightning_avgpipe.runtime.message import pack, unpack
 from lightning_avgpipe.runtime.recording import Recorder
 from lightning_avgpipe.runtime.siblings import Siblings
@@ -119,6 +120,7 @@ class Mesh(Collectives):
         self._relay_in: NetworkInbox | None = None
         self.recorder: Recorder | None = None
         self.meter: Meter | None = None  # told of what the stages of this process keep in memory
+        self.guard: MemoryGuard | None = None  # of a trial iteration
         self.wiring: dict[tuple[int, int], Wiring] = {}  # (pipeline, stage) -> its channels
         self._device_backend = device_backend
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}

@@ -162,7 +162,10 @@ def run_together(
     try:
         with intercepting():
             timeout_s = mesh.timeout.total_seconds()
-            execute(lanes, mesh.arrivals, timeout_s, mesh.world.rank, mesh.watch, mesh.recorder, mesh.meter)
+            observers = (mesh.recorder, mesh.meter, mesh.guard)
+            execute(lanes, mesh.arrivals, timeout_s, mesh.world.rank, mesh.watch, *observers)
+        if mesh.guard is not None:
+            mesh.guard.agree(mesh.world)
         counts = [schedule.num_microbatches for schedule in schedules]
         return [pipeline.results(step, count) for pipeline, count in zip(pipelines, counts, strict=True)]
     finally:

@@ -13,6 +13,7 @@ Needs matplotlib, which is asked for only when something is drawn.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,11 @@ _FONT_POINTS = 8.0
 _ACTIONS, _FORWARD, _BACKWARD = (0.0, 0.62), (0.66, 0.12), (0.80, 0.12)
 _LIGHTEST = 0.7  # share of white
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def is_available() -> bool:
+    """Whether pictures can be drawn here."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def require_matplotlib() -> None:

@@ -2,7 +2,7 @@
 
 from lightning_avgpipe.tuning.predictors import PREDICTORS, Corrected, Paper, Prediction, Predictor, Simulator
 from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, OtherSize, Profile, StageMemory, StageProfile
-from lightning_avgpipe.tuning.search import Candidate, Result, candidates, search
+from lightning_avgpipe.tuning.search import Candidate, Result, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.setting import Setting
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "StageMemory",
     "StageProfile",
     "candidates",
+    "microbatch_counts",
     "search",
 ]

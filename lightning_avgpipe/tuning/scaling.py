@@ -11,7 +11,7 @@ from lightning_avgpipe.schedule import StageCosts
 from lightning_avgpipe.tuning.profile import Curve, Profile, StageProfile
 from lightning_avgpipe.tuning.setting import Setting
 
-__all__ = ["Load", "Loads", "loads_at"]
+__all__ = ["Load", "Loads", "loads_at", "update_s"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def loads_at(profile: Profile, setting: Setting) -> Loads:
         tuple(size * hop.forward_bytes * hop.forward.per_byte for hop in profile.hops),
         tuple(size * hop.backward_bytes * hop.backward.per_byte for hop in profile.hops),
         tuple((hop.forward.latency, hop.backward.latency) for hop in profile.hops),
-        _update_s(profile, setting.num_pipelines),
+        update_s(profile, setting.num_pipelines),
     )
 
 
@@ -121,7 +121,8 @@ def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
     return points[0][1] if x < points[0][0] else points[-1][1]
 
 
-def _update_s(profile: Profile, num_pipelines: int) -> float:
+def update_s(profile: Profile, num_pipelines: int) -> float:
+    """Seconds at the end of an iteration: optimizer steps and averaging of N pipelines on the slowest device."""
     averages = profile.averages(num_pipelines)
     per_device: dict[int, float] = {}
     for device, stage in zip(profile.devices, profile.stages, strict=True):

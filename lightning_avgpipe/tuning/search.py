@@ -15,7 +15,7 @@ from lightning_avgpipe.tuning.predictors import Corrected, Prediction, Predictor
 from lightning_avgpipe.tuning.profile import Profile
 from lightning_avgpipe.tuning.setting import Setting
 
-__all__ = ["ADVANCES", "Candidate", "Result", "candidates", "search"]
+__all__ = ["ADVANCES", "Candidate", "Result", "candidates", "microbatch_counts", "search"]
 
 ADVANCES = (0, 1, 2, 4, 8)
 _FORMAT = 1
@@ -89,7 +89,7 @@ class Result:
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("pipelines", "micro-batches", "schedule", "a batch", "fullest stage", "")]
         for n in sorted({candidate.setting.num_pipelines for candidate in self.candidates}):
-            best = self.best(num_pipelines=n)
+            best = self.choice if n == self.choice.setting.num_pipelines else self.best(num_pipelines=n)
             assert best is not None
             rows.append(self._row(best))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -131,12 +131,7 @@ def candidates(
     """
     if max_num_pipelines < 1:
         raise TuningError(f"max_num_pipelines={max_num_pipelines}: must be at least 1")
-    counts = _counts(profile.batch_size) if microbatch_candidates is None else sorted(set(microbatch_candidates))
-    wrong = [m for m in counts if not 1 <= m <= profile.batch_size]
-    if wrong or not counts:
-        raise TuningError(
-            f"microbatch_candidates={list(counts)}: give numbers from 1 to {profile.batch_size}, the samples of a batch"
-        )
+    counts = microbatch_counts(profile.batch_size, microbatch_candidates)
     usable = sorted(set(advances)) if schedule == "advance_forward" else [0]
     found = []
     for m in counts:
@@ -147,7 +142,22 @@ def candidates(
     return tuple(found)
 
 
-def _counts(batch_size: int) -> list[int]:
+def microbatch_counts(batch_size: int, given: Sequence[int] | None = None) -> list[int]:
+    """Every M to consider, ascending.
+
+    Args:
+        batch_size: samples of a batch.
+        given: what to consider; default: as for :func:`candidates`.
+    Raises:
+        TuningError: an M that the batch cannot be split into.
+    """
+    if given is not None:
+        counts = sorted(set(given))
+        if not counts or any(not 1 <= m <= batch_size for m in counts):
+            raise TuningError(
+                f"microbatch_candidates={counts}: give numbers from 1 to {batch_size}, the samples of a batch"
+            )
+        return counts
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     powers = [2**i for i in range(batch_size.bit_length())]
     return divisors if len(divisors) >= len(powers) else powers

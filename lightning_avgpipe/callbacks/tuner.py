@@ -1,0 +1,297 @@
+"""A callback that chooses how many pipelines, micro-batches and forwards in flight there are."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_avgpipe import checks
+from lightning_avgpipe.capture.snapshot import random_state
+from lightning_avgpipe.counts import Count, Natural
+from lightning_avgpipe.errors import ConfigurationError, MemoryShortage, TuningError
+from lightning_avgpipe.profiler import Profiler
+from lightning_avgpipe.rehearsal import rehearsing
+from lightning_avgpipe.runtime.memory import MemoryLimit, parse_limit
+from lightning_avgpipe.schedule import picture
+from lightning_avgpipe.strategy import AvgPipeStrategy
+from lightning_avgpipe.tuning import PREDICTORS, Result, Setting, candidates, microbatch_counts, search
+from lightning_avgpipe.tuning.picture import draw
+from lightning_avgpipe.tuning.trials import best, per_batch_s, refined, trial_sizes
+
+__all__ = ["AvgPipeTuner"]
+
+_FEWEST_BATCHES = 4
+_REFINED = 3  # iterations of each candidate that is tried
+_NAME = "avgpipe_tuning"
+
+
+class AvgPipeTuner(Callback):
+    """Chooses ``num_pipelines``, ``num_microbatches`` and ``advance`` of ``strategy="avgpipe"`` by measuring.
+
+    When the first batch of training is there, about twenty iterations are run on copies of it, with many micro-batches
+    and one pipeline, and once more with fewer. From what they take on each stage, time and memory of every other
+    setting are predicted, and the fastest is taken that fits the memory on every stage. Then training begins, with this
+    very batch, as if the setting had been given by hand: weights, optimizer, random numbers, logs and progress are
+    what they would have been.
+
+    The profile, all candidates and the choice are saved beside the checkpoints, as ``avgpipe_tuning.json`` and, with
+    matplotlib, as a picture; a TensorBoard logger gets the picture too. A checkpoint remembers the choice, and a run
+    that resumes from it goes on so, as does another ``fit`` with this callback. With ``fast_dev_run`` nothing is tuned.
+
+    Args:
+        max_num_pipelines: largest number of parallel pipelines to consider. 1 keeps one model.
+        microbatch_candidates: numbers of micro-batches to consider. None: the divisors of the batch size, or powers of
+            two.
+        memory_limit: what each stage may use, as the strategy's option of this name, which is the default; without
+            either 90 % of the device.
+        predictor: how times are predicted: ``"corrected"``, in closed form; ``"simulator"``, by playing each candidate
+            through; ``"paper"``, as AvgPipe's authors print it, for comparison.
+        profile_batches: iterations to profile with, at least 4. No more are begun after two minutes.
+        refine: number of candidates, the best by prediction, that are run for a few iterations; the fastest is taken.
+        dirpath: folder of the files; default: that of the checkpoints, or the trainer's ``default_root_dir``.
+
+    Attributes:
+        result: profile, candidates and choice; None before the first batch.
+        measured: setting -> seconds per batch, of those that ``refine`` has run.
+
+    Raises:
+        ConfigurationError: an argument that cannot work, another strategy, one whose counts are given by hand, or one
+            with nothing to pipeline.
+        TuningError: nothing fits the memory; says what is missing on which stage, and what would help.
+
+    Source: AvgPipe, Chen et al., PPoPP 2023, section 5.
+    """
+
+    def __init__(
+        self,
+        max_num_pipelines: Count = 4,
+        microbatch_candidates: list[Count] | None = None,
+        memory_limit: str | int | float | None = None,
+        predictor: Literal["corrected", "paper", "simulator"] = "corrected",
+        profile_batches: Count = 20,
+        refine: Natural = 0,
+        dirpath: str | Path | None = None,
+    ) -> None:
+        _check(max_num_pipelines, microbatch_candidates, memory_limit, predictor, profile_batches, refine)
+        self._max_num_pipelines = max_num_pipelines
+        self._microbatch_candidates = microbatch_candidates
+        self._memory_limit: MemoryLimit = memory_limit
+        self._predictor = PREDICTORS[predictor]
+        self._profile_batches = profile_batches
+        self._refine = refine
+        self._dirpath = dirpath
+        self.result: Result | None = None
+        self.measured: dict[Setting, float] = {}
+        self._strategy: AvgPipeStrategy | None = None
+        self._begun = False
+        self._counted = False  # whether configure_optimizers has asked for the number of iterations
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what cannot work before training starts, and wait for its first batch."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, AvgPipeStrategy):
+            raise ConfigurationError(
+                f"AvgPipeTuner tunes a pipeline, but the strategy is {type(strategy).__name__}; use "
+                "Trainer(strategy='avgpipe'), or remove the callback"
+            )
+        if stage != "fit":
+            return
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_info("AvgPipeTuner: with fast_dev_run nothing is tuned")
+            return
+        if strategy.plain:
+            raise ConfigurationError(
+                "AvgPipeTuner: with one device and one stage there is nothing to pipeline, and everything is as with "
+                "strategy='auto'; use more devices, or AvgPipeStrategy(num_stages=2) on one, or remove the callback"
+            )
+        if self._reusable(strategy):
+            self._apply(strategy)
+            return
+        if strategy.given:
+            given = ", ".join(f"{name}={value!r}" for name, value in strategy.given.items())
+            raise ConfigurationError(
+                "AvgPipeTuner chooses num_pipelines, num_microbatches and advance, but the strategy was given "
+                f"{given}; remove that, or the callback"
+            )
+        checks.trainer(trainer, strategy.world_size, self._max_num_pipelines)
+        self._strategy, self._begun = strategy, False
+        strategy.tuner = partial(self._see, trainer, strategy)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The optimizers are made; the number of iterations is known by now if somebody has asked for it."""
+        self._counted = trainer.fit_loop._combined_loader is not None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """All hooks that prepare training have run when a batch is asked for from now on."""
+        self._begun = True
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Nothing more to see."""
+        self._leave()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The same."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._strategy is not None:
+            self._strategy.tuner = None
+        self._strategy = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint remembers."""
+        return {} if self.result is None else {"result": self.result.to_json()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the choice of the run that was saved, if it has as many stages."""
+        if "result" not in state_dict:
+            return
+        try:
+            self.result = Result.from_json(state_dict["result"])
+        except TuningError as error:
+            rank_zero_warn(f"AvgPipeTuner chooses anew, since the checkpoint's choice cannot be read: {error}")
+            return
+        if self._strategy is not None and self._reusable(self._strategy):
+            self._apply(self._strategy)
+
+    # -- the first batch ---------------------------------------------------------------------------------------------
+
+    def _see(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> bool:
+        """Tune, if it is time; tells whether there is nothing more to do."""
+        if not self._begun:  # it is read ahead, and hooks that prepare training have not run yet
+            return False
+        if not self._reusable(strategy):
+            planned = self._tune(trainer, strategy, batch)
+            self._apply(strategy)
+            if self.result is not None and self.result.choice.setting != planned:
+                strategy.replan()
+            if strategy.num_pipelines > 1:
+                self._recount(trainer, strategy)
+        return True
+
+    def _recount(self, trainer: pl.Trainer, strategy: AvgPipeStrategy) -> None:
+        """There are fewer iterations now, which a scheduler may depend on, and the progress bar shows."""
+        bar = trainer.progress_bar_callback  # type: ignore[attr-defined]
+        if bar is not None:
+            bar.on_train_epoch_start(trainer, trainer.lightning_module)
+        if not self._counted or trainer.ckpt_path is not None:  # what is resumed knows how far it goes
+            return
+        if any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            rank_zero_warn(
+                f"AvgPipeTuner chose num_pipelines={strategy.num_pipelines}, with as many times fewer iterations than "
+                "configure_optimizers was told; a callback has changed the optimizer since, so it is not made anew. "
+                "Give num_pipelines by hand where a learning rate depends on the number of iterations"
+            )
+            return
+        with random_state():
+            strategy.setup_optimizers(trainer)
+
+    def _tune(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> Setting:
+        """Choose; returns for which setting the stages were planned."""
+        mesh, found = strategy.mesh, ""
+        shows = trainer.progress_bar_callback is not None  # type: ignore[attr-defined]
+        module = trainer.lightning_module
+
+        def first(batch_size: int) -> int:
+            return trial_sizes(self._counts(module, batch_size), strategy.num_stages)[0]
+
+        with rehearsing(trainer, strategy, batch, first) as rehearsal:
+            profiler = Profiler(rehearsal, self._profile_batches, strategy.schedule_name, shows)
+            counts = self._counts(module, rehearsal.batch_size)
+            profile = profiler.profile(counts)
+            if profile is not None:
+                fitting = [m for m in counts if m > profiler.too_few]
+                settings = candidates(profile, self._max_num_pipelines, fitting, schedule=strategy.schedule_name)
+                limit = strategy.memory_per_stage(self._memory_limit)
+                found = search(profile, settings, limit, self._predictor).to_json()
+            result = Result.from_json(mesh.world.broadcast(found))
+            if self._refine:
+                result = self._refined(profiler, strategy, result)
+        self.result = result
+        if mesh.leads:
+            self._publish(trainer, result)
+        return Setting(rehearsal.captured, schedule=strategy.schedule_name)
+
+    def _counts(self, module: pl.LightningModule, batch_size: int) -> list[int]:
+        """Numbers of micro-batches to consider; where batches are normalised, one sample alone has no statistics."""
+        counts = microbatch_counts(batch_size, self._microbatch_candidates)
+        takes_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
+        if self._microbatch_candidates is None and takes_statistics:
+            return [m for m in counts if 2 * m <= batch_size] or counts
+        return counts
+
+    def _refined(self, profiler: Profiler, strategy: AvgPipeStrategy, result: Result) -> Result:
+        for candidate in best(result, self._refine):
+            with contextlib.suppress(MemoryShortage):
+                seconds = profiler.time(candidate.setting, _REFINED, lambda: None)
+                self.measured[candidate.setting] = per_batch_s(result.profile, candidate.setting, seconds)
+        self.measured = strategy.mesh.world.broadcast(self.measured)
+        return refined(result, self.measured)
+
+    def _reusable(self, strategy: AvgPipeStrategy) -> bool:
+        return self.result is not None and self.result.profile.num_stages == strategy.num_stages
+
+    def _apply(self, strategy: AvgPipeStrategy) -> None:
+        assert self.result is not None
+        setting = self.result.choice.setting
+        strategy.reconfigure(setting.num_pipelines, setting.num_microbatches, setting.advance)
+
+    # -- what is left of it ------------------------------------------------------------------------------------------
+
+    def _publish(self, trainer: pl.Trainer, result: Result) -> None:
+        folder = self._folder(trainer)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{_NAME}.json").write_text(result.to_json())
+        rank_zero_info(f"\n{result}\nsaved in {folder / f'{_NAME}.json'}")
+        if not picture.is_available():
+            return
+        measured = {(s.num_microbatches, s.num_pipelines): seconds for s, seconds in self.measured.items()}
+        figure = draw(result, measured)
+        picture.save(figure, folder / f"{_NAME}.png")
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                pixels = picture.pixels(figure)
+                logger.experiment.add_image("avgpipe/tuning", pixels, trainer.global_step, dataformats="HWC")
+
+    def _folder(self, trainer: pl.Trainer) -> Path:
+        if self._dirpath is not None:
+            return Path(self._dirpath)
+        saving = trainer.checkpoint_callback  # type: ignore[attr-defined]
+        if isinstance(saving, ModelCheckpoint) and saving.dirpath is not None:
+            return Path(saving.dirpath)
+        return Path(trainer.default_root_dir)
+
+
+def _check(
+    max_num_pipelines: Any, microbatch_candidates: Any, memory_limit: Any, predictor: Any, batches: Any, refine: Any
+) -> None:
+    if not _is_integer(max_num_pipelines, 1):
+        raise ConfigurationError(f"max_num_pipelines={max_num_pipelines!r}: must be an integer of at least 1")
+    if microbatch_candidates is not None and (
+        not isinstance(microbatch_candidates, (list, tuple))
+        or not microbatch_candidates
+        or not all(_is_integer(m, 1) for m in microbatch_candidates)
+    ):
+        raise ConfigurationError(
+            f"microbatch_candidates={microbatch_candidates!r}: must be a list of integers of at least 1, or None for "
+            "the divisors of the batch size"
+        )
+    parse_limit(memory_limit)
+    if predictor not in PREDICTORS:
+        raise ConfigurationError(f"predictor={predictor!r}: must be 'corrected', 'paper' or 'simulator'")
+    if not _is_integer(batches, _FEWEST_BATCHES):
+        raise ConfigurationError(f"profile_batches={batches!r}: must be an integer of at least {_FEWEST_BATCHES}")
+    if not _is_integer(refine, 0):
+        raise ConfigurationError(f"refine={refine!r}: must be an integer of at least 0")
+
+
+def _is_integer(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

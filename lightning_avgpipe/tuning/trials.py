@@ -1,0 +1,130 @@
+"""Trials: at which sizes to measure, and what measurements say about a curve, a stage, the best setting."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_avgpipe.partition.plan import format_seconds
+from lightning_avgpipe.tuning.profile import Curve, Profile
+from lightning_avgpipe.tuning.scaling import update_s
+from lightning_avgpipe.tuning.search import Candidate, Result
+from lightning_avgpipe.tuning.setting import Setting
+
+__all__ = ["Budget", "best", "busy_curve", "durations", "per_batch_s", "refined", "trial_sizes"]
+
+_ENOUGH = 16  # micro-batches that leave a device under-used, at least, ...
+_PER_STAGE = 8  # ... and so many per stage: with more, what an action costs whatever its size is most of it
+_WARM_UP = 2
+_PIECES = 16
+
+
+def trial_sizes(counts: Sequence[int], num_stages: int) -> tuple[int, tuple[int, ...]]:
+    """The number of micro-batches to profile with, and one or two others to see what the size of micro-batches does.
+
+    The first is large, so that devices are not full. The others are the smallest one, and one in between.
+
+    Args:
+        counts: numbers of micro-batches to choose from.
+        num_stages: K.
+    """
+    counts = sorted(set(counts))
+    cap = max(_ENOUGH, _PER_STAGE * num_stages)
+    large = max((m for m in counts if m <= cap), default=counts[0])
+    below = [m for m in counts if m < large]
+    if not below:
+        return large, ()
+    least = below[0]
+    middle = min(below, key=lambda m: abs(m * m - large * least))
+    return large, tuple(sorted({least, middle}, reverse=True))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many iterations are run.
+
+    Attributes:
+        warm_up: at the profiled setting, not counted.
+        timed: at the profiled setting.
+        other: at each other size, the first of them not counted.
+    """
+
+    warm_up: int
+    timed: int
+    other: int
+
+    @classmethod
+    def of(cls, iterations: int, others: int) -> Budget:
+        """Share iterations out; one more is for the memory.
+
+        Args:
+            iterations: at least 4.
+            others: number of other sizes.
+        """
+        other = max(2, iterations // 6) if others and iterations >= 4 + 2 * others else 0
+        rest = iterations - 1 - other * others
+        warm_up = min(_WARM_UP, rest - 1)
+        return cls(warm_up, rest - warm_up, other)
+
+
+def durations(
+    spans: Iterable[tuple[int, str, float]], span_s: Sequence[tuple[float, float]] = ()
+) -> dict[tuple[int, str], float]:
+    """Seconds of each stage's forward and backward.
+
+    Args:
+        spans: stage, kind and seconds of each action of one process.
+        span_s: of each iteration seconds in which the process was busy, and those within actions. What lies between
+            actions is time that they take from others; none: that is not counted.
+    """
+    found: dict[tuple[int, str], list[float]] = {}
+    for stage, kind, seconds in spans:
+        found.setdefault((stage, kind), []).append(seconds)
+    factor = max(1.0, statistics.median(busy / within for busy, within in span_s)) if span_s else 1.0
+    return {key: factor * statistics.median(seconds) for key, seconds in found.items()}
+
+
+def busy_curve(kernels: Iterable[tuple[float, float, float]], begin_s: float, end_s: float) -> Curve:
+    """How much of a device its kernels use within an action.
+
+    Args:
+        kernels: begin, end and share of the device of each.
+        begin_s: of the action, on the same clock.
+        end_s: of the action.
+    """
+    length = (end_s - begin_s) / _PIECES
+    work = [0.0] * _PIECES
+    for begin, end, share in kernels:
+        for i in range(_PIECES):
+            low = begin_s + i * length
+            work[i] += share * max(0.0, min(end, low + length) - max(begin, low))
+    return Curve((length,) * _PIECES, tuple(min(1.0, w / length) if length > 0 else 0.0 for w in work))
+
+
+def best(result: Result, count: int) -> tuple[Candidate, ...]:
+    """The candidates with the shortest predicted times per batch among those that fit, the chosen one first."""
+    fitting = [c for c in result.candidates if c.fits(result.limit) and c != result.choice]
+    fitting.sort(key=lambda c: (c.prediction.per_batch_s, c.setting))
+    return (result.choice, *fitting)[:count]
+
+
+def refined(result: Result, measured: Mapping[Setting, float]) -> Result:
+    """Choose by measurements in the place of predictions.
+
+    Args:
+        result: of the search.
+        measured: of some settings, seconds per batch.
+    """
+    if not measured:
+        return result
+    setting = min(measured, key=lambda s: (measured[s], s))
+    choice = next(c for c in result.candidates if c.setting == setting)
+    expected = format_seconds(choice.prediction.per_batch_s)
+    reason = f"{format_seconds(measured[setting])} a batch, the shortest of {len(measured)} that were tried ({expected}"
+    return replace(result, choice=choice, reason=f"{reason} was expected)")
+
+
+def per_batch_s(profile: Profile, setting: Setting, iteration_s: float) -> float:
+    """Seconds of a batch, from those of an iteration without its optimizer steps and averaging."""
+    return (iteration_s + update_s(profile, setting.num_pipelines)) / setting.num_pipelines

@@ -1,0 +1,66 @@
+"""Trials: at which sizes to measure, and what measurements say."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.predictors import random_profile
+from lightning_avgpipe.tuning import Setting, candidates, search
+from lightning_avgpipe.tuning.trials import Budget, best, busy_curve, durations, per_batch_s, refined, trial_sizes
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_stages", "expected"),
+    [
+        ([1, 2, 4, 8, 16], 2, (16, (4, 1))),
+        ([1, 2, 4, 8, 16, 32, 64], 2, (16, (4, 1))),  # with 64 most would be what an action costs anyway
+        ([1, 2, 4, 8, 16, 32, 64], 4, (32, (4, 1))),
+        ([4, 8], 2, (8, (4,))),
+        ([8], 2, (8, ())),
+        ([64, 128], 2, (64, ())),
+    ],
+)
+def test_profiles_are_made_with_many_micro_batches_and_the_fewest_and_some_in_between(
+    counts: list[int], num_stages: int, expected: tuple[int, tuple[int, ...]]
+) -> None:
+    assert trial_sizes(counts, num_stages) == expected
+
+
+@pytest.mark.parametrize("iterations", range(4, 41))
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_a_budget_is_spent_and_something_is_timed(iterations: int, others: int) -> None:
+    budget = Budget.of(iterations, others)
+    assert budget.warm_up + budget.timed + 1 + others * budget.other == iterations
+    assert budget.timed >= 1 and budget.warm_up >= 0 and budget.other != 1
+
+
+def test_durations_are_medians_and_count_what_lies_between_actions() -> None:
+    spans = [(0, "F", 1.0), (0, "F", 2.0), (0, "F", 9.0), (1, "B", 4.0)]
+    assert durations(spans) == {(0, "F"): 2.0, (1, "B"): 4.0}
+    assert durations(spans, [(3.0, 2.0), (5.0, 2.0), (2.0, 2.0)]) == {(0, "F"): 3.0, (1, "B"): 6.0}
+
+
+def test_a_curve_is_as_full_as_the_kernels_that_run() -> None:
+    curve = busy_curve([(0.0, 4.0, 0.5), (4.0, 8.0, 1.0), (6.0, 8.0, 1.0), (15.0, 99.0, 0.25)], 0.0, 16.0)
+    assert curve.total_s == 16.0
+    assert curve.utilisation == (0.5,) * 4 + (1.0,) * 4 + (0.0,) * 7 + (0.25,)
+
+
+def test_the_fastest_of_those_that_were_tried_is_taken() -> None:
+    profile = random_profile(1)
+    result = search(profile, candidates(profile, 3))
+    tried = best(result, 3)
+    assert tried[0] == result.choice and len(set(tried)) == 3
+    measured = {candidate.setting: seconds for candidate, seconds in zip(tried, (3.0, 1.0, 2.0), strict=True)}
+    chosen = refined(result, measured)
+    assert chosen.choice == tried[1]
+    assert chosen.reason.startswith("1.00 s a batch, the shortest of 3 that were tried")
+    assert str(chosen).count("chosen") == 1
+    assert refined(result, {}) == result
+
+
+def test_seconds_of_a_batch_have_their_part_of_what_ends_an_iteration() -> None:
+    profile = random_profile(1)
+    step = per_batch_s(profile, Setting(4, 1), 0.0)
+    assert per_batch_s(profile, Setting(4, 1), 6.0) == pytest.approx(6.0 + step)
+    assert per_batch_s(profile, Setting(4, 3), 6.0) >= 2.0
