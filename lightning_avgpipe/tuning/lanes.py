@@ -52,15 +52,17 @@ class Lane:
         position: in the row, of the next action, or of the one that runs.
         arrivals: when the input of an action is there, as far as that is known.
         receivers: where the results of ``"F"`` and ``"B"`` go, and over which link.
+        ends: of the actions that are over, ``"F"`` and ``"B"`` apart.
     """
 
-    __slots__ = ("arrivals", "device", "number", "pieces", "position", "receivers", "row")
+    __slots__ = ("arrivals", "device", "ends", "number", "pieces", "position", "receivers", "row")
 
     def __init__(self, row: Sequence[Action], number: int, device: Device, pieces: Mapping[str, Pieces]) -> None:
         self.row: tuple[Action | None, ...] = (*row, None)
         self.number, self.device, self.pieces = number, device, pieces
         self.position = 0
         self.arrivals: dict[Action | None, float] = {}
+        self.ends: dict[str, list[float]] = {"F": [], "B": []}
         self.receivers: dict[str, tuple[Lane, Link]] = {}
 
 

@@ -6,18 +6,18 @@ without its slips; ``Simulator`` plays the iteration through. Memory is predicte
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.tuning.bound import least_s
 from lightning_avgpipe.tuning.memory import memory_at
 from lightning_avgpipe.tuning.profile import Profile
 from lightning_avgpipe.tuning.scaling import Load, Loads, loads_at
 from lightning_avgpipe.tuning.setting import Setting
-from lightning_avgpipe.tuning.sharing import iteration_s
+from lightning_avgpipe.tuning.sharing import steady_iteration_s
 
 __all__ = ["PREDICTORS", "Corrected", "Paper", "Prediction", "Predictor", "Simulator"]
 
@@ -210,9 +210,7 @@ class Simulator:
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
         """Predict a setting from a profile."""
         loads = loads_at(profile, setting)
-        seconds = iteration_s(
-            _schedule(profile, setting), setting.num_pipelines, loads, profile.devices, profile.device.in_turns
-        )
+        seconds = steady_iteration_s(setting, profile.num_stages, loads, profile.devices, profile.device.in_turns)
         return _prediction(profile, setting, seconds + loads.update_s)
 
     def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
@@ -223,17 +221,12 @@ class Simulator:
         for setting in settings:
             loads, key = loads_at(profile, setting), (setting.num_microbatches, setting.warm_up(len(stages)))
             if key not in alone:
-                alone[key] = iteration_s(_schedule(profile, setting), 1, loads, stages, profile.device.in_turns)
-            seconds = max(
-                alone[key], least_s(setting.num_microbatches, setting.num_pipelines, loads, profile.devices)
-            )
+                one = dataclasses.replace(setting, num_pipelines=1)
+                alone[key] = steady_iteration_s(one, len(stages), loads, stages, profile.device.in_turns)
+            seconds = max(alone[key], least_s(setting.num_microbatches, setting.num_pipelines, loads, profile.devices))
             exact = setting.num_pipelines == 1 and len(set(profile.devices)) == len(stages)
             found.append(_prediction(profile, setting, seconds + loads.update_s, at_least=not exact))
         return found
-
-
-def _schedule(profile: Profile, setting: Setting) -> Schedule:
-    return build(setting.schedule, profile.num_stages, setting.num_microbatches, setting.advance)
 
 
 def _prediction(profile: Profile, setting: Setting, seconds: float, at_least: bool = False) -> Prediction:

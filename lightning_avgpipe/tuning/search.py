@@ -225,10 +225,7 @@ def _reason(choice: Candidate, found: Sequence[Candidate], fitting: Sequence[Can
     fastest = _fastest(found)
     if not fastest.fits(limit):
         stage, lacking = fastest.lacking(limit)
-        text += (
-            f"; {fastest.setting} would take {_time(fastest)}, "
-            f"but lacks {nbytes(lacking)} on stage {stage}"
-        )
+        text += f"; {fastest.setting} would take {_time(fastest)}, but lacks {nbytes(lacking)} on stage {stage}"
     return text
 
 
