@@ -26,8 +26,8 @@ _GIB = 2**30
 def draw(result: Result, measured: Mapping[tuple[int, int], float] | None = None) -> Figure:
     """Draw two heat maps: predicted time per batch, and memory of the fullest stage relative to the limit.
 
-    Each cell shows the best schedule for its M and N. Cells in which none fits are hatched; the choice has a star; ≥ marks
-    times that are only a lower bound, because they cannot be the best.
+    Each cell shows the best schedule for its M and N. Cells in which none fits are hatched; the choice has a star; ≥
+    marks times that are only a lower bound, because they cannot be the best.
 
     Args:
         result: of a search.
