@@ -61,10 +61,10 @@ _TRAVERSED = 10  # batches of each setting
 class Classifier(nn.Module):
     """Convolutions: large messages for their arithmetic."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 24, depth: int = 8) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.blocks = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(depth))
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Classifier(nn.Module):
 class Recurrent(nn.Module):
     """A language model of two LSTMs: many small operations, one after another."""
 
-    def __init__(self, width: int = 96) -> None:
+    def __init__(self, width: int = 128) -> None:
         super().__init__()
         self.tokens = nn.Embedding(256, width)
         self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(2))
@@ -107,10 +107,10 @@ class Workload:
 
 WORKLOADS = {
     "transformer": Workload(
-        lambda: LanguageModel(Size(width=64, layers=4, samples=1, length=32)), "blocks.2", _tokens(32)
+        lambda: LanguageModel(Size(width=96, layers=4, samples=1, length=32)), "blocks.2", _tokens(32)
     ),
     "lstm": Workload(Recurrent, "layers.1", _tokens(32)),
-    "convolution": Workload(Classifier, "blocks.2", lambda: (torch.randn(3, 16, 16), torch.randint(10, ()))),
+    "convolution": Workload(Classifier, "blocks.4", lambda: (torch.randn(3, 16, 16), torch.randint(10, ()))),
 }
 
 
@@ -390,8 +390,6 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_title(f"{row['workload']}, {row['megabits'] or 'free'}{' Mbit/s' * bool(row['megabits'])}")
         axes.set_xlabel("measured ms per batch")
         axes.set_ylabel("predicted ms per batch")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
         axes.legend(frameon=False, fontsize=8)
     figure.savefig(path)
 
@@ -408,8 +406,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--pipelines", type=int, default=4, help="largest N")
     result.add_argument("--microbatches", type=int, nargs="+", help="every M; default: as the tuner's")
     result.add_argument("--advances", type=int, nargs="+", default=[0, 1, 2, 4, 8], help="every h; default: all")
-    result.add_argument("--memory-share", type=float, default=0.6, help="of what the hungriest setting needs")
-    result.add_argument("--rounds", type=int, default=3, help="visits of each setting")
+    result.add_argument("--memory-share", type=float, default=0.3, help="of what the hungriest setting needs")
+    result.add_argument("--rounds", type=int, default=2, help="visits of each setting")
     result.add_argument("--limit-s", type=float, default=900.0, help="for each workload and link")
     result.add_argument("--json", type=Path)
     result.add_argument("--picture", type=Path)
