@@ -1,7 +1,8 @@
 """Does the tuner find the fastest setting, and how much sooner than trying them all? Predictors and rules of thumb.
 
     python benchmarks/tuning.py                             # about twenty minutes on two idle cores; links need root
-    python benchmarks/tuning.py --workloads lstm --megabits 0 --json lstm.json --pictures .
+    python benchmarks/tuning.py --workloads lstm --megabits 0 --json lstm.json
+    python benchmarks/tuning.py --show lstm.json --picture lstm.png
 
 Three models, each trained in two processes over links of two rates. In one run, ``AvgPipeTuner`` first profiles as it
 always does. Then the traversal: every setting (M, N, advance) that fits the memory trains for about ten batches after
@@ -18,6 +19,7 @@ hungriest setting needs, so that not everything fits.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -409,6 +411,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--memory-share", type=float, default=0.3, help="of what the hungriest setting needs")
     result.add_argument("--rounds", type=int, default=2, help="visits of each setting")
     result.add_argument("--limit-s", type=float, default=900.0, help="for each workload and link")
+    result.add_argument("--show", type=Path, nargs="+", metavar="JSON", help="measure nothing: results of earlier runs")
     result.add_argument("--json", type=Path)
     result.add_argument("--picture", type=Path)
     result.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -420,22 +423,30 @@ def main(arguments: Sequence[str]) -> None:
     if options.result is not None:
         work(options)
         return
-    limited = any(megabits != FREE for megabits in options.megabits)
-    if limited and not network.available():
-        raise SystemExit("slow links are network namespaces, which need root, ip and tc; --megabits 0 goes without")
-    rows = []
-    for workload in options.workloads:
-        for megabits in options.megabits:
-            more = ["--workloads", workload]
-            found = launch(__file__, [*arguments, *more], NUM_STAGES, megabits or None, options.limit_s)
-            rows.append({"workload": workload, "megabits": megabits, **found})
-            print(table(rows[-1:]), flush=True)
-            if options.json is not None:
-                about = {"cores": os.cpu_count(), "torch": torch.__version__, "batch_size": options.batch_size}
-                options.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
+    if options.show is not None:
+        rows = [row for path in options.show for row in json.loads(path.read_text())["rows"]]
+        print(table(rows))
+    else:
+        rows = measure(arguments, options)
     print(summary(rows))
     if options.picture is not None:
         draw(rows, options.picture)
+
+
+def measure(arguments: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row per workload and link."""
+    if any(megabits != FREE for megabits in options.megabits) and not network.available():
+        raise SystemExit("slow links are network namespaces, which need root, ip and tc; --megabits 0 goes without")
+    rows = []
+    for workload, megabits in itertools.product(options.workloads, options.megabits):
+        more = ["--workloads", workload]
+        found = launch(__file__, [*arguments, *more], NUM_STAGES, megabits or None, options.limit_s)
+        rows.append({"workload": workload, "megabits": megabits, **found})
+        print(table(rows[-1:]), flush=True)
+        if options.json is not None:
+            about = {"cores": os.cpu_count(), "torch": torch.__version__, "batch_size": options.batch_size}
+            options.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
+    return rows
 
 
 if __name__ == "__main__":
