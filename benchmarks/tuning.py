@@ -1,6 +1,7 @@
 """Does the tuner find the fastest setting, and how much sooner than trying them all? Predictors and rules of thumb.
 
-    python benchmarks/tuning.py                             # about twenty minutes on two idle cores; links need root
+    python benchmarks/tuning.py                             # half an hour on two idle cores; links need root
+    python benchmarks/tuning.py --advances 0 2              # a third of the settings less: about sixteen minutes
     python benchmarks/tuning.py --workloads lstm --megabits 0 --json lstm.json
     python benchmarks/tuning.py --show lstm.json --picture lstm.png
 
