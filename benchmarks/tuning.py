@@ -1,7 +1,6 @@
 """Does the tuner find the fastest setting, and how much sooner than trying them all? Predictors and rules of thumb.
 
-    python benchmarks/tuning.py                             # half an hour on two idle cores; links need root
-    python benchmarks/tuning.py --advances 0 2              # a third of the settings less: about sixteen minutes
+    python benchmarks/tuning.py                             # a quarter of an hour on two idle cores; links need root
     python benchmarks/tuning.py --workloads lstm --megabits 0 --json lstm.json
     python benchmarks/tuning.py --show lstm.json --picture lstm.png
 
@@ -408,7 +407,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--batch-size", type=int, default=32)
     result.add_argument("--pipelines", type=int, default=4, help="largest N")
     result.add_argument("--microbatches", type=int, nargs="+", help="every M; default: as the tuner's")
-    result.add_argument("--advances", type=int, nargs="+", default=[0, 1, 2, 4, 8], help="every h; default: all")
+    result.add_argument("--advances", type=int, nargs="+", default=[0, 2], help="every h")
     result.add_argument("--memory-share", type=float, default=0.3, help="of what the hungriest setting needs")
     result.add_argument("--rounds", type=int, default=2, help="visits of each setting")
     result.add_argument("--limit-s", type=float, default=900.0, help="for each workload and link")
