@@ -83,7 +83,7 @@ def compare(profiles: Sequence[Profile], schedule: str = "afab", advance: int = 
         for profile, truth in zip(profiles, truths, strict=True):
             predicted = [predictor.predict(profile, s).per_batch_s for s in settings]
             regrets.append(truth[predicted.index(min(predicted))] / min(truth) - 1)
-            correlations.append(statistics.correlation(_ranks(predicted), _ranks(truth)))
+            correlations.append(statistics.correlation(ranks(predicted), ranks(truth)))
             errors.append(statistics.mean(abs(p / t - 1) for p, t in zip(predicted, truth, strict=True)))
         rows.append(
             Row(
@@ -97,7 +97,7 @@ def compare(profiles: Sequence[Profile], schedule: str = "afab", advance: int = 
     return rows
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
+def ranks(values: Sequence[float]) -> list[float]:
     """Mean rank among equals; Python 3.11 has no rank correlation."""
     return [sum(v < value for v in values) + sum(v == value for v in values) / 2 for value in values]
 

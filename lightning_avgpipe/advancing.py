@@ -182,7 +182,8 @@ class Advancing:
         ordinary = self._follows and meter is None and self._mesh.recorder is None and size == self._largest[setting]
         self._follows = True
         if self._mesh.rank == 0:
-            self._iterations[self._number] = _Iteration(setting, advance, ordinary)
+            if self._adapts or meter is not None:  # news of it will come, though maybe not with the next news
+                self._iterations[self._number] = _Iteration(setting, advance, ordinary)
             if meter is None and self._adapts and setting not in self._footprints:
                 self._estimate(plan, setting, schedule)
 
@@ -264,9 +265,7 @@ class Advancing:
             self._observe(self._iterations[self._next], max(times.values()))
             del self._times[self._next], self._iterations[self._next]
             self._next += 1
-        if self._controller is None:
-            self._iterations.clear()
-        else:
+        if self._controller is not None:
             for setting, footprints in self._footprints.items():
                 if setting not in self._decided and len(footprints) == setting.num_stages:
                     self._decided[setting] = self._first(self._controller, setting)

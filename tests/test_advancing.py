@@ -12,10 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_avgpipe import advancing
 from lightning_avgpipe.advancing import Advancing
+from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.pipeline import Pipeline
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.schedule.adaptive import DROPPED, WINDOW, Frozen
@@ -202,3 +204,22 @@ def test_where_nothing_fits_it_says_so_and_stays_at_1f1b() -> None:
     with pytest.warns(UserWarning, match=r"stage 0 keeps .* more than memory_limit \(50.0 KiB\)"):
         used, _ = limited(50 * 1024)
     assert set(used) == {0}
+
+
+def test_what_other_ranks_measured_may_come_an_iteration_late() -> None:
+    class Changing(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.strategy.reconfigure(num_microbatches=2 + trainer.global_step % 2)
+
+    held: list[tuple[int, Any]] = []
+
+    def late(self: Mesh, item: Any) -> list[tuple[int, Any]]:
+        arrived, held[:] = list(held), [(self.rank, item)]
+        return arrived
+
+    runner = pipeline(
+        2, 1, {**SPLIT, "costs": "measured", "costs_cache": None, "advance": 0}, max_steps=4, callbacks=[Changing()]
+    )
+    with mock.patch.object(Mesh, "hand_in", late):
+        runner.fit(MLP(), loader(MLP, BATCH * 4, BATCH))
+    assert runner.strategy.peak_memory_bytes.keys() == {0, 1}

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import parallel_pipelines
+from benchmarks import parallel_pipelines, tuning
 from benchmarks.engine import summary
+from benchmarks.predictors import random_profile
 from benchmarks.schedules import table
 from lightning_avgpipe.schedule import Action, Span, Timeline, Transfer
+from lightning_avgpipe.tuning import Profile, Setting, Simulator, candidates
 from tests.commands import ROOT, run
 
 
@@ -116,3 +118,49 @@ def test_the_memory_of_parallel_pipelines_is_measured_on_every_rank(tmp_path: Pa
         assert two["models"] == 2 * one["models"]
         assert two["peak"] > one["peak"] > 0
         assert one["reference"] == 0 < two["reference"]
+
+
+def test_predictors_and_rules_are_judged_by_what_was_measured() -> None:
+    profile = random_profile(3)
+    settings = candidates(profile, 3, [4, 8, 16], [0])
+    measured = {s: Simulator().predict(profile, s).per_batch_s for s in settings}
+    worst = max(measured, key=lambda s: measured[s])
+    found = {choice.by: choice for choice in tuning.choices(profile, measured)}
+    simulator = found["simulator"]
+    assert (simulator.regret, simulator.rank_correlation, simulator.mean_error) == (0, 1, 0)
+    assert found["corrected"].regret == measured[found["corrected"].setting] / min(measured.values()) - 1
+    measured[worst] = min(measured.values()) / 4  # which nobody expects
+    assert tuning.choices(profile, measured)[-3].regret >= 3
+    assert found["max-num"].setting == Setting(8, 3) and found["max-size"].setting == Setting(4, 3)
+    assert found["max-num"].rank_correlation is None
+
+
+def test_rules_of_thumb_keep_within_the_memory() -> None:
+    fitting = [Setting(2, 1), Setting(2, 1, 1), Setting(8, 1), Setting(8, 2), Setting(8, 2, 2), Setting(32, 4)]
+    assert tuning.max_num(fitting, batch_size=32) == Setting(8, 2)
+    assert tuning.max_num(fitting[:2], batch_size=32) == Setting(2, 1)
+    assert tuning.max_size(fitting) == Setting(2, 1)
+    profile = random_profile(3)
+    settings = candidates(profile, 3, [4, 8, 16])
+    assert tuning.within(profile, settings, 1.0) == list(settings)
+    assert Setting(16, 1) in tuning.within(profile, settings, 0.5)
+    assert Setting(4, 3, 1) not in tuning.within(profile, settings, 0.9)
+
+
+@pytest.mark.slow
+def test_the_tuner_is_measured_beside_a_traversal(tmp_path: Path) -> None:
+    run(
+        tmp_path, ROOT / "benchmarks" / "tuning.py", "--workloads", "convolution", "--megabits", "0", "--batch-size",
+        "4", "--pipelines", "2", "--microbatches", "2", "4", "--advances", "0", "--rounds", "1", "--memory-share", "1",
+        "--limit-s", "90", "--json", tmp_path / "tuning.json", "--picture", tmp_path / "tuning.png",
+    )  # fmt: skip
+    (row,) = json.loads((tmp_path / "tuning.json").read_text())["rows"]
+    assert {(s["num_microbatches"], s["num_pipelines"]) for s in row["settings"]} == {(2, 1), (2, 2), (4, 1), (4, 2)}
+    assert all(s["per_batch_s"] > 0 and len(s["rounds_s"]) == 1 for s in row["settings"])
+    # the traversal trains ten batches with each setting, and one iteration more
+    assert row["traversal_s"] > sum(10 * s["per_batch_s"] for s in row["settings"])
+    assert row["tuning_s"] > 0
+    assert Profile.from_json(json.dumps(row["profile"])).batch_size == 4
+    assert [choice["by"] for choice in row["choices"]][-2:] == ["max-num", "max-size"]
+    assert min(choice["regret"] for choice in row["choices"]) >= 0
+    assert (tmp_path / "tuning.png").exists()

@@ -26,7 +26,8 @@ _GIB = 2**30
 def draw(result: Result, measured: Mapping[tuple[int, int], float] | None = None) -> Figure:
     """Draw two heat maps: predicted time per batch, and memory of the fullest stage relative to the limit.
 
-    Each cell shows the best schedule for its M and N. Cells in which none fits are hatched; the choice has a star.
+    Each cell shows the best schedule for its M and N. Cells in which none fits are hatched; the choice has a star; ≥
+    marks times that are only a lower bound, because they cannot be the best.
 
     Args:
         result: of a search.
@@ -52,6 +53,7 @@ def draw(result: Result, measured: Mapping[tuple[int, int], float] | None = None
         if m in columns and n in rows:
             colour = image.cmap(image.norm(seconds * 1e3))
             left.scatter(columns.index(m), rows.index(n), s=120, color=[colour], edgecolors="black", zorder=3)
+    _mark_bounds(left, cells)
     unlimited = result.memory_limit is None
     unit = _GIB if unlimited else result.limit
     memory = [[math.nan if c is None else max(c.prediction.memory) / unit for c in row] for row in cells]
@@ -77,6 +79,13 @@ def _map(axes: Axes, values: list[list[float]], low: float, high: float, colours
     axes.figure.colorbar(image, ax=axes)
     axes.set_title(title, fontsize=10)
     return image
+
+
+def _mark_bounds(axes: Axes, cells: list[list[Candidate | None]]) -> None:
+    for row, found in enumerate(cells):
+        for column, candidate in enumerate(found):
+            if candidate is not None and candidate.prediction.at_least:
+                axes.text(column, row, "≥", ha="center", va="center", color="grey")
 
 
 def _hatch(axes: Axes, cells: list[list[Candidate | None]], limit: float) -> None:

@@ -6,17 +6,18 @@ without its slips; ``Simulator`` plays the iteration through. Memory is predicte
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightning_avgpipe.schedule import build
+from lightning_avgpipe.tuning.bound import least_s
 from lightning_avgpipe.tuning.memory import memory_at
 from lightning_avgpipe.tuning.profile import Profile
 from lightning_avgpipe.tuning.scaling import Load, Loads, loads_at
 from lightning_avgpipe.tuning.setting import Setting
-from lightning_avgpipe.tuning.sharing import iteration_s
+from lightning_avgpipe.tuning.sharing import steady_iteration_s
 
 __all__ = ["PREDICTORS", "Corrected", "Paper", "Prediction", "Predictor", "Simulator"]
 
@@ -29,11 +30,13 @@ class Prediction:
         iteration_s: seconds of an iteration: a batch of each pipeline, optimizer steps, averaging.
         per_batch_s: the same per batch, which is to be short.
         memory: bytes of each stage at its peak, shape ``(K,)``.
+        at_least: whether the times are only a lower bound of what the predictor would say.
     """
 
     iteration_s: float
     per_batch_s: float
     memory: tuple[int, ...]
+    at_least: bool = False
 
 
 class Predictor(Protocol):
@@ -46,6 +49,10 @@ class Predictor(Protocol):
 
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
         """Predict a setting from a profile."""
+        ...
+
+    def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
+        """Quickly, for each setting: what ``predict`` returns, or with ``at_least`` times that it does not undercut."""
         ...
 
 
@@ -81,6 +88,10 @@ class Paper:
         exposed = [c / m + (m - 1) / m * max(c - g, 0.0) for g, c in zip(compute, messages, strict=True)]
         per_batch_s = max(map(sum, zip(compute, exposed, up, down, strict=True)))
         return _prediction(profile, setting, n * per_batch_s)
+
+    def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
+        """The predictions themselves, which take microseconds."""
+        return [self.predict(profile, setting) for setting in settings]
 
 
 def _printed_compute_s(profile: Profile, stage: int, m: int, n: int) -> float:
@@ -146,6 +157,10 @@ class Corrected:
             )
         return _prediction(profile, setting, base + extra + loads.update_s)
 
+    def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
+        """The predictions themselves, which take microseconds."""
+        return [self.predict(profile, setting) for setting in settings]
+
 
 def _first_s(profile: Profile, loads: Sequence[Load], gaps: Sequence[float], num_pipelines: int) -> list[float]:
     """Seconds of the first micro-batch on each stage, with those of the other pipelines ``gaps`` behind each other."""
@@ -195,14 +210,28 @@ class Simulator:
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
         """Predict a setting from a profile."""
         loads = loads_at(profile, setting)
-        schedule = build(setting.schedule, profile.num_stages, setting.num_microbatches, setting.advance)
-        seconds = iteration_s(schedule, setting.num_pipelines, loads, profile.devices, profile.device.in_turns)
+        seconds = steady_iteration_s(setting, profile.num_stages, loads, profile.devices, profile.device.in_turns)
         return _prediction(profile, setting, seconds + loads.update_s)
 
+    def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
+        """Work and links bound from below, and so does one pipeline that has a device for each stage."""
+        alone: dict[tuple[int, tuple[int, ...]], float] = {}  # by M and warm-up
+        stages = range(profile.num_stages)
+        found = []
+        for setting in settings:
+            loads, key = loads_at(profile, setting), (setting.num_microbatches, setting.warm_up(len(stages)))
+            if key not in alone:
+                one = dataclasses.replace(setting, num_pipelines=1)
+                alone[key] = steady_iteration_s(one, len(stages), loads, stages, profile.device.in_turns)
+            seconds = max(alone[key], least_s(setting.num_microbatches, setting.num_pipelines, loads, profile.devices))
+            exact = setting.num_pipelines == 1 and len(set(profile.devices)) == len(stages)
+            found.append(_prediction(profile, setting, seconds + loads.update_s, at_least=not exact))
+        return found
 
-def _prediction(profile: Profile, setting: Setting, seconds: float) -> Prediction:
+
+def _prediction(profile: Profile, setting: Setting, seconds: float, at_least: bool = False) -> Prediction:
     memory = tuple(needed.total for needed in memory_at(profile, setting))
-    return Prediction(seconds, seconds / setting.num_pipelines, memory)
+    return Prediction(seconds, seconds / setting.num_pipelines, memory, at_least)
 
 
 PREDICTORS: dict[str, Predictor] = {

@@ -47,7 +47,8 @@ class Result:
         profile: that everything is predicted from.
         predictor: its name.
         memory_limit: bytes that no stage may exceed; None for no limit.
-        candidates: all settings that were considered.
+        candidates: all settings that were considered; those that cannot be the fastest of their number of pipelines
+            may have no more than a lower bound.
         choice: the one to use.
         reason: why.
     """
@@ -104,7 +105,7 @@ class Result:
             str(setting.num_pipelines),
             str(setting.num_microbatches),
             f"advance {setting.advance}" if setting.schedule == "advance_forward" else setting.schedule,
-            format_seconds(candidate.prediction.per_batch_s),
+            _time(candidate),
             f"{nbytes(candidate.prediction.memory[stage])} on {stage}",
             note,
         )
@@ -171,7 +172,8 @@ def search(
 ) -> Result:
     """Choose the setting with the shortest predicted time per batch among those that fit.
 
-    Of settings that are equally fast, the one whose fullest stage needs less memory is taken.
+    Of settings that are equally fast, the one whose fullest stage needs less memory is taken. Where a predictor is slow
+    it predicts, from the lowest bound on, those settings that fit and may be the fastest with their N.
 
     Args:
         profile: of one setting.
@@ -185,13 +187,29 @@ def search(
         raise TuningError("no settings to choose from; give at least one")
     predictor = predictor or Corrected()
     limit = math.inf if memory_limit is None else memory_limit
-    found = tuple(Candidate(setting, predictor.predict(profile, setting)) for setting in settings)
+    found = _predicted(profile, settings, limit, predictor)
     fitting = [candidate for candidate in found if candidate.fits(limit)]
     if not fitting:
         raise TuningError(_nothing_fits(profile, found, limit))
     choice = _fastest(fitting)
     reason = _reason(choice, found, fitting, limit)
     return Result(profile, predictor.name, None if limit == math.inf else limit, found, choice, reason)
+
+
+def _predicted(
+    profile: Profile, settings: Sequence[Setting], limit: float, predictor: Predictor
+) -> tuple[Candidate, ...]:
+    found = list(map(Candidate, settings, predictor.bounds(profile, settings)))
+    best: dict[int, float] = {}  # seconds per batch, by N
+    for i in sorted(range(len(found)), key=lambda i: (found[i].prediction.at_least, found[i].prediction.per_batch_s)):
+        candidate, n = found[i], found[i].setting.num_pipelines
+        known = best.get(n, math.inf)
+        if not candidate.fits(limit) or candidate.prediction.per_batch_s > known * (1 + _ROUNDING):
+            continue
+        if candidate.prediction.at_least:
+            candidate = found[i] = Candidate(candidate.setting, predictor.predict(profile, candidate.setting))
+        best[n] = min(known, candidate.prediction.per_batch_s)
+    return tuple(found)
 
 
 def _fastest(fitting: Sequence[Candidate]) -> Candidate:
@@ -207,11 +225,12 @@ def _reason(choice: Candidate, found: Sequence[Candidate], fitting: Sequence[Can
     fastest = _fastest(found)
     if not fastest.fits(limit):
         stage, lacking = fastest.lacking(limit)
-        text += (
-            f"; {fastest.setting} would take {format_seconds(fastest.prediction.per_batch_s)}, "
-            f"but lacks {nbytes(lacking)} on stage {stage}"
-        )
+        text += f"; {fastest.setting} would take {_time(fastest)}, but lacks {nbytes(lacking)} on stage {stage}"
     return text
+
+
+def _time(candidate: Candidate) -> str:
+    return "at least " * candidate.prediction.at_least + format_seconds(candidate.prediction.per_batch_s)
 
 
 def _nothing_fits(profile: Profile, found: Sequence[Candidate], limit: float) -> str:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.predictors import random_profile
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.schedule.picture import pixels
-from lightning_avgpipe.tuning import Result, Setting, candidates, search
+from lightning_avgpipe.tuning import Result, Setting, Simulator, candidates, search
 from lightning_avgpipe.tuning.picture import draw
 
 PROFILE = random_profile(1)
@@ -94,6 +94,19 @@ def test_the_picture_hatches_what_does_not_fit_and_marks_the_choice() -> None:
     image = pixels(figure)
     x, y = left.transData.transform((columns.index(8), rows.index(2)))
     assert image[image.shape[0] - 1 - round(y), round(x)].tolist() != [255, 255, 255]
+
+
+def test_lower_bounds_are_shown_as_such() -> None:
+    needs_much = [Setting(4, 4), Setting(8, 4), Setting(8, 1)]
+    limit = max(search(PROFILE, [Setting(8, 1)]).choice.prediction.memory)
+    result = search(PROFILE, needs_much, limit, Simulator())
+    assert [c.prediction.at_least for c in result.candidates] == [True, True, False]
+    assert Result.from_json(result.to_json()) == result
+    assert str(result).splitlines()[3].split()[4:6] == ["at", "least"]
+    assert "would take at least" in result.reason
+    left, right, *_ = draw(result).axes
+    assert [text.get_position() for text in left.texts if text.get_text() == "≥"] == [(0, 1), (1, 1)]
+    assert not right.texts
 
 
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
