@@ -120,7 +120,7 @@ def refined(result: Result, measured: Mapping[Setting, float]) -> Result:
         return result
     setting = min(measured, key=lambda s: (measured[s], s))
     choice = next(c for c in result.candidates if c.setting == setting)
-    expected = format_seconds(choice.prediction.per_batch_s)
+    expected = "at least " * choice.prediction.at_least + format_seconds(choice.prediction.per_batch_s)
     reason = f"{format_seconds(measured[setting])} a batch, the shortest of {len(measured)} that were tried ({expected}"
     return replace(result, choice=choice, reason=f"{reason} was expected)")
 
