@@ -17,6 +17,9 @@ def same_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)  # loggers and checkpoints write here
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # and measured costs there
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set by seed_everything, and undone like this
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(autouse=True)
