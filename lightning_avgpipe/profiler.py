@@ -16,7 +16,7 @@ from lightning_avgpipe.errors import MemoryShortage, TuningError
 from lightning_avgpipe.rehearsal import BusyRecording, Rehearsal
 from lightning_avgpipe.runtime.link import measure_links
 from lightning_avgpipe.runtime.memory import ModelBytes, limit_of, model_bytes
-from lightning_avgpipe.runtime.utilisation import KernelTrace, tracing_kernels
+from lightning_avgpipe.runtime.utilisation import KernelTrace, sampling_device, tracing_kernels
 from lightning_avgpipe.tuning import Curve, Device, HopProfile, OtherSize, Profile, Setting, StageMemory, StageProfile
 from lightning_avgpipe.tuning.trials import Budget, busy_curve, durations, trial_sizes
 
@@ -24,6 +24,7 @@ __all__ = ["Profiler"]
 
 _LONGEST_S = 120.0  # after so long no further iteration is begun
 _FEWEST = 2  # iterations that a setting runs at least
+_SAMPLED_S = 2.0  # of the device's utilisation; the driver looks back over up to a second
 
 
 class Profiler:
@@ -161,16 +162,13 @@ class Profiler:
         return curves
 
     def _kernel_curves(self, setting: Setting, seconds: dict[tuple[int, str], float]) -> dict[tuple[int, str], Curve]:
-        """By the kernels of one more iteration; the device counts as full where they cannot be seen."""
+        """By the kernels of one more iteration, or where they cannot be seen by what the driver says."""
         with tracing_kernels(self._mesh.device) as trace:
             run = self._rehearsal.run(setting)
         shift = _clock_shift(run, trace)
-        if shift is None:
-            rank_zero_warn(
-                "AvgPipeTuner: torch.profiler sees no kernels here, so the device counts as full while an action runs, "
-                "and parallel pipelines seem to gain less than they may"
-            )
-            return {key: Curve.constant(length, 1.0) for key, length in seconds.items()}
+        if any(self._mesh.world.exchange_objects(shift is None)):
+            return self._sampled_curves(setting, seconds)
+        assert shift is not None
         kernels = [(kernel.begin_s, kernel.end_s, kernel.share) for kernel in trace.kernels]
         middle = setting.num_microbatches // 2
         curves: dict[tuple[int, str], Curve] = {}
@@ -180,6 +178,23 @@ class Profiler:
                 factor = seconds[span.stage, span.action.kind] / curve.total_s if curve.total_s else 0.0
                 curves[span.stage, span.action.kind] = replace(curve, seconds=tuple(factor * s for s in curve.seconds))
         return curves
+
+    def _sampled_curves(self, setting: Setting, seconds: dict[tuple[int, str], float]) -> dict[tuple[int, str], Curve]:
+        """Constant, from samples during more iterations; where there are none the device counts as full."""
+        began, runs, more = time.monotonic(), [], True
+        with sampling_device(self._mesh.device) as samples:
+            while more:
+                runs.append(self._rehearsal.run(setting))
+                more = self._mesh.world.broadcast(time.monotonic() - began < _SAMPLED_S)
+        if not samples:
+            rank_zero_warn(
+                "AvgPipeTuner: neither torch.profiler nor NVML (pip install nvidia-ml-py) shows what the device does, "
+                "so it counts as full while an action runs, and parallel pipelines seem to gain less than they may"
+            )
+        # the device is idle while its process waits
+        acting = sum(map(_within_s, runs)) / sum(run.span_s for run in runs)
+        used = min(1.0, statistics.fmean(samples) / acting) if samples and acting else 1.0
+        return {key: Curve.constant(length, used) for key, length in seconds.items()}
 
     def _memory(self, setting: Setting, tick: Callable[[], object]) -> tuple[dict[int, StageMemory], float]:
         """Bytes of each stage here, and seconds of the optimizers' steps."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
+from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner, profiler
 from lightning_avgpipe.callbacks import tuner as tuner_module
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.runtime.stage import Stage
@@ -40,6 +41,9 @@ class Liking:
         memory = Corrected().predict(profile, setting).memory
         per_batch_s = 1.0 + self._liked.index(setting) if setting in self._liked else 100.0 - setting.num_pipelines
         return Prediction(per_batch_s * setting.num_pipelines, per_batch_s, memory)
+
+    def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
+        return [self.predict(profile, setting) for setting in settings]
 
 
 @pytest.fixture
@@ -293,6 +297,33 @@ def test_where_nothing_fits_the_error_says_where_and_what_would_help(tmp_path: P
 def test_a_limit_that_nothing_fits_says_what_is_missing_on_which_stage(tmp_path: Path) -> None:
     with pytest.raises(TuningError, match=r"none of .* fits memory_limit=1000 B.* on stage \d.*too much.*would help"):
         mlp(AvgPipeTuner(1, memory_limit=1000, dirpath=tmp_path))
+
+
+def driver(device: torch.device) -> int:
+    return 25
+
+
+def no_driver(device: torch.device) -> int:
+    raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+
+@pytest.mark.parametrize("utilization", [driver, no_driver])
+def test_where_no_kernels_are_seen_the_driver_is_asked(
+    utilization: Callable[[torch.device], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setattr(profiler, "_SAMPLED_S", 0.2)
+    monkeypatch.setattr(
+        profiler.Profiler, "_curves", lambda self, setting, _, times: self._sampled_curves(setting, times)
+    )
+    tuner = AvgPipeTuner(2, [1, 2, 4, 8], dirpath=tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mlp(tuner)
+    used = {c.utilisation[0] for stage in tuner.result.profile.stages for c in (stage.forward, stage.backward)}
+    (share,) = used  # of one process, all the same
+    assert 0.25 <= share < 1.0 if utilization is driver else share == 1.0
+    assert any("nvidia-ml-py" in str(warning.message) for warning in caught) == (utilization is no_driver)
 
 
 def test_the_profile_tells_times_sizes_and_memory(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,7 +18,11 @@ import torch
 from lightning_avgpipe.runtime.recording import Recorder
 from lightning_avgpipe.schedule import Action
 
-__all__ = ["BusyRecorder", "Kernel", "KernelTrace", "tracing_kernels"]
+__all__ = ["BusyRecorder", "Kernel", "KernelTrace", "sampling_device", "tracing_kernels"]
+
+_log = logging.getLogger(__name__)
+
+_SAMPLE_S = 0.02
 
 
 class BusyRecorder(Recorder):
@@ -92,3 +98,30 @@ def tracing_kernels(device: torch.device) -> Iterator[KernelTrace]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace.read(path)
+
+
+@contextlib.contextmanager
+def sampling_device(device: torch.device) -> Iterator[list[float]]:
+    """Within this context NVML is asked for which part of the time a CUDA device is busy, 0..1, again and again.
+
+    The samples are there at its end; none where NVML cannot be asked (``pip install nvidia-ml-py``). The driver looks
+    back over up to a second, and any kernel makes the whole device busy: a coarse measure, for want of a better one.
+    """
+    samples: list[float] = []
+    ended = threading.Event()
+
+    def sample() -> None:
+        try:
+            while not ended.wait(_SAMPLE_S):
+                samples.append(torch.cuda.utilization(device) / 100)
+        except Exception as error:  # NVML's own errors have names only where it is installed
+            _log.info("NVML does not say how busy %s is: %s", device, error)
+            samples.clear()
+
+    thread = threading.Thread(target=sample, name="avgpipe utilisation", daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
