@@ -14,6 +14,7 @@ say so), so the models take turns here in one process, and of the package only t
 
     python benchmarks/statistical_efficiency.py --json efficiency.json --picture efficiency.png
     python benchmarks/statistical_efficiency.py --workloads digits --seeds 2
+    python benchmarks/statistical_efficiency.py --tune   # the single model at other learning rates, see workloads.py
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from lightning_avgpipe.elastic.averaging import average
 
 EVALUATIONS = 8  # in an epoch; of the large data sets, more often
 EVERY = 4_000  # samples between evaluations, at most
-PATIENCE = 12  # times the samples of the single model, after which a training is given up
+PATIENCE = 8  # times the samples of the single model, after which a training is given up
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,30 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def tune(args: argparse.Namespace) -> str:
+    """Samples to the goal of a single model at powers of two around its learning rate: one line per optimizer."""
+    powers = range(-3, 4)
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        found = {
+            (workload, name): [
+                [
+                    pool.submit(train, Trial(workload, name, "single", 1, 1.0, 2.0**power, seed), args.limit)
+                    for power in powers
+                ]
+                for seed in range(args.seeds)
+            ]
+            for workload in args.workloads
+            for name in args.optimizers
+        }
+        lines = [f"{'times':24}" + "".join(f"{2.0**power:>10g}" for power in powers)]
+        for (workload, name), seeds in found.items():
+            samples = [[run.result() or math.inf for run in seed] for seed in seeds]
+            medians = [statistics.median(column) for column in zip(*samples, strict=True)]
+            rate = WORKLOADS[workload].rates[name]
+            lines.append(f"{f'{workload}, {name} {rate:g}':24}" + "".join(f"{median:>10.0f}" for median in medians))
+    return "\n".join(lines)
+
+
 def _say(rows: Sequence[dict[str, Any]]) -> None:
     print(f"\r{len(rows)} trainings", end="", file=sys.stderr, flush=True)
 
@@ -266,7 +291,11 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=2_000_000, help="samples for a single model, at most")
     parser.add_argument("--json", type=Path, help="write all trainings to this file")
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--tune", action="store_true", help="try learning rates on the single model instead")
     args = parser.parse_args()
+    if args.tune:
+        print(tune(args))
+        return
     rows = run_all(args)
     print(f"\nsamples to the goal, as multiples of a single model's: median of {args.seeds} seeds (range)\n")
     print(table(rows))

@@ -176,16 +176,16 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload(
-            "language", ByteTransformer, _language, F.cross_entropy, 2.2, 16,
-            {"sgd": 0.5, "momentum": 0.0625, "adam": 0.004},
+            "language", ByteTransformer, _language, F.cross_entropy, 2.4, 16,
+            {"sgd": 1.0, "momentum": 0.125, "adam": 0.004},
         ),
         Workload(
             "digits", _convolutions, _digits, F.cross_entropy, 0.07, 16,
-            {"sgd": 0.125, "momentum": 0.0156, "adam": 0.004},
+            {"sgd": 0.125, "momentum": 0.0156, "adam": 0.008},
         ),
         Workload(
             "pairs", PairClassifier, _pairs, F.cross_entropy, 0.5, 16,
-            {"sgd": 0.5, "momentum": 0.0625, "adam": 0.002},
+            {"sgd": 0.25, "momentum": 0.0156, "adam": 0.016},
         ),
     )
 }  # fmt: skip
