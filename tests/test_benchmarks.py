@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import parallel_pipelines, tuning
+from benchmarks import parallel_pipelines, statistical_efficiency, tuning
 from benchmarks.engine import summary
 from benchmarks.predictors import random_profile
 from benchmarks.schedules import table
@@ -164,3 +165,31 @@ def test_the_tuner_is_measured_beside_a_traversal(tmp_path: Path) -> None:
     assert [choice["by"] for choice in row["choices"]][-2:] == ["max-num", "max-size"]
     assert min(choice["regret"] for choice in row["choices"]) >= 0
     assert (tmp_path / "tuning.png").exists()
+
+
+def test_samples_to_a_goal_are_multiples_of_the_single_models_median() -> None:
+    trial = {"workload": "digits", "optimizer": "adam", "num_models": 1, "outer_lr": 1.0, "rate": 1.0}
+    rows = [{**trial, "method": "single", "seed": seed, "samples": n} for seed, n in enumerate((900, 1000, 5000))]
+    rows += [
+        {**trial, "method": "elastic", "num_models": 2, "outer_lr": 2.0, "seed": seed, "samples": n}
+        for seed, n in enumerate((1500, None, 1250))
+    ]
+    assert statistical_efficiency.relative(rows) == {
+        ("digits", "adam", "elastic N=2, outer_lr=2"): [1.25, 1.5, math.inf]
+    }
+    assert statistical_efficiency.table(rows).splitlines()[-1] == "| elastic N=2, outer_lr=2 | 1.50 (1.25 - > 5) |"
+
+
+@pytest.mark.slow
+def test_parallel_models_learn_about_as_much_from_a_sample_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    run(
+        tmp_path, ROOT / "benchmarks" / "statistical_efficiency.py", "--workloads", "digits", "--optimizers", "adam",
+        "--models", "2", "--seeds", "1", "--jobs", "1", "--limit", "10000", "--json", path,
+        "--picture", tmp_path / "p.png",
+    )  # fmt: skip
+    samples = {
+        (row["method"], row["outer_lr"], row["rate"]): row["samples"] for row in json.loads(path.read_text())["rows"]
+    }
+    assert samples["elastic", 2.0, 1.0] < 2 * samples["single", 1.0, 1.0]
+    assert (tmp_path / "p.png").exists()
