@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -20,6 +22,8 @@ def give_up(module: nn.Module, names: Iterable[str]) -> None:
     for parameter in chosen:
         parameter.grad = None
         _replace(parameter, torch.empty_like(parameter, device="meta"))
+    if chosen:
+        _return_freed()
 
 
 def take_back(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -49,3 +53,10 @@ def _replace(parameter: nn.Parameter, tensor: Tensor) -> None:
     """
     new = nn.Parameter(tensor.detach(), requires_grad=parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, new)
+
+
+def _return_freed() -> None:
+    """Give what is free on the heap back to the system: glibc keeps pages below others that are in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # other C libraries have none
+        trim(0)
