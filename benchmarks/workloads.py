@@ -39,7 +39,7 @@ class Workload:
         loss: of outputs and targets, a mean over samples.
         goal: loss on the validation samples at which the training is done.
         batch_size: B.
-        rates: optimizer -> learning rate that did well for a single model at this batch size, see ``--tune`` of the benchmark.
+        rates: optimizer -> learning rate that does well for a single model, see ``--tune`` of the benchmark.
     """
 
     name: str
