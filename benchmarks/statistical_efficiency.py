@@ -6,9 +6,9 @@ three optimizers, and N = 2 and 4 parallel models:
 - elastic: N models with batch size B each around a reference model, ``outer_lr`` 1 and N;
 - independent: N models that never meet; the mean of their weights is judged.
 
-Each with the learning rate that does well for a single model; single and elastic ones also with half of it. Judged is the
-reference model, or what takes its place, on validation samples; counted are samples, of all models together, until the
-loss is down to the goal. They are divided by the median of ``single``: 1.0 means that N models learn as much from a
+Each with the learning rate that does well for a single model; single and elastic ones also with half of it. Judged is
+the reference model, or what takes its place, on validation samples; counted are samples, of all models together, until
+the loss is down to the goal. They are divided by the median of ``single``: 1.0 means that N models learn as much from a
 sample as one does, N that they take N times the epochs. What happens in an iteration does not depend on pipelines (the
 tests of the package say so), so the models take turns here in one process, and of the package only the averaging step
 is involved.
