@@ -1,9 +1,9 @@
 """Lightning's own tests as the measure of the strategy: they run by default, and with the strategy swapped in.
 
-    git clone --depth 1 --branch 2.6.6 https://github.com/Lightning-AI/pytorch-lightning /tmp/lightning
-    python tests/conformance.py /tmp/lightning                        # strategy="avgpipe" on one device
-    python tests/conformance.py /tmp/lightning --mode engine          # the same, but through the engine: K=1, M=1
-    python tests/conformance.py /tmp/lightning --mode stages loops    # K=2 in one process, where a model has two layers
+    git clone --depth 1 --branch 2.6.6 https://github.com/Lightning-AI/pytorch-lightning ../lightning
+    python tests/conformance.py ../lightning                        # strategy="avgpipe" on one device
+    python tests/conformance.py ../lightning --mode engine          # the same, but through the engine: K=1, M=1
+    python tests/conformance.py ../lightning --mode stages loops    # K=2 in one process, where a model has two layers
 
 Wherever Lightning would choose its strategy for one CPU device, the Trainer gets ``AvgPipeStrategy`` instead. The table
 shows the outcomes both ways, then every test that differs. The exit status is 1 if a test that passes by default does
