@@ -35,6 +35,20 @@ _LAST_STAGE_HOOKS = tuple(
 _CLIPPING_HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 
+# Hooks between the steps of an epoch, and at its end, that may look at weights.
+_HOOKS_BETWEEN_STEPS = (
+    *(f"on_train_{what}_{when}" for what in ("batch", "epoch") for when in ("start", "end")),
+    "on_train_end",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "lr_scheduler_step",
+)
+_LOOK_AT_NO_WEIGHTS = ("lightning.", "lightning_avgpipe.")  # callbacks of these packages, but through the strategy
+
+
 @contextlib.contextmanager
 def adapted(
     trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy, step_log: StepLog, fitting: bool
@@ -78,6 +92,7 @@ def _optimization(trainer: pl.Trainer, strategy: AvgPipeStrategy) -> Iterator[No
 @contextlib.contextmanager
 def _parallel_models(trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy) -> Iterator[None]:
     """Validation sees the reference, and pipelines step with the hyper-parameters that the first one has by then."""
+    strategy.observed = _looks_between_steps(trainer, module)
     validation = trainer.fit_loop.epoch_loop.val_loop
     begin, end, clip = (
         validation._on_evaluation_model_eval, validation._on_evaluation_model_train, module.configure_gradient_clipping
@@ -176,6 +191,18 @@ def quiet_hooks(trainer: pl.Trainer, hook: str) -> Iterator[None]:
             yield
     finally:
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+
+def _looks_between_steps(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether user code may look at the weights between the end of a step and the beginning of the next."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    others = [c for c in callbacks if not type(c).__module__.startswith(_LOOK_AT_NO_WEIGHTS)]
+    return _has_hooks(module, pl.LightningModule) or any(_has_hooks(callback, pl.Callback) for callback in others)
+
+
+def _has_hooks(owner: object, base: type) -> bool:
+    hooks = [(getattr(owner, name), getattr(base, name)) for name in _HOOKS_BETWEEN_STEPS if hasattr(base, name)]
+    return any(getattr(hook, "__func__", hook) is not original for hook, original in hooks)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -204,6 +204,12 @@ class Division:
         self.ensemble = self.pipeline.place = None
         self._pipelines = [self.pipeline]
 
+    def abandon(self) -> None:
+        """Go on with one model after a failure, without waiting for anybody."""
+        if self.ensemble is not None:
+            self.ensemble.abandon()
+        self.dissolve()
+
     @contextlib.contextmanager
     def showing_reference(self, reference: bool = True) -> Iterator[None]:
         """Within this context the module has the weights of the reference, or those of pipeline 0."""

@@ -56,6 +56,7 @@ class PipelineOptimization(_AutomaticOptimization):
             news, decided = self._strategy.mesh.relay(news, decided)  # advances are decided in each group
             connector.accept(news["metrics"])
             result = {**result, "loss": news["loss"]}
+        self._strategy.settle_models()  # when rank 0's news, for which other stages wait, have left
         advancing.accept(decided)
         advancing.log(self.trainer)
         return result

@@ -32,6 +32,7 @@ class ParallelModelsStrategy(StatefulStrategy):
 
     Attributes:
         num_pipelines: N.
+        observed: whether user code may look at the weights between steps.
     """
 
     num_pipelines: Count
@@ -42,6 +43,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         """Begin a run of the trainer."""
         self._beside: list[Any] = []  # batches of pipelines 1.. of this iteration
         self._fed = 0  # pipelines that had a batch since gradients were cleared
+        self.observed = True
 
     @property
     def num_models(self) -> int:
@@ -96,6 +98,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         if step != "training_step":
             division.show_reference(True)
             return [division.pipeline]
+        self._settle()
         saved = division.saved_models
         pipelines = division.parallel(self.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
@@ -136,6 +139,17 @@ class ParallelModelsStrategy(StatefulStrategy):
                 with self._recorded("averaging"):
                     self._division.ensemble.stepped(self._fed)
         return result
+
+    def settle_models(self) -> None:
+        """Wait for the models of other groups, if a hook may look at them; else the next step does, when it begins."""
+        if self.observed:
+            self._settle()
+
+    def _settle(self) -> None:
+        ensemble = None if self._division is None else self._division.ensemble
+        if ensemble is not None and ensemble.averages:
+            with self._recorded("averaging"):
+                ensemble.settle()
 
     def _recorded(self, kind: Literal["step", "averaging"]) -> AbstractContextManager[None]:
         recorder = None if self._mesh is None else self._mesh.recorder

@@ -461,7 +461,7 @@ class AvgPipeStrategy(SteppingStrategy):
             if self._division is not None and not self.failed:
                 self._division.restore()
             elif self._division is not None:
-                self._division.dissolve()
+                self._division.abandon()
             if self._mesh is not None:
                 self._mesh.close(self.failed)
         finally:

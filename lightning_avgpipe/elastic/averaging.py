@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.runtime.siblings import Siblings
 
-__all__ = ["Elasticity", "OuterOptimizer", "average", "average_with"]
+__all__ = ["Averaging", "Elasticity", "OuterOptimizer", "average"]
 
 # Makes the optimizer of the reference model from its parameters.
 OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -55,87 +55,135 @@ class Elasticity:
         return float(num_pipelines if self.outer_lr == "auto" else self.outer_lr)
 
 
-@torch.no_grad()
-def average(
-    models: Sequence[Sequence[Tensor]],
-    reference: Sequence[Tensor],
-    alpha: float,
-    outer_lr: float,
-    active: int,
-    siblings: Siblings | None = None,
-) -> None:
-    """Average in place.
+class Averaging:
+    """One averaging step, which begins when the models have stepped and ends when somebody needs them.
+
+    ::
+
+        group 0, last stage     B6 B7 | step  begin ----------- end | F0       the sums travel
+        group 0, first stage       B6 B7 | step  begin --- end | F0            while other stages go on
+
+    With one group there is nothing to wait for, and nothing is computed before the end. With several, what is on its
+    way is one more copy of a model (the accumulator), and in between neither models nor reference may be touched.
 
     Args:
         models: N lists of tensors of the same shapes, after the local steps; of this group.
-        reference: the mean of the models before those steps.
-        alpha: how far a model goes to the mean, from 0 (not at all) to 1 (it becomes the reference).
-        outer_lr: how far the reference goes, as a multiple of the mean update.
-        active: models that had a batch, of all groups; the others are as they were.
-        siblings: in other groups; None if there are none.
-
-    With ``alpha=0``, ``outer_lr=1`` models keep their bits. With ``outer_lr=0`` the reference does, and models are
-    moved alike until it is their mean.
+        reference: the mean of the models of all groups before those steps.
+        active: models of this group that had a batch; the others are as they were.
+        siblings: in other groups; None if there are none. All of them begin at the same time, and end.
     """
-    rate = outer_lr * _count(models, siblings) / active
-    for part, centres in _chunks(models, reference):
-        drift = _mean_drift(part, centres, siblings)
-        mean = torch._foreach_add(_wide(centres), drift)
-        for model in part:
-            diluted = torch._foreach_lerp(_wide(model), mean, alpha)
-            _move(diluted, drift, rate - 1.0)
-            torch._foreach_copy_(model, diluted)
-        if rate:
-            _move(mean, drift, rate - 1.0)
-            torch._foreach_copy_(centres, mean)
+
+    def __init__(
+        self,
+        models: Sequence[Sequence[Tensor]],
+        reference: Sequence[Tensor],
+        active: int,
+        siblings: Siblings | None = None,
+    ) -> None:
+        self._models = models
+        self._reference = reference
+        self._count = len(models) * (1 if siblings is None else siblings.count)
+        self._active = torch.tensor([active])
+        self._parts: Iterator[_Part] = (_Part(*chunk) for chunk in _chunks(models, reference))
+        self._count_active = _nothing
+        if siblings is not None:
+            self._count_active = siblings.begin_sum([self._active])
+            self._parts = iter([part.begun(siblings) for part in self._parts])
+
+    @torch.no_grad()
+    def end(self, alpha: float, outer_lr: float) -> None:
+        """Average in place.
+
+        Args:
+            alpha: how far a model goes to the mean, from 0 (not at all) to 1 (it becomes the reference).
+            outer_lr: how far the reference goes, as a multiple of the mean update.
+
+        With ``alpha=0``, ``outer_lr=1`` models keep their bits. With ``outer_lr=0`` the reference does, and models are
+        moved alike until it is their mean.
+        """
+        rate = outer_lr * self._over_active()
+        for part in self._parts:
+            drift = part.drift(self._count)
+            mean = torch._foreach_add(_wide(part.centres), drift)
+            for model in part.models:
+                diluted = torch._foreach_lerp(_wide(model), mean, alpha)
+                _move(diluted, drift, rate - 1.0)
+                torch._foreach_copy_(model, diluted)
+            if rate:
+                _move(mean, drift, rate - 1.0)
+                torch._foreach_copy_(part.centres, mean)
+
+    @torch.no_grad()
+    def end_with(self, outer: Optimizer, alpha: float) -> None:
+        """Average in place; the reference is moved by an optimizer of its own."""
+        over_active = self._over_active()
+        for part in self._parts:
+            drift = part.drift(self._count)
+            mean = torch._foreach_add(_wide(part.centres), drift)
+            for model in part.models:  # keeps its deviation until the reference has moved
+                deviation = torch._foreach_sub(torch._foreach_lerp(_wide(model), mean, alpha), mean)
+                torch._foreach_copy_(model, deviation)
+            torch._foreach_mul_(drift, -over_active)
+            for centre, gradient in zip(part.centres, drift, strict=True):
+                centre.grad = gradient.to(centre.dtype)
+        outer.step()
+        for tensor in self._reference:
+            tensor.grad = None
+        for tensors in self._models:
+            torch._foreach_add_(list(tensors), list(self._reference))
+
+    def _over_active(self) -> float:
+        """N over the number of those that had a batch, of all groups. If nobody had one, nobody has moved."""
+        self._count_active()
+        return self._count / (int(self._active) or self._count)
 
 
-@torch.no_grad()
-def average_with(
-    outer: Optimizer,
-    models: Sequence[Sequence[Tensor]],
-    reference: Sequence[Tensor],
-    alpha: float,
-    active: int,
-    siblings: Siblings | None = None,
+def average(
+    models: Sequence[Sequence[Tensor]], reference: Sequence[Tensor], alpha: float, outer_lr: float, active: int
 ) -> None:
-    """Average in place; the reference is moved by an optimizer of its own. Arguments as of :func:`average`."""
-    for part, centres in _chunks(models, reference):
-        drift = _mean_drift(part, centres, siblings)
-        mean = torch._foreach_add(_wide(centres), drift)
-        for model in part:  # keeps its deviation until the reference has moved
-            deviation = torch._foreach_sub(torch._foreach_lerp(_wide(model), mean, alpha), mean)
-            torch._foreach_copy_(model, deviation)
-        torch._foreach_mul_(drift, -float(_count(models, siblings)) / active)
-        for centre, gradient in zip(centres, drift, strict=True):
-            centre.grad = gradient.to(centre.dtype)
-    outer.step()
-    for tensor in reference:
-        tensor.grad = None
-    for tensors in models:
-        torch._foreach_add_(list(tensors), list(reference))
+    """Average the models of one group in place; see :class:`Averaging` and :meth:`Averaging.end`."""
+    Averaging(models, reference, active).end(alpha, outer_lr)
+
+
+class _Part:
+    """Some of the tensors of all models and of the reference."""
+
+    def __init__(self, models: Sequence[list[Tensor]], centres: list[Tensor]) -> None:
+        self.models = models
+        self.centres = centres
+        self._sum: list[Tensor] | None = None
+        self._arrive = _nothing
+
+    def begun(self, siblings: Siblings) -> _Part:
+        """The same, whose sums are on their way to and from other groups."""
+        self._sum = self._own_sum()
+        self._arrive = siblings.begin_sum(self._sum)
+        return self
+
+    def drift(self, count: int) -> list[Tensor]:
+        """The mean of ``y_n - z`` over the models of all groups: exactly zero where no model has moved."""
+        self._arrive()
+        total = self._own_sum() if self._sum is None else self._sum
+        self._sum = None  # it is needed once
+        torch._foreach_div_(total, float(count))
+        return total
+
+    @torch.no_grad()
+    def _own_sum(self) -> list[Tensor]:
+        wide = _wide(self.centres)
+        total = list(torch._foreach_sub(_wide(self.models[0]), wide))
+        for model in self.models[1:]:
+            torch._foreach_add_(total, torch._foreach_sub(_wide(model), wide))
+        return total
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 def _move(tensors: Sequence[Tensor], drift: Sequence[Tensor], rate: float) -> None:
     if rate:
         torch._foreach_add_(list(tensors), list(drift), alpha=rate)
-
-
-def _count(models: Sequence[Any], siblings: Siblings | None) -> int:
-    """N, over all groups."""
-    return len(models) * (1 if siblings is None else siblings.count)
-
-
-def _mean_drift(models: Sequence[list[Tensor]], reference: list[Tensor], siblings: Siblings | None) -> list[Tensor]:
-    """The mean of ``y_n - z``: exactly zero where no model has moved."""
-    wide = _wide(reference)
-    total = list(torch._foreach_sub(_wide(models[0]), wide))
-    for model in models[1:]:
-        torch._foreach_add_(total, torch._foreach_sub(_wide(model), wide))
-    if siblings is not None:
-        siblings.sum(total)
-    torch._foreach_div_(total, float(_count(models, siblings)))
-    return total
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:

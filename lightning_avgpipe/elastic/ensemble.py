@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.elastic.averaging import Elasticity, average, average_with
+from lightning_avgpipe.elastic.averaging import Averaging, Elasticity
 from lightning_avgpipe.elastic.replica import Placement, Replica, leaf_like
 from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
 from lightning_avgpipe.elastic.twin import follow, twin
@@ -58,6 +58,7 @@ class Ensemble:
         self._shown: Replica | None = None
         self.steps = 0
         self._active = 0
+        self._begun: tuple[Averaging, Callable[[], None] | None] | None = None  # an averaging
         self._shared = None if siblings is None else SharedBuffers(self._placement.own.buffers, siblings)
         self.follow()
 
@@ -88,10 +89,11 @@ class Ensemble:
             return False
         self.show_reference(False)
         if self.steps:
-            self._average()
+            self._begin()
+            self.settle()
         if size < self.size:
             del self._replicas[size:], self._twins[size:]
-            average(self._models(), self._centres(), 0.0, 0.0, self.total, self._siblings)
+            Averaging(self._models(), self._centres(), size, self._siblings).end(alpha=0.0, outer_lr=0.0)
         buffers = self._mean_buffers()
         while self.size < size:
             self._replicas.append(self._from_reference(self.size, buffers))
@@ -172,6 +174,7 @@ class Ensemble:
 
     def place(self, number: int) -> None:
         """Put a parallel model into the module; in the place of number 0 the reference, if that is shown."""
+        self.settle()
         self._placement.put(self._shown if number == 0 and self._shown is not None else self._replicas[number])
 
     @contextlib.contextmanager
@@ -186,6 +189,7 @@ class Ensemble:
 
     def show_reference(self, reference: bool) -> None:
         """From now on the module has the weights of the reference, or those of pipeline 0."""
+        self.settle()
         if reference == (self._shown is not None):
             return
         own = self._placement.own
@@ -253,20 +257,40 @@ class Ensemble:
         self.steps += 1
         self._active = max(self._active, active)
         if self.steps >= self._elasticity.average_every:
-            self._average()
+            self._begin()
 
-    def _average(self) -> None:
-        total, siblings = self.total, self._siblings
-        active = (self._active if siblings is None else siblings.total(self._active)) or total
-        alpha, models, centres = self._elasticity.dilution(total), self._models(), self._centres()
-        if self._outer is not None:
-            average_with(self._outer, models, centres, alpha, active, siblings)
-        else:
-            average(models, centres, alpha, self._elasticity.rate(total), active, siblings)
+    def _begin(self) -> None:
+        averaging = Averaging(self._models(), self._centres(), self._active, self._siblings)
+        end_buffers = None
         if self._shared is not None:
             self._placement.read_back()
-            self._shared.average([replica.buffers for replica in self._replicas])
+            end_buffers = self._shared.begin([replica.buffers for replica in self._replicas])
         self.steps = self._active = 0
+        self._begun = averaging, end_buffers
+        if self._siblings is None:
+            self.settle()
+
+    @property
+    def averages(self) -> bool:
+        """Whether an averaging has begun and not ended."""
+        return self._begun is not None
+
+    def settle(self) -> None:
+        """End the averaging that has begun, if one has. Whatever here shows or changes a model does so first."""
+        if self._begun is None:
+            return
+        (averaging, end_buffers), self._begun = self._begun, None
+        alpha = self._elasticity.dilution(self.total)
+        if self._outer is not None:
+            averaging.end_with(self._outer, alpha)
+        else:
+            averaging.end(alpha, self._elasticity.rate(self.total))
+        if end_buffers is not None:
+            end_buffers()
+
+    def abandon(self) -> None:
+        """Do not wait for other groups any more: they have failed."""
+        self._begun = None
 
     def _models(self) -> list[list[Tensor]]:
         return [[replica.parameters[name].detach() for name in self._mine] for replica in self._replicas]
@@ -282,6 +306,7 @@ class Ensemble:
     @property
     def outer(self) -> Optimizer | None:
         """The optimizer of the reference, over ``names``; None if it has none."""
+        self.settle()
         return self._outer
 
     @property
@@ -296,6 +321,7 @@ class Ensemble:
 
     def tensors(self, number: int) -> dict[str, Tensor]:
         """A parallel model's own tensors by name; what other processes hold is on meta. The reference is not shown."""
+        self.settle()
         self._placement.read_back()
         replica = self._replicas[number]
         parameters = {name: replica.parameters.get(name, meta) for name, meta in self._reference.items()}

@@ -6,7 +6,7 @@ it with the averaging of parameters, in which all of them take part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ class SharedBuffers:
         self._siblings = siblings
 
     @torch.no_grad()
-    def average(self, models: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take the mean of all groups' models. All siblings call it.
+    def begin(self, models: Sequence[Mapping[str, Tensor]]) -> Callable[[], None]:
+        """Begin to take the mean of all groups' models; what this returns ends it. All siblings call it.
 
         Args:
             models: the buffers of each model of this group.
@@ -42,12 +42,19 @@ class SharedBuffers:
             ConfigurationError: a buffer has changed its shape, which another group may not have done.
         """
         sums = {name: self._sum(name, centre, models) for name, centre in self.buffers.items()}
-        self._siblings.sum(list(sums.values()))
-        for name, centre in self.buffers.items():
-            change = sums[name]
-            if _has_mean(centre):
-                change = torch.where(change == 0, centre, centre + change / (len(models) * self._siblings.count))
-            self.buffers[name] = change.to(centre.dtype)
+        arrive = self._siblings.begin_sum(list(sums.values()))
+        count = len(models) * self._siblings.count
+
+        @torch.no_grad()
+        def end() -> None:
+            arrive()
+            for name, centre in self.buffers.items():
+                change = sums[name]
+                if _has_mean(centre):
+                    change = torch.where(change == 0, centre, centre + change / count)
+                self.buffers[name] = change.to(centre.dtype)
+
+        return end
 
     def _sum(self, name: str, centre: Tensor, models: Sequence[Mapping[str, Tensor]]) -> Tensor:
         for model in models:

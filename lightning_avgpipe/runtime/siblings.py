@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from lightning_avgpipe.runtime.frame import as_bytes
 __all__ = ["Siblings"]
 
 _BUCKET_BYTES = 64 * 1024**2
+
+_Collective = Callable[..., Any]  # of torch.distributed, on one tensor
 
 
 class Siblings:
@@ -43,41 +47,72 @@ class Siblings:
         """Number of groups."""
         return self.members.world_size
 
-    @torch.no_grad()
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum in place over the groups. All siblings get the same bits.
 
         Args:
             tensors: the same shapes and types on all siblings.
         """
-        for bucket in _buckets(tensors):
-            self._exchange(bucket, "a sum over groups", self._summing)
+        self.begin_sum(tensors)()
 
-    @torch.no_grad()
+    def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Begin to sum, and go on meanwhile. All siblings begin and end their sums in the same order.
+
+        Args:
+            tensors: as of :meth:`sum`; not to be touched before the end.
+        Returns:
+            Ends it: waits for the sums and puts them into the tensors.
+        """
+        return self._begin(tensors, "a sum over groups", dist.all_reduce)
+
     def copy(self, tensors: Sequence[Tensor]) -> None:
         """Take over, in place, what the sibling in group 0 has. Arguments as of :meth:`sum`."""
-        for bucket in _buckets(tensors):
-            self._exchange(bucket, "a copy of group 0's parameters", self._copying)
+        self._begin(tensors, "a copy of group 0's parameters", self._broadcast)()
 
-    def total(self, count: int) -> int:
-        """The sum of a number over the groups."""
-        return int(self.members.sum(torch.tensor(count)))
+    @torch.no_grad()
+    def _begin(self, tensors: Sequence[Tensor], what: str, collective: _Collective) -> Callable[[], None]:
+        exchanges = [self._exchange(bucket, collective) for bucket in _buckets(tensors)]
 
-    def _exchange(self, bucket: Sequence[Tensor], what: str, collective: Callable[[Tensor], object]) -> None:
+        @torch.no_grad()
+        def end() -> None:
+            for exchange in exchanges:
+                self.members.together(what, exchange.wait)
+                exchange.put()
+
+        return end
+
+    def _exchange(self, bucket: Sequence[Tensor], collective: _Collective) -> _Exchange:
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         sent = torch.view_as_real(flat) if flat.is_complex() else flat
         met = sent.cpu() if self._on_host else sent
-        self.members.together(what, lambda: collective(met))
-        if met is not sent:
-            sent.copy_(met)
-        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+        # gloo and NCCL go on with it in the background
+        work = collective(met, group=self.members.control, async_op=True)
+        return _Exchange(bucket, flat, sent, met, work)
+
+    def _broadcast(self, flat: Tensor, **options: Any) -> Any:
+        return dist.broadcast(as_bytes(flat), self.members.ranks[0], **options)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Tensors that are on their way, as one message."""
+
+    tensors: Sequence[Tensor]
+    flat: Tensor
+    sent: Tensor  # the same, as numbers that every connection knows
+    met: Tensor  # the same, where they meet
+    work: Any
+
+    def wait(self) -> None:
+        self.work.wait()
+
+    def put(self) -> None:
+        """Put what has arrived into the tensors."""
+        if self.met is not self.sent:
+            self.sent.copy_(self.met)
+        parts = self.flat.split([tensor.numel() for tensor in self.tensors])
+        for tensor, part in zip(self.tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-    def _summing(self, flat: Tensor) -> None:
-        dist.all_reduce(flat, group=self.members.control)
-
-    def _copying(self, flat: Tensor) -> None:
-        dist.broadcast(as_bytes(flat), self.members.ranks[0], group=self.members.control)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

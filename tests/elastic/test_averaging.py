@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.elastic import averaging
-from lightning_avgpipe.elastic.averaging import average, average_with
+from lightning_avgpipe.elastic.averaging import Averaging, average
 
 SHAPES = ((3, 5), (7,), (2, 2, 2))
 OUTER = {
@@ -54,7 +54,7 @@ def test_the_reference_stays_the_mean_of_the_models(outer: Any, alpha: float, ac
         if optimizer is None:
             average(made, reference, alpha, outer, active)
         else:
-            average_with(optimizer, made, reference, alpha, active)
+            Averaging(made, reference, active).end_with(optimizer, alpha)
         for found, expected in zip(reference, mean(made), strict=True):
             assert (found - expected).abs().max() <= 1e-6 * max(1.0, expected.abs().max().item())
 
@@ -97,7 +97,7 @@ def test_an_outer_sgd_is_an_outer_lr() -> None:
     results = []
     for use in (
         lambda made, z: average(made, z, 0.25, 0.7, 3),
-        lambda made, z: average_with(torch.optim.SGD(z, lr=0.7), made, z, 0.25, 3),
+        lambda made, z: Averaging(made, z, 3).end_with(torch.optim.SGD(z, lr=0.7), 0.25),
     ):
         made, reference = models(4, torch.float64)
         update(made, 3, 0)
