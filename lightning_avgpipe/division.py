@@ -127,7 +127,8 @@ class Division:
         units = self.plan.graph.units if self.plan is not None else ()
         planner = self._planner if final else replace(self._planner, costs="flops")
         links = measure_links(self._mesh) if planner.measures else ()
-        conditions = Conditions(schedule, links, state_copies(self._optimizers()), num_pipelines)
+        copies, groups = state_copies(self._optimizers()), self._mesh.num_groups
+        conditions = Conditions(schedule, links, copies, num_pipelines, groups)
         plan: Plan = self._lender.on_rank_zero(lambda: planner.plan(step, run, args, units, conditions))
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         self.pipeline.unload()

@@ -206,7 +206,9 @@ class Profiler:
         tick()
         models: dict[int, ModelBytes] = {}
         step_s = self._rehearsal.step_s(
-            lambda: models.update(model_bytes(plan, self._mesh.stages, module, strategy.optimizers, captured))
+            lambda: models.update(
+                model_bytes(plan, self._mesh.stages, module, strategy.optimizers, captured, self._mesh.num_groups)
+            )
         )
         context = _context_bytes(device) // len(self._mesh.stages)
         held = sum(k.holding.total - k.holding.coming for k in kept.values()) if kept else 0

@@ -31,6 +31,7 @@ __all__ = [
 
 MemoryLimit = str | int | float | None
 _UNKNOWN_COPIES = 2  # as Adam
+_SINGLE_BYTES = 4
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -97,6 +98,7 @@ def memory_of(
     limit: float,
     recompute: bool = False,
     num_pipelines: int = 1,
+    num_groups: int = 1,
 ) -> Memory:
     """What a partition must know: sizes, and how many micro-batches each stage has in flight.
 
@@ -106,6 +108,7 @@ def memory_of(
         limit: bytes for each stage.
         recompute: whether stages repeat their forwards.
         num_pipelines: N; of several, each has what is trained for itself, and there is their reference.
+        num_groups: of processes, each with N pipelines.
     """
     flights: tuple[int, ...] = ()
     repeats: tuple[bool, ...] = ()
@@ -115,15 +118,23 @@ def memory_of(
         if recompute:
             rows = schedule.rows
             repeats = tuple(bool(repeated(row, k == len(rows) - 1)) for k, row in enumerate(rows))
-    reference = int(num_pipelines > 1)
     trains = schedule is not None and schedule.name != "forward"
     weights, held = {}, {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         weights[name] = tensor.numel() * tensor.element_size()
         each = 2 + copies if trains and tensor.requires_grad else 1
-        shared = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        held[name] = weights[name] * (1 if shared else num_pipelines * each + reference)
+        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        models = weights[name] * each * (1 if frozen else num_pipelines)
+        held[name] = models + (0 if frozen else _reference_bytes(tensor, num_pipelines, num_groups))
     return Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
+
+
+def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
+    """Of what parallel models have in common: their reference, and what groups sum up in single precision for it."""
+    if num_pipelines * num_groups == 1:
+        return 0
+    accumulator = tensor.numel() * max(tensor.element_size(), _SINGLE_BYTES)
+    return tensor.nbytes + (accumulator if num_groups > 1 else 0)
 
 
 def holdings(
@@ -165,7 +176,7 @@ class ModelBytes:
 
     Attributes:
         model: of each: what is trained with gradients and optimizer states, buffers that change, and its batch.
-        reference: of all of them together.
+        reference: of all of them together, if there are several or several groups.
         shared: frozen parameters.
     """
 
@@ -175,15 +186,20 @@ class ModelBytes:
 
 
 def model_bytes(
-    plan: Plan, stages: Sequence[int], module: nn.Module, optimizers: Sequence[Optimizer], num_microbatches: int
+    plan: Plan,
+    stages: Sequence[int],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    num_microbatches: int,
+    num_groups: int = 1,
 ) -> dict[int, ModelBytes]:
-    """What stages of this process hold of a model, by stage; arguments as of :func:`holdings`."""
+    """What stages of this process hold of a model, by stage; arguments as of :func:`holdings` and :func:`memory_of`."""
     parameters = dict(module.named_parameters())
     own = holdings(plan, stages, module, optimizers, num_microbatches)
     found = {}
     for k in stages:
         here = [parameters[name] for name in plan.stages[k].parameters]
         frozen = sum(p.nbytes for p in here if not p.requires_grad)
-        trained = sum(p.nbytes for p in here if p.requires_grad)
-        found[k] = ModelBytes(own[k].total - frozen, trained, frozen)
+        reference = sum(_reference_bytes(p, 2, num_groups) for p in here if p.requires_grad)
+        found[k] = ModelBytes(own[k].total - frozen, reference, frozen)
     return found

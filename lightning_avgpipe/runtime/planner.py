@@ -49,12 +49,14 @@ class Conditions:
         links: one for each hop; none: hops are free.
         state_copies: optimizer state of each trained parameter, in copies of it.
         num_pipelines: N.
+        num_groups: of processes, each with N pipelines.
     """
 
     schedule: Schedule | None = None
     links: tuple[Link, ...] = ()
     state_copies: int = 2
     num_pipelines: int = 1
+    num_groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class Planner:
             self.memory_limit,
             self.recompute.stages,
             conditions.num_pipelines,
+            conditions.num_groups,
         )
         if not self.measures:  # the price of a byte is a guess then, and no reason to avoid a copy
             memory = replace(memory, weights={})

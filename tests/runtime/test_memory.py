@@ -72,3 +72,13 @@ def test_parallel_models_have_what_they_train_each_and_a_reference() -> None:
     assert memory.held["0.bias"] == 4 * 36 + 12
     assert memory.held["0.weight"] == 24  # frozen: shared
     assert memory.held["1.running_mean"] == 4 * 12 + 12
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)])
+def test_groups_sum_up_in_at_least_single_precision_what_moves_their_reference(
+    dtype: torch.dtype, bytes_each: int
+) -> None:
+    module = nn.Linear(2, 3).to(dtype)
+    memory = memory_of(module, build("1f1b", 3, 8), copies=1, limit=100.0, num_groups=2)
+    assert memory.in_flight == (3, 2, 1)  # of the one pipeline that each has
+    assert memory.held["bias"] == 3 * (3 * bytes_each + bytes_each + max(4, bytes_each))
