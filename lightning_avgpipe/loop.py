@@ -53,7 +53,7 @@ class PipelineOptimization(_AutomaticOptimization):
             news: Any = None
             if self._strategy.is_global_zero:
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
-            news, decided = self._strategy.mesh.relay(news, decided)  # advances are decided in each group
+            news, decided = self._strategy.mesh.news.relay(news, decided)  # advances are decided in each group
             connector.accept(news["metrics"])
             result = {**result, "loss": news["loss"]}
         self._strategy.settle_models()  # when rank 0's news, for which other stages wait, have left

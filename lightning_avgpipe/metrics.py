@@ -365,7 +365,7 @@ class SyncedLoggerConnector(_LoggerConnector):
     def sync(self) -> None:
         """Tell all ranks the metrics as of now, and those of before. Every rank calls it."""
         snapshot = self.snapshot()  # for which metric objects may talk to those of other groups
-        (metrics, before), _ = self._mesh.relay((snapshot, dict(self.callback_metrics)))
+        (metrics, before), _ = self._mesh.news.relay((snapshot, dict(self.callback_metrics)))
         self.accept(metrics)
         self._callback_metrics.update(before)
 

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_avgpipe import advancing
 from lightning_avgpipe.advancing import Advancing
-from lightning_avgpipe.runtime.mesh import Mesh
+from lightning_avgpipe.runtime.news import News
 from lightning_avgpipe.runtime.pipeline import Pipeline
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.schedule.adaptive import DROPPED, WINDOW, Frozen
@@ -213,13 +213,13 @@ def test_what_other_ranks_measured_may_come_an_iteration_late() -> None:
 
     held: list[tuple[int, Any]] = []
 
-    def late(self: Mesh, item: Any) -> list[tuple[int, Any]]:
-        arrived, held[:] = list(held), [(self.rank, item)]
+    def late(self: News, item: Any) -> list[tuple[int, Any]]:
+        arrived, held[:] = list(held), [(self._rank, item)]
         return arrived
 
     runner = pipeline(
         2, 1, {**SPLIT, "costs": "measured", "costs_cache": None, "advance": 0}, max_steps=4, callbacks=[Changing()]
     )
-    with mock.patch.object(Mesh, "hand_in", late):
+    with mock.patch.object(News, "hand_in", late):
         runner.fit(MLP(), loader(MLP, BATCH * 4, BATCH))
     assert runner.strategy.peak_memory_bytes.keys() == {0, 1}

@@ -57,10 +57,10 @@ class Lender:
             absent = {id(p): name for name, p in self._module.named_parameters() if p.is_meta}
             with mesh.watch.during("follows a step to divide it into stages"):
                 made = pickle.dumps(self._make(make, absent, holders) if absent else make())
-            mesh.publish((None, made))
+            mesh.news.publish((None, made))
             return pickle.loads(made)
         while True:
-            news: Any = mesh.publish()
+            news: Any = mesh.news.publish()
             name, made = news
             if name is None:
                 return pickle.loads(made)
@@ -110,7 +110,7 @@ class Lender:
 
     def _fetch(self, name: str, holders: Mapping[str, int]) -> dict[str, Tensor]:
         if name in holders:
-            self._mesh.publish((name, None))
+            self._mesh.news.publish((name, None))
             return {name: self._exchange(name, holders)[name].to(self._mesh.device)}
         assert self._origin is not None
         path = name.rpartition(".")[0]

@@ -89,12 +89,7 @@ def _answer(mesh: Mesh, hop: int) -> None:
 
 def _receive(mesh: Mesh, inbox: Inbox, hop: int) -> Message:
     inbox.expect(1)
-    mesh.arrivals.wait_for(
-        inbox.ready,
-        mesh.timeout.total_seconds(),
-        lambda: f"waits for its neighbour while the link between stages {hop} and {hop + 1} is timed",
-        mesh.watch,
-    )
+    mesh.wait(inbox.ready, f"waits for its neighbour while the link between stages {hop} and {hop + 1} is timed")
     return inbox.get()
 
 

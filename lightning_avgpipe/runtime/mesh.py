@@ -14,13 +14,12 @@ Processes that share devices are in different groups, so that no connection betw
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,9 +30,10 @@ from lightning_avgpipe.runtime.accounting import Meter
 from lightning_avgpipe.runtime.arrangement import Arrangement
 from lightning_avgpipe.runtime.channel import Arrivals, NetworkInbox, NetworkOutbox, Wire
 from lightning_avgpipe.runtime.collectives import Collectives
+from lightning_avgpipe.runtime.connections import Connections
 from lightning_avgpipe.runtime.feed import Feed, FeedSink, FeedSource
 from lightning_avgpipe.runtime.guard import MemoryGuard
-from lightning_avgpipe.runtime.message import pack, unpack
+from lightning_avgpipe.runtime.news import News, NewsChannels
 from lightning_avgpipe.runtime.recording import Recorder
 from lightning_avgpipe.runtime.siblings import Siblings
 from lightning_avgpipe.runtime.watch import Watch
@@ -42,12 +42,9 @@ from lightning_avgpipe.runtime.wiring import DIRECTIONS, Wiring, channel_name, w
 __all__ = ["Mesh"]
 
 T = TypeVar("T")
-U = TypeVar("U")
 End = TypeVar("End", NetworkInbox, NetworkOutbox)
 
-_GRACE = timedelta(seconds=60)
 _DISCONNECTED_S = 5.0  # longest time that a thread takes to end when its connection is closed
-_NEVER_SENT = 99  # a tag of transfers
 _instances = itertools.count()
 
 
@@ -73,6 +70,9 @@ class Mesh(Collectives):
         world: all processes of all groups; with one group this mesh.
         heads: the processes with rank 0 in each group; elsewhere, and with one group, this process alone.
         siblings: the processes that host the same stages in each group; None if there is one group.
+        connections: of the processes.
+        news: from rank 0 to all, while it is open.
+        feed: of batches, while it is open.
     """
 
     def __init__(
@@ -109,24 +109,14 @@ class Mesh(Collectives):
         self._names = self._make_names()
         self._number = next(_instances)
         self._openings = itertools.count()
-        self._agreed: frozenset[str] = frozenset()
         self._collective: threading.Thread | None = None
         self._opened: list[NetworkInbox | NetworkOutbox] = []
-        self._news_out: list[NetworkOutbox] = []
-        self._news_in: NetworkInbox | None = None
-        self._reports_out: NetworkOutbox | None = None
-        self._reports_in: dict[int, NetworkInbox] = {}
-        self._relay_out: list[NetworkOutbox] = []
-        self._relay_in: NetworkInbox | None = None
         self.recorder: Recorder | None = None
         self.meter: Meter | None = None  # told of what the stages of this process keep in memory
         self.guard: MemoryGuard | None = None  # of a trial iteration
         self.wiring: dict[tuple[int, int], Wiring] = {}  # (pipeline, stage) -> its channels
-        self._device_backend = device_backend
-        self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
-        self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._subset_backend = f"cpu:gloo,cuda:{device_backend}" if device_backend else "gloo"
-        self._shares_devices = arrangement.sharing > 1
+        self.connections = Connections(self.layout, self.group_number, rank, timeout, device_backend)
+        self._relays: dict[int, dist.ProcessGroup] = {}  # from rank 0 of all processes to the group
         # there is nothing to watch before it is open
         self.watch = Watch(rank, self._names, None, 0.0, self.arrivals.notify)
         self.world: Collectives = self
@@ -137,7 +127,7 @@ class Mesh(Collectives):
             if self.rank == 0:
                 self.heads = _Party([members[0] for members in self.layout], self.group_number, self)
         if world_size > 1:
-            self._make_groups()
+            self._connect(shares_devices=arrangement.sharing > 1)
 
     # -- who is where ------------------------------------------------------------------------------------------------
 
@@ -179,71 +169,43 @@ class Mesh(Collectives):
                 names[rank] = f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}{group})"
         return [names[rank] for rank in sorted(names)]
 
-    # -- groups and channels -----------------------------------------------------------------------------------------
+    # -- connections and channels ------------------------------------------------------------------------------------
 
-    def _make_groups(self) -> None:
-        # Every process takes part in making every group, in the same order.
-        self.world.control = self._new_group(self.world.ranks, "gloo")
+    def _connect(self, shares_devices: bool) -> None:
+        self.world.control = self.connections.join(self.world.ranks)
         if self.num_groups > 1:
-            self._make_groups_of_groups()
+            self._connect_groups(shares_devices)
         for peer in range(1, self.world_size):
-            self._make_group("news", 0, peer, "gloo")
-            self._make_group("reports", 0, peer, "gloo")
+            self.connections.connect("news", 0, peer)
+            self.connections.connect("reports", 0, peer)
         for peer in range(self.world_size):
             if peer != self.reader:
-                self._make_group("batches", self.reader, peer, "gloo")
-        self._make_hops(0)
+                self.connections.connect("batches", self.reader, peer)
+        self._connect_hops(0)
 
-    def _make_groups_of_groups(self) -> None:
-        self.control = self._in_each_group(range(self.world_size), "gloo")
+    def _connect_groups(self, shares_devices: bool) -> None:
+        self.control = self.connections.join_in_each(range(self.world_size))
         heads, *others = zip(*self.layout, strict=True)
-        connection = self._new_group(heads, "gloo")
+        connection = self.connections.join(heads)
         if self.rank == 0:
             self.heads.control = connection
-        for number, head in enumerate(heads):
-            if number:
-                self._groups["relay", 0, number] = self._new_group((0, head), "gloo")
+        self._relays = {number: self.connections.join((0, head)) for number, head in enumerate(heads) if number}
         # two processes of one device meet on the host: no communicator of devices can have a device twice
-        backend = "gloo" if self._shares_devices else self._subset_backend
+        backend = "gloo" if shares_devices else self.connections.both
         for position, ranks in enumerate((heads, *others)):
-            connection = self._new_group(ranks, backend)
+            connection = self.connections.join(ranks, backend)
             if position == self.rank:
                 ordered = sorted(ranks)
                 members = _Party(ordered, ordered.index(self.world.rank), self)
                 members.control = connection
-                self.siblings = Siblings(members, self.group_number, on_host=self._shares_devices)
+                self.siblings = Siblings(members, self.group_number, on_host=shares_devices)
 
-    def _make_hops(self, pipeline: int) -> None:
+    def _connect_hops(self, pipeline: int) -> None:
         for k in range(self.num_stages - 1):
             a, b = self.rank_of(k), self.rank_of(k + 1)
-            for direction in DIRECTIONS:
-                # two hops between the same processes (several stages per process) need two groups as well
-                name = channel_name(direction, k, pipeline)
-                if a == b or (name, a, b) in self._groups:
-                    continue
-                self._make_group(name, a, b, "gloo")
-                if self._device_backend not in (None, "gloo"):
-                    assert self._device_backend is not None
-                    self._make_group(f"{name} device", a, b, self._device_backend)
-
-    def _make_group(self, kind: str, a: int, b: int, backend: str) -> None:
-        self._groups[kind, a, b] = self._in_each_group((a, b), backend)
-
-    def _in_each_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
-        """Connect the same ranks of each group; gives the connection of one's own."""
-        ranks = tuple(ranks)
-        return [self._new_group([group[r] for r in ranks], backend) for group in self.layout][self.group_number]
-
-    def _new_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
-        # our own waits end first: their errors name stage and action
-        return dist.new_group(list(ranks), timeout=self.timeout + _GRACE, backend=backend)
-
-    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Connect some processes for collectives among them. Every process calls it, also those that are not named."""
-        key = tuple(ranks)
-        if key not in self._subsets:
-            self._subsets[key] = self._in_each_group(key, self._subset_backend)
-        return self._subsets[key]
+            for direction in DIRECTIONS if a != b else ():
+                # two hops between the same processes (several stages per process) need two connections as well
+                self.connections.connect(channel_name(direction, k, pipeline), a, b, devices=True)
 
     def open(self) -> None:
         """Start the channels, unless they are open."""
@@ -251,25 +213,36 @@ class Mesh(Collectives):
             return
         self.arrivals = Arrivals()
         self.watch = self._make_watch()
-        self._agreed = frozenset()
+        self.news = News(
+            self.rank,
+            self.num_groups,
+            self._news_channels(),
+            self.watch,
+            self.wait,
+            lambda request: self.when_agreed(request),  # which somebody may replace
+        )
         self.wiring = wire(self, 0, self._inbox, self._outbox)
         if self.reads:
             peers = [peer for peer in range(self.world_size) if peer != self.rank]
             outboxes = {peer: self._outbox("batches", self.rank, peer, peer) for peer in peers}
-            self.feed: Feed = FeedSource(outboxes, self._agree, self._requests)
+            self.feed: Feed = FeedSource(outboxes, self.news.agree, self.news.requests)
         else:
             inbox = self._inbox("batches", self.reader, self.rank, self.reader)
-            self.feed = FeedSink(inbox, self._agree, self.device, self._wait_for_batch)
-        if self.rank == 0:
-            self._news_out = [self._outbox("news", 0, peer, peer) for peer in range(1, self.world_size)]
-            self._reports_in = {peer: self._inbox("reports", 0, peer, peer) for peer in range(1, self.world_size)}
-        else:
-            self._news_in = self._inbox("news", 0, self.rank, 0)
-            self._reports_out = self._outbox("reports", 0, self.rank, 0)
-        if self.leads:
-            self._relay_out = [self._relay(NetworkOutbox, g, peer) for g, peer in enumerate(self.heads.ranks) if g]
-        elif self.rank == 0:
-            self._relay_in = self._relay(NetworkInbox, self.group_number, 0)
+            waits = f"waits for a batch from {self._names[self.ranks[self.reader]]}"
+            self.feed = FeedSink(inbox, self.news.agree, self.device, lambda ready: self.wait(ready, waits))
+
+    def _news_channels(self) -> NewsChannels:
+        peers = range(1, self.world_size)
+        if self.rank != 0:
+            return NewsChannels(
+                source=self._inbox("news", 0, self.rank, 0), reports_out=self._outbox("reports", 0, self.rank, 0)
+            )
+        return NewsChannels(
+            out=[self._outbox("news", 0, peer, peer) for peer in peers],
+            reports={peer: self._inbox("reports", 0, peer, peer) for peer in peers},
+            relay_out=[self._relay(NetworkOutbox, g, r) for g, r in enumerate(self.heads.ranks) if g and self.leads],
+            relay_source=None if self.leads else self._relay(NetworkInbox, self.group_number, 0),
+        )
 
     def widen(self, num_pipelines: int) -> None:
         """Start the channels of so many pipelines, unless they are open. Every process calls it."""
@@ -277,7 +250,7 @@ class Mesh(Collectives):
             if (pipeline, self.stages[0]) in self.wiring:
                 continue
             if self.world.world_size > 1:
-                self._make_hops(pipeline)
+                self._connect_hops(pipeline)
             self.wiring |= wire(self, pipeline, self._inbox, self._outbox)
         self.record(self.recorder)
 
@@ -286,7 +259,7 @@ class Mesh(Collectives):
         if failed and self.wiring:
             # rank 0 holds the store; and connections that break before the reason is known would look like one
             self.watch.await_readers()
-            self._disconnect()
+            self.connections.disconnect()
         elif self.wiring:
             self.feed.close()
         for channel in self._opened:
@@ -294,10 +267,7 @@ class Mesh(Collectives):
         if self._collective is not None:
             self._collective.join(_DISCONNECTED_S)
         self.watch.close()
-        self._opened, self._news_out, self._news_in = [], [], None
-        self._reports_out, self._reports_in = None, {}
-        self._relay_out, self._relay_in = [], None
-        self.wiring = {}
+        self._opened, self.wiring = [], {}
 
     def record(self, recorder: Recorder | None) -> None:
         """From now on tell this recorder, or nobody, what executor and channels do."""
@@ -306,24 +276,6 @@ class Mesh(Collectives):
             for end in (wiring.values, wiring.to_next, wiring.gradients, wiring.to_previous):
                 if isinstance(end, (NetworkInbox, NetworkOutbox)):
                     end.recorder = recorder
-
-    def _disconnect(self) -> None:
-        """End the transfers that wait in threads.
-
-        gloo has no way to give one up, but closes all connections of a group when a transfer in it takes too long.
-        """
-        groups = [group for (kind, *_), group in self._groups.items() if not kind.endswith("device")]
-        together = [self.control, self.world.control, self.heads.control]
-        together += [] if self.siblings is None else [self.siblings.members.control]
-        me = self.world.rank
-        for group in (*groups, *self._subsets.values(), *together):
-            ours = group is not None and group != dist.GroupMember.NON_GROUP_MEMBER
-            for peer in dist.get_process_group_ranks(group) if ours else []:
-                if peer != me:
-                    with contextlib.suppress(RuntimeError):  # this is the purpose
-                        nothing = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT)
-                        if nothing is not None:
-                            nothing.wait(timedelta(milliseconds=1))
 
     def _make_watch(self) -> Watch:
         store = None
@@ -348,114 +300,33 @@ class Mesh(Collectives):
         return inbox
 
     def _wire(self, kind: str, a: int, b: int, peer: int) -> Wire:
-        group, device_group = self._groups[kind, a, b], self._groups.get((f"{kind} device", a, b))
-        return Wire(self.ranks[peer], group, self.device, device_group)
+        on_host, on_devices = self.connections.on_host(kind, a, b), self.connections.on_devices(kind, a, b)
+        return Wire(self.ranks[peer], on_host, self.device, on_devices)
 
     def _relay(self, kind: Callable[..., End], group: int, peer: int) -> End:
         """An end of the channel from rank 0 of all processes to a group's own."""
-        end = kind("relay", Wire(peer, self._groups["relay", 0, group], self.device, None), self.arrivals)
+        end = kind("relay", Wire(peer, self._relays[group], self.device, None), self.arrivals)
         self._opened.append(end)
         return end
 
-    def _wait_for_batch(self, ready: Callable[[], bool]) -> None:
-        self.arrivals.wait_for(
-            ready,
-            self.timeout.total_seconds(),
-            lambda: f"waits for a batch from {self._names[self.ranks[self.reader]]}",
-            self.watch,
-        )
+    def wait(self, ready: Callable[[], bool], doing: str) -> None:
+        """Wait until something is so, within the limits of the mesh.
 
-    # -- news: from rank 0 to all ------------------------------------------------------------------------------------
-
-    def publish(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:
-        """Rank 0 tells all processes: it passes the item and does not wait; the others get what it passed.
-
-        Args:
-            item: any tree of tensors and picklable leaves; ignored on other ranks.
-            requests: that go with it; None: what is known.
+        Raises:
+            PeerError: it takes too long, or another process has failed.
         """
-        self.watch.check()
-        if self.rank == 0:
-            requests = self._requests() if requests is None else requests
-            message = pack((item, requests)) if self._news_out else None
-            for outbox in self._news_out:
-                assert message is not None
-                outbox.put(message)
-            self._agree(requests)
-            return item  # type: ignore[return-value]
-        news, requests = self._hear(self._news_in)
-        self._agree(requests)
-        return news  # type: ignore[no-any-return]
-
-    def relay(self, common: T | None, own: U | None = None) -> tuple[T, U]:
-        """Rank 0 of all processes tells everybody, and rank 0 of each group its group. Every process calls it.
-
-        Args:
-            common: on rank 0 of all processes.
-            own: on rank 0 of each group.
-        """
-        if self.num_groups == 1 or self.rank != 0:
-            return self.publish((common, own))  # type: ignore[return-value]
-        self.watch.check()
-        if self.leads:
-            requests = frozenset(self.watch.requests)
-            message = pack((common, requests))
-            for outbox in self._relay_out:
-                outbox.put(message)
-        else:
-            common, requests = self._hear(self._relay_in)
-        return self.publish((common, own), requests)  # type: ignore[return-value]
-
-    def _hear(self, inbox: NetworkInbox | None) -> Any:
-        assert inbox is not None
-        inbox.expect(1)
-        self.arrivals.wait_for(
-            inbox.ready,
-            self.timeout.total_seconds(),
-            lambda: "waits for rank 0's news",
-            self.watch,
-        )
-        return unpack(inbox.get())
-
-    def _requests(self) -> frozenset[str]:
-        """What goes with the next message. With several groups all of them must learn of it at the same point."""
-        return frozenset(self.watch.requests) if self.num_groups == 1 else self._agreed
-
-    def hand_in(self, item: T) -> list[tuple[int, T]]:
-        """Tell rank 0, and do not wait. Every process calls it equally often.
-
-        Args:
-            item: any tree of tensors and picklable leaves.
-        Returns:
-            On rank 0 what has arrived since the last call, with ranks, and its own item; of each rank in order.
-            Elsewhere nothing.
-        """
-        if self._reports_out is not None:
-            self._reports_out.put(pack(item))
-            return []
-        arrived = [(self.rank, item)]
-        for peer, inbox in self._reports_in.items():
-            inbox.expect(1)
-            while inbox.ready():
-                arrived.append((peer, unpack(inbox.get())))
-        return arrived
-
-    def _agree(self, requests: frozenset[str]) -> None:
-        """All processes learn of a request with the same news, so all do what was asked for at the same point."""
-        for request in sorted(requests - self._agreed):
-            self.when_agreed(request)
-        self._agreed |= requests
+        self.arrivals.wait_for(ready, self.timeout.total_seconds(), lambda: doing, self.watch)
 
     def agreed(self, request: str) -> bool:
         """Whether all processes know by now of what one was asked for."""
-        return request in self._agreed
+        return self.news.agreed(request)
 
     # -- collectives on the host -------------------------------------------------------------------------------------
 
     def broadcast(self, item: T, source: int = 0) -> T:
         """Every process gets the source's item."""
         if source == 0 and self.wiring and self.world_size > 1:
-            return pickle.loads(self.publish(pickle.dumps(item)))  # type: ignore[no-any-return]
+            return pickle.loads(self.news.publish(pickle.dumps(item)))  # type: ignore[no-any-return]
         return super().broadcast(item, source)
 
     def together(self, what: str, collective: Callable[[], object]) -> None:
@@ -485,7 +356,7 @@ class Mesh(Collectives):
         self._collective.start()
         doing = f"waits for the other processes in {what}"
         with self.watch.during(doing):
-            self.arrivals.wait_for(done.is_set, self.timeout.total_seconds(), lambda: doing, self.watch)
+            self.wait(done.is_set, doing)
             if errors:
                 self.watch.look()
                 lost = f"{self.watch.name} {doing}, but a connection broke: {errors[0]}{self.watch.account()}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity, average
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.loop import PipelineOptimization
-from lightning_avgpipe.runtime.mesh import Mesh
+from lightning_avgpipe.runtime.news import News
 from tests import processes
 from tests.elastic.models import Batches, Net, assert_equal, state
 from tests.models import loader
@@ -116,22 +116,22 @@ class Watching(L.Callback):
 def events_of(rank: int, callbacks: list[L.Callback], patch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Tensor]]:
     """What happens in a group of one process, in order, and with which weights it ends."""
     events: list[str] = []
-    settle, relay, run = Ensemble.settle, Mesh.relay, PipelineOptimization.run
+    settle, relay, run = Ensemble.settle, News.relay, PipelineOptimization.run
 
     def settling(ensemble: Ensemble) -> None:
         events.extend(["met"] * ensemble.averages)
         settle(ensemble)
 
-    def relaying(mesh: Mesh, *args: Any) -> Any:
+    def relaying(news: News, *args: Any) -> Any:
         events.append("news")
-        return relay(mesh, *args)
+        return relay(news, *args)
 
     def running(loop: PipelineOptimization, *args: Any) -> Any:
         events.append("step")
         return run(loop, *args)
 
     patch.setattr(Ensemble, "settle", settling)
-    patch.setattr(Mesh, "relay", relaying)
+    patch.setattr(News, "relay", relaying)
     patch.setattr(PipelineOptimization, "run", running)
     torch.manual_seed(4)
     model = Net("adamw")

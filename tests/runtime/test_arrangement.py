@@ -77,7 +77,7 @@ def test_no_communicator_has_a_device_twice(
         mesh = Mesh(
             num_stages, rank, arrangement.world_size, device, timedelta(seconds=1), "nccl", arrangement=arrangement
         )
-        mesh.group(range(mesh.world_size))  # as tied parameters do
+        mesh.connections.subset(range(mesh.world_size))  # as tied parameters do
         by_rank.append(list(made))
         assert rank == mesh.ranks[mesh.rank] == mesh.world.rank
         assert mesh.siblings is not None and rank in mesh.siblings.members.ranks
