@@ -44,7 +44,7 @@ from benchmarks.workloads import WORKLOADS, Samples, Workload
 from lightning_avgpipe.elastic.averaging import average
 
 EVALUATIONS = 8  # in an epoch; of the large data sets, more often
-EVERY = 4_000  # samples between evaluations, at most
+EVERY = 1_000  # samples between evaluations, at most
 PATIENCE = 5  # times the samples of the single model, after which a training is given up
 
 
@@ -106,7 +106,7 @@ def train(trial: Trial, limit: int) -> int | None:
     size = workload.batch_size * (trial.num_models if trial.method == "large" else 1)
     source = batches(samples, size, trial.seed)
     every = min(EVERY, len(samples[-1]) // EVALUATIONS)
-    seen, judged, before = 0, 0, (0, math.inf)
+    seen, judged, before = 0, 0, (0, judge(workload, reference, held_out))
     while seen < limit:
         for model, steps in zip(models, optimizers, strict=True):
             *inputs, targets = next(source)
@@ -120,7 +120,7 @@ def train(trial: Trial, limit: int) -> int | None:
         if seen - judged >= every:
             judged, now = seen, judge(workload, reference, held_out)
             if now <= workload.goal:
-                share = (before[1] - workload.goal) / (before[1] - now) if math.isfinite(before[1]) else 1.0
+                share = (before[1] - workload.goal) / (before[1] - now)
                 return round(before[0] + share * (seen - before[0]))
             if not math.isfinite(now):
                 return None
