@@ -174,9 +174,13 @@ def _with_norms_over_stages(
     hook: Callable[..., Any], module: pl.LightningModule, strategy: AvgPipeStrategy
 ) -> Callable[..., Any]:
     @functools.wraps(hook)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with norms_over_stages(list(module.parameters()), strategy.mesh):
-            return hook(*args, **kwargs)
+    def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # in the optimizer's order, as Lightning clips: a norm of norms depends on it, by a rounding
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = {id(parameter) for parameter in stepped}
+        parameters = [*stepped, *(p for p in module.parameters() if id(p) not in known)]
+        with norms_over_stages(parameters, strategy.mesh):
+            return hook(optimizer, *args, **kwargs)
 
     return run
 

@@ -334,6 +334,7 @@ def test_specs_can_be_pickled_without_warnings(obj):
     assert type(tree.unflatten(leaves, received)) is type(obj)
 
 
+@pytest.mark.skipif(not hasattr(pytree, "_deregister_pytree_node"), reason="this version of torch cannot forget a type")
 def test_a_received_spec_registers_its_types():
     """In the receiving process no object of the type was ever seen."""
     leaves, spec = tree.flatten(Unseen(t(1)))

@@ -294,6 +294,7 @@ _interceptions = 0
 _call_module: Callable[..., Any] = nn.Module.__call__
 _apply_function = torch.autograd.Function.__dict__["apply"]
 _checkpointing_generator: Callable[..., Iterator[Any]] = checkpoint._checkpoint_without_reentrant_generator
+_keeping_inputs = getattr(checkpoint, "_NoopSaveInputs", None)  # how older versions of torch keep a region's inputs
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -344,6 +345,9 @@ def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -
     # Not a torch function: the mode would see the inside of its forward, and its backward would be lost.
     tracer, watcher = _following.tracer, _following.watcher
     run = _apply_function.__get__(None, function)
+    if function is _keeping_inputs:
+        with contextlib.nullcontext() if tracer is None else tracer.aside():
+            return run(*args, **kwargs)
     checkpoints = function is checkpoint.CheckpointFunction
     if checkpoints and watcher is not None:
         args = (watcher.repeatable(args[0], calls_before=1), *args[1:])
