@@ -177,7 +177,7 @@ WORKLOADS = {
     for workload in (
         Workload(
             "language", ByteTransformer, _language, F.cross_entropy, 2.4, 16,
-            {"sgd": 1.0, "momentum": 0.125, "adam": 0.004},
+            {"sgd": 1.0, "momentum": 0.25, "adam": 0.008},
         ),
         Workload(
             "digits", _convolutions, _digits, F.cross_entropy, 0.07, 16,

@@ -276,7 +276,7 @@ class intercepting:
             if _interceptions == 0:
                 nn.Module.__call__ = _call  # type: ignore[method-assign, assignment]
                 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, arg-type]
-                checkpoint._checkpoint_without_reentrant_generator = _checkpointing  # type: ignore[assignment]
+                setattr(checkpoint, _BRACKET, _checkpointing)
             _interceptions += 1
 
     def __exit__(self, *error: object) -> None:
@@ -286,14 +286,17 @@ class intercepting:
             if _interceptions == 0:
                 nn.Module.__call__ = _call_module  # type: ignore[method-assign]
                 torch.autograd.Function.apply = _apply_function  # type: ignore[method-assign]
-                checkpoint._checkpoint_without_reentrant_generator = _checkpointing_generator
+                setattr(checkpoint, _BRACKET, _checkpointing_generator)
 
 
 _lock = threading.Lock()
 _interceptions = 0
 _call_module: Callable[..., Any] = nn.Module.__call__
 _apply_function = torch.autograd.Function.__dict__["apply"]
-_checkpointing_generator: Callable[..., Iterator[Any]] = checkpoint._checkpoint_without_reentrant_generator
+# what brackets a region in torch.utils.checkpoint; newer versions of torch call it otherwise
+_BRACKET = "_checkpoint_without_reentrant_generator"
+_BRACKET += "_impl" if hasattr(checkpoint, f"{_BRACKET}_impl") else ""
+_checkpointing_generator: Callable[..., Iterator[Any]] = getattr(checkpoint, _BRACKET)
 _keeping_inputs = getattr(checkpoint, "_NoopSaveInputs", None)  # how older versions of torch keep a region's inputs
 
 
