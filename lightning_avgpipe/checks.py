@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,13 +19,15 @@ from torch.optim import LBFGS, Optimizer
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.runtime.memory import parse_limit
 
+if TYPE_CHECKING:
+    from lightning_avgpipe.options import Options
+
 __all__ = [
-    "counts",
-    "elasticity",
+    "explained_optimizers",
+    "loss",
     "module",
     "optimizers",
     "options",
-    "partition_options",
     "processes",
     "same_checkpoint",
     "steps",
@@ -37,42 +39,41 @@ _COSTS = ("measured", "flops")
 _START_METHODS = ("popen", "spawn", "fork")
 
 
-def options(
-    num_stages: Any,
-    num_pipelines: Any,
-    num_microbatches: Any,
-    schedule: str,
-    advance: Any,
-    split_points: Sequence[str] | None,
-    loss_reduction: str,
-    reader: str,
-    send_batch: str,
-    start_method: str,
-    processes_per_device: Any = 1,
-) -> None:
+def options(given: Options) -> None:
     """Check the strategy's own arguments, as far as they can be judged alone."""
-    if num_stages != "auto" and not _is_count(num_stages):
-        raise ConfigurationError(f"num_stages={num_stages!r}: must be 'auto' or an integer of at least 1")
-    if not _is_count(processes_per_device):
-        raise ConfigurationError(f"processes_per_device={processes_per_device!r}: must be an integer of at least 1")
-    _check_choice("schedule", schedule, _SCHEDULES)
-    counts(num_pipelines, num_microbatches, advance, schedule)
-    if split_points is not None:
-        if isinstance(split_points, str):
-            raise ConfigurationError(f"split_points={split_points!r}: must be a list of names; use [{split_points!r}]")
-        if num_stages != "auto" and len(split_points) != num_stages - 1:
-            raise ConfigurationError(
-                f"split_points names {len(split_points)} units, but num_stages={num_stages} needs {num_stages - 1}: "
-                "one for each stage after the first"
-            )
-    _check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-    _check_choice("reader", reader, ("last", "first"))
-    _check_choice("send_batch", send_batch, ("needed", "all"))
-    _check_choice("start_method", start_method, _START_METHODS)
+    if given.num_stages != "auto" and not _is_count(given.num_stages):
+        raise ConfigurationError(f"num_stages={given.num_stages!r}: must be 'auto' or an integer of at least 1")
+    if not _is_count(given.processes_per_device):
+        raise ConfigurationError(
+            f"processes_per_device={given.processes_per_device!r}: must be an integer of at least 1"
+        )
+    _check_choice("schedule", given.schedule, _SCHEDULES)
+    _check_counts(given.num_pipelines, given.num_microbatches, given.advance, given.schedule)
+    _check_split_points(given.split_points, given.num_stages)
+    _check_choice("loss_reduction", given.loss_reduction, ("mean", "sum"))
+    _check_choice("reader", given.reader, ("last", "first"))
+    _check_choice("send_batch", given.send_batch, ("needed", "all"))
+    _check_choice("start_method", given.start_method, _START_METHODS)
+    _check_choice("costs", given.costs, _COSTS)
+    _check_cache(given.costs_cache)
+    parse_limit(given.memory_limit)
+    _check_recompute(given.recompute)
+    _check_elasticity(given.alpha, given.outer_lr, given.outer_optimizer, given.average_every)
 
 
-def counts(num_pipelines: Any, num_microbatches: Any, advance: Any, schedule: str) -> None:
-    """Check the numbers that may change during training."""
+def _check_split_points(split_points: Any, num_stages: Any) -> None:
+    if split_points is None:
+        return
+    if isinstance(split_points, str):
+        raise ConfigurationError(f"split_points={split_points!r}: must be a list of names; use [{split_points!r}]")
+    if num_stages != "auto" and len(split_points) != num_stages - 1:
+        raise ConfigurationError(
+            f"split_points names {len(split_points)} units, but num_stages={num_stages} needs {num_stages - 1}: "
+            "one for each stage after the first"
+        )
+
+
+def _check_counts(num_pipelines: Any, num_microbatches: Any, advance: Any, schedule: str) -> None:
     if not _is_count(num_pipelines):
         raise ConfigurationError(f"num_pipelines={num_pipelines!r}: must be an integer of at least 1")
     if num_microbatches != "auto" and not _is_count(num_microbatches):
@@ -85,8 +86,25 @@ def counts(num_pipelines: Any, num_microbatches: Any, advance: Any, schedule: st
         )
 
 
-def elasticity(alpha: Any, outer_lr: Any, outer_optimizer: Any, average_every: Any) -> None:
-    """Check what the strategy's arguments say about averaging."""
+def _check_cache(costs_cache: Any) -> None:
+    if costs_cache is not None and not isinstance(costs_cache, (str, os.PathLike)):
+        raise ConfigurationError(
+            f"costs_cache={costs_cache!r}: must be a directory, 'auto' for the user's cache directory, or None for none"
+        )
+
+
+def _check_recompute(recompute: Any) -> None:
+    if isinstance(recompute, str):
+        raise ConfigurationError(f"recompute={recompute!r}: must be a list of names; use [{recompute!r}]")
+    if not isinstance(recompute, bool) and not (
+        isinstance(recompute, (list, tuple)) and recompute and all(isinstance(name, str) for name in recompute)
+    ):
+        raise ConfigurationError(
+            f"recompute={recompute!r}: must be True (whole stages), False, or a list of names of submodules"
+        )
+
+
+def _check_elasticity(alpha: Any, outer_lr: Any, outer_optimizer: Any, average_every: Any) -> None:
     if alpha is not None and not (_is_number(alpha) and 0 <= alpha <= 1):
         raise ConfigurationError(
             f"alpha={alpha!r}: must be a number from 0 (models never meet) to 1 (they become equal), or None for 1/N"
@@ -110,25 +128,6 @@ def elasticity(alpha: Any, outer_lr: Any, outer_optimizer: Any, average_every: A
 def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ConfigurationError(f"{option}={value!r}: must be one of {', '.join(map(repr, choices))}")
-
-
-def partition_options(costs: str, costs_cache: Any, memory_limit: Any, recompute: Any = False) -> None:
-    """Check what the strategy's arguments say about costs and memory."""
-    if costs not in _COSTS:
-        raise ConfigurationError(f"costs={costs!r}: must be one of {', '.join(map(repr, _COSTS))}")
-    if costs_cache is not None and not isinstance(costs_cache, (str, os.PathLike)):
-        raise ConfigurationError(
-            f"costs_cache={costs_cache!r}: must be a directory, 'auto' for the user's cache directory, or None for none"
-        )
-    parse_limit(memory_limit)
-    if isinstance(recompute, str):
-        raise ConfigurationError(f"recompute={recompute!r}: must be a list of names; use [{recompute!r}]")
-    if not isinstance(recompute, bool) and not (
-        isinstance(recompute, (list, tuple)) and recompute and all(isinstance(name, str) for name in recompute)
-    ):
-        raise ConfigurationError(
-            f"recompute={recompute!r}: must be True (whole stages), False, or a list of names of submodules"
-        )
 
 
 def processes(num_stages: int, world_size: int) -> None:

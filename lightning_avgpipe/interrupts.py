@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_avgpipe.replaced import replaced
 
 if TYPE_CHECKING:
-    from lightning_avgpipe.strategy import AvgPipeStrategy
+    from lightning_avgpipe.connected import ConnectedStrategy
 
 __all__ = ["ending_together"]
 
@@ -23,7 +23,7 @@ _STOP, _REQUEUE = "stop", "requeue"
 
 
 @contextlib.contextmanager
-def ending_together(trainer: pl.Trainer, strategy: AvgPipeStrategy) -> Iterator[None]:
+def ending_together(trainer: pl.Trainer, strategy: ConnectedStrategy) -> Iterator[None]:
     """Within this context, the whole run of a trainer, no process ends or goes on alone.
 
     A signal may reach any process at any time. It is only noted; all processes learn of it with the same news from
@@ -66,19 +66,19 @@ class _FirstToKnow(Callback):
         trainer.strategy.on_exception(exception)
 
 
-def _note(strategy: AvgPipeStrategy, request: str, signum: Any = None, frame: Any = None) -> None:
+def _note(strategy: ConnectedStrategy, request: str, signum: Any = None, frame: Any = None) -> None:
     """All that a signal handler does: nothing that could wait for what it has interrupted."""
     strategy.mesh.watch.requests.add(request)
 
 
-def _on_sigterm(strategy: AvgPipeStrategy, signum: Any, frame: Any) -> None:
+def _on_sigterm(strategy: ConnectedStrategy, signum: Any, frame: Any) -> None:
     """Note the signal, and pass it on to the processes that this one has started."""
     if _STOP not in strategy.mesh.watch.requests and strategy.launcher is not None:
         strategy.launcher.kill(signum)
     _note(strategy, _STOP)
 
 
-def _save(strategy: AvgPipeStrategy, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
+def _save(strategy: ConnectedStrategy, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
     """Save, unless processes have failed: what they held is gone, or is not of the same iteration."""
     if not strategy.failed:
         save(filepath, *args, **kwargs)

@@ -21,6 +21,7 @@ from lightning_avgpipe.runtime.arrangement import Arrangement
 from lightning_avgpipe.starter import ScriptLauncher, needing_starter
 
 if TYPE_CHECKING:
+    from lightning_avgpipe.connected import ConnectedStrategy
     from lightning_avgpipe.strategy import AvgPipeStrategy
 
 __all__ = ["connecting", "end_with_this_process", "launcher", "register", "register_explanation"]
@@ -31,7 +32,7 @@ _END_S = 10.0  # how long processes of a failed run may take to end by themselve
 _START_METHODS = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
 
 
-def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
+def launcher(strategy: ConnectedStrategy, start_method: Any) -> _Launcher | None:
     """What starts the processes of this node; None if there is only one process in all.
 
     Raises:

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_avgpipe.capture.snapshot import unchanged
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.replaced import replaced
@@ -151,6 +152,12 @@ class StepLog:
             yield
         finally:
             self._muted = False
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Within this context nothing is logged; after it nothing is known of what was collected."""
+        with unchanged(self.batch_values), unchanged(self), replaced(self, "_log", _nothing):
+            yield
 
     def begin(self, num_microbatches: int) -> None:
         """A batch begins, or one for each pipeline: forget what was collected."""

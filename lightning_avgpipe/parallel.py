@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -15,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.adaptation import quiet_hooks
-from lightning_avgpipe.counts import Count
 from lightning_avgpipe.data import Shipping
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.grouping import GroupedLoader
@@ -31,11 +31,9 @@ class ParallelModelsStrategy(StatefulStrategy):
     """A strategy that trains parallel models, N in each group. With one of them nothing here does anything.
 
     Attributes:
-        num_pipelines: N.
         observed: whether user code may look at the weights between steps.
     """
 
-    num_pipelines: Count
     _log: StepLog | None
     _shipping: Shipping
 
@@ -44,6 +42,11 @@ class ParallelModelsStrategy(StatefulStrategy):
         self._beside: list[Any] = []  # batches of pipelines 1.. of this iteration
         self._fed = 0  # pipelines that had a batch since gradients were cleared
         self.observed = True
+
+    @property
+    def num_pipelines(self) -> int:
+        """N, which ``reconfigure`` may change."""
+        return self._options.num_pipelines
 
     @property
     def num_models(self) -> int:
@@ -85,6 +88,16 @@ class ParallelModelsStrategy(StatefulStrategy):
             batch = self._shipping.pass_on(batch)
         batch = batch if self._mesh.reads else move_data_to_device(batch, self.root_device)
         return self._shipping.seal(batch, pipeline)
+
+    def hand_out(self, batches: Sequence[Any]) -> Any:
+        """The next training step has these batches, which are on the device, one for each pipeline.
+
+        Returns:
+            That of pipeline 0, which the step takes as its argument.
+        """
+        sealed = [self._shipping.seal(batch, n) for n, batch in enumerate(batches)]
+        self._beside = sealed[1:]
+        return sealed[0]
 
     def take_beside(self) -> list[Any]:
         """The batches of pipelines 1.. for this iteration; those of a ragged end are fewer."""
@@ -176,6 +189,26 @@ class ParallelModelsStrategy(StatefulStrategy):
         """The other pipelines' optimizers take over the hyper-parameters of pipeline 0's."""
         if self._division is not None and self._division.ensemble is not None:
             self._division.ensemble.follow_optimizers()
+
+    @contextlib.contextmanager
+    def trying(self, batch: Any) -> Iterator[Any]:
+        """Within this context steps are on trial; after it the strategy knows nothing of them but their stages.
+
+        Every process calls it. What steps change in module, trainer and plugins is left to the caller.
+
+        Args:
+            batch: of training, as read from the dataloader; it is not touched.
+        Returns:
+            A copy on the device, after its transfer hooks.
+        """
+        division, step_log = self._division, self._log
+        assert division is not None and step_log is not None
+        beside, fed = self._beside, self._fed
+        with step_log.unheard(), division.trying():
+            try:
+                yield self._to_device(self._converted(copy.deepcopy(batch)), None, 0, 0)
+            finally:
+                self._beside, self._fed = beside, fed
 
     # -- which model the module shows --------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from lightning_avgpipe.advancing import Advancing
 from lightning_avgpipe.capture.snapshot import unchanged, untouched
 from lightning_avgpipe.data import has_transfer_hooks
-from lightning_avgpipe.division import Division
 from lightning_avgpipe.elastic.averaging import average
 from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.replaced import replaced
@@ -109,15 +108,15 @@ class Rehearsal:
         self._trainer = trainer
         self._module = strategy.lightning_module
         self._batch = batch
-        self.batch_size = sum(part.size for part in strategy._split(self._copy(0)))
+        self.batch_size = strategy.num_samples(copy.deepcopy(batch))
         self.captured = 1
 
     def prepare(self, num_microbatches: int) -> None:
         """Make the stages, as the first iteration of training would."""
         self.captured = num_microbatches
-        self._trials(Setting(self.captured, schedule=self.strategy.schedule_name))
+        setting = Setting(self.captured, schedule=self.strategy.schedule_name)
         with contextlib.suppress(_Prepared):
-            self._step(1)
+            self._step(setting, self._trials(setting))
 
     def run(self, setting: Setting) -> BusyRecording:
         """One iteration without an optimizer step, with a batch for every pipeline.
@@ -126,13 +125,14 @@ class Rehearsal:
             MemoryShortage: it does not fit some process; all of them raise it.
         """
         mesh = self.strategy.mesh
-        self._trials(setting).runs = True
+        trials = self._trials(setting)
+        trials.runs = True
         self._clear_gradients()
         recorder = BusyRecorder(mesh.world.rank, mesh.device)
         mesh.record(recorder)
         mesh.guard = MemoryGuard()
         try:
-            self._step(setting.num_pipelines)
+            self._step(setting, trials)
         finally:
             mesh.guard = None
             mesh.record(None)
@@ -149,7 +149,7 @@ class Rehearsal:
         trials.runs = trials.metered = True
         self.strategy.mesh.guard = MemoryGuard()
         try:
-            self._step(setting.num_pipelines)
+            self._step(setting, trials)
         finally:
             self.strategy.mesh.guard = None
         return trials.kept
@@ -216,27 +216,19 @@ class Rehearsal:
         return [o._optimizer if isinstance(o, LightningOptimizer) else o for o in self.strategy.optimizers]
 
     def _trials(self, setting: Setting) -> _Trials:
-        strategy = self.strategy
-        strategy.num_pipelines, strategy._num_microbatches = setting.num_pipelines, setting.num_microbatches
-        trials = _Trials(
-            setting.schedule, setting.advance, strategy.mesh, math.inf, self._module, lambda: self._optimizers
-        )
+        mesh = self.strategy.mesh
+        trials = _Trials(setting.schedule, setting.advance, mesh, math.inf, self._module, lambda: self._optimizers)
         trials.captured = self.captured
-        strategy.advancing = trials
         return trials
 
-    def _step(self, num_pipelines: int) -> None:
-        batches = [self._copy(n) for n in range(num_pipelines)]
-        self.strategy._beside = batches[1:]
+    def _step(self, setting: Setting, trials: _Trials) -> None:
+        batches = [copy.deepcopy(self._batch) for _ in range(setting.num_pipelines)]  # a step may change its own
+        batch = self.strategy.try_next(batches, setting.num_microbatches, trials)
         self._module._current_fx_name = "on_train_batch_start"
-        self._module.on_train_batch_start(batches[0], 0)
+        self._module.on_train_batch_start(batch, 0)
         self._module._current_fx_name = "training_step"
-        kwargs = self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batches[0], 0)
+        kwargs = self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
         self.strategy.training_step(*kwargs.values())
-
-    def _copy(self, pipeline: int) -> Any:
-        """A batch for a pipeline; a step may change it, and what is no tensor in it."""
-        return self.strategy._shipping.seal(copy.deepcopy(self._batch), pipeline)
 
     def _clear_gradients(self) -> None:
         self.strategy.clear_gradients()
@@ -289,19 +281,16 @@ def rehearsing(
         batch: as read from the dataloader; it is not touched.
         num_microbatches: for its number of samples how many micro-batches the stages are planned for.
     """
-    module, division = strategy.lightning_module, strategy._division
-    assert module is not None and isinstance(division, Division)
+    module = strategy.lightning_module
+    assert module is not None
     with contextlib.ExitStack() as undo:
         undo.enter_context(torch.enable_grad())
         undo.enter_context(_unheard(trainer, module, strategy))
         undo.enter_context(_without_gradients(module))
-        undo.enter_context(_same_options(strategy))
         if trainer.datamodule is not None and has_transfer_hooks(trainer):  # type: ignore[attr-defined]
             undo.enter_context(unchanged(trainer.datamodule))  # type: ignore[attr-defined]
         undo.enter_context(untouched(module))
-        undo.enter_context(division.trying())
-        here = strategy._to_device(strategy._converted(copy.deepcopy(batch)), None, 0, 0)
-        rehearsal = Rehearsal(trainer, strategy, here)
+        rehearsal = Rehearsal(trainer, strategy, undo.enter_context(strategy.trying(batch)))
         rehearsal.prepare(num_microbatches(rehearsal.batch_size))
         yield rehearsal
 
@@ -309,12 +298,8 @@ def rehearsing(
 @contextlib.contextmanager
 def _unheard(trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy) -> Iterator[None]:
     """Nobody is told what happens within this context."""
-    step_log, callbacks, loggers = strategy._log, trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
-    assert step_log is not None
+    callbacks, loggers = trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
     with contextlib.ExitStack() as undo:
-        undo.enter_context(unchanged(step_log.batch_values))
-        undo.enter_context(unchanged(step_log))
-        undo.enter_context(replaced(step_log, "_log", _nothing))
         undo.enter_context(unchanged(strategy.precision_plugin))
         for value in vars(strategy.precision_plugin).values():
             if isinstance(value, GradScaler):
@@ -341,17 +326,6 @@ def _without_gradients(module: pl.LightningModule) -> Iterator[None]:
             # what has gone to another process or device since has left its gradient behind, as at any first batch
             same = gradient is not None and gradient.device == parameter.device
             parameter.grad = gradient if same else None
-
-
-@contextlib.contextmanager
-def _same_options(strategy: AvgPipeStrategy) -> Iterator[None]:
-    names = ("advancing", "num_pipelines", "_num_microbatches", "_beside", "_fed")
-    before = {name: getattr(strategy, name) for name in names}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(strategy, name, value)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,6 +23,7 @@ from lightning_avgpipe.checkpoint import (
     own_state_dict,
     scattered_owners,
 )
+from lightning_avgpipe.connected import ConnectedStrategy
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.runtime.lending import Lender
@@ -37,33 +36,33 @@ __all__ = ["StatefulStrategy"]
 _KEY = "AvgPipeStrategy"  # of what a checkpoint holds beside Lightning's own
 
 
-class StatefulStrategy(ParallelStrategy):
+class StatefulStrategy(ConnectedStrategy):
     """A strategy whose processes each hold a part of the state.
 
     Attributes:
-        save_distributed_checkpoint: whether each process writes its own part.
-        save_replicas: whether checkpoints hold parallel models besides their reference.
         seed: of the random numbers that are drawn in units; a resumed run goes on with the seed of the first one.
         advancing: chooses the schedule of each iteration of training.
     """
 
-    save_distributed_checkpoint: bool
-    save_replicas: bool = True
     seed: int = 0
     advancing: Advancing | None = None
-    _mesh: Mesh | None
     _division: Division | None
     _loaded_weights: Mapping[str, Tensor] | None = None
 
     @property
-    @abstractmethod
-    def mesh(self) -> Mesh:
-        """Processes and channels."""
+    def save_distributed_checkpoint(self) -> bool:
+        """Whether each process writes its own part of a checkpoint."""
+        return self._options.save_distributed_checkpoint
 
     @property
-    @abstractmethod
-    def plain(self) -> bool:
-        """Whether there is nothing to pipeline."""
+    def save_replicas(self) -> bool:
+        """Whether checkpoints hold parallel models besides their reference."""
+        return self._options.save_replicas
+
+    def setup_environment(self) -> None:
+        """Connect the processes; called before the module's own set-up hooks."""
+        self._choose_files()
+        super().setup_environment()
 
     def choose_seed(self, mesh: Mesh) -> None:
         """Take the seed of rank 0's process; loading may change it."""
@@ -95,7 +94,7 @@ class StatefulStrategy(ParallelStrategy):
         with place, self.precision_plugin.tensor_init_context():
             yield
 
-    def choose_files(self) -> None:
+    def _choose_files(self) -> None:
         """Use our own files where nobody asks for others."""
         self.checkpoint_io: CheckpointIO = with_local_files(self._checkpoint_io)
         if self.save_distributed_checkpoint and type(self.checkpoint_io) is not LocalCheckpointIO:

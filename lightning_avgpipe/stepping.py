@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from lightning_avgpipe import checks, tree
 from lightning_avgpipe.adaptation import quiet_hooks
+from lightning_avgpipe.advancing import Advancing
 from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.grouping import recount
+from lightning_avgpipe.options import SplitBatch
 from lightning_avgpipe.parallel import ParallelModelsStrategy
 from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.runtime.microbatch import MicroBatch, merge, split, split_with
@@ -26,11 +28,7 @@ from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
 from lightning_avgpipe.schedule import Schedule, build
 
-__all__ = ["SplitBatch", "SteppingStrategy"]
-
-_MICROBATCHES_PER_STAGE = 4
-
-SplitBatch = Callable[[Any, int], Sequence[Any]]
+__all__ = ["SteppingStrategy"]
 
 
 class SteppingStrategy(ParallelModelsStrategy):
@@ -43,18 +41,8 @@ class SteppingStrategy(ParallelModelsStrategy):
     """
 
     plan: Plan | None = None
-    _num_microbatches: Count | Literal["auto"]
-    _schedule_name: str
-    _advance: Natural | Literal["auto"]
-    _loss_reduction: str
-    _split_batch: SplitBatch | None
     _zero_grad: Callable[[], None] | None = None
     tuner: Callable[[Any], bool] | None = None
-
-    @property
-    @abstractmethod
-    def num_stages(self) -> int:
-        """K."""
 
     @property
     def peak_memory_bytes(self) -> dict[int, int]:
@@ -83,12 +71,9 @@ class SteppingStrategy(ParallelModelsStrategy):
         Raises:
             ConfigurationError: a number that cannot work, or a callback that knows one model only.
         """
-        wanted = (
-            self.num_pipelines if num_pipelines is None else num_pipelines,
-            self._num_microbatches if num_microbatches is None else num_microbatches,
-            self._advance if advance is None else advance,
-        )
-        checks.counts(*wanted, self._schedule_name)
+        numbers = {"num_pipelines": num_pipelines, "num_microbatches": num_microbatches, "advance": advance}
+        asked: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
+        wanted = replace(self._options, **asked)
         module = self.lightning_module
         if self.plain and module is not None:
             raise ConfigurationError(
@@ -97,9 +82,9 @@ class SteppingStrategy(ParallelModelsStrategy):
                 "pipelines"
             )
         if module is not None:
-            checks.trainer(module.trainer, self.world_size, wanted[0])
-        changed = wanted[0] != self.num_pipelines
-        self.num_pipelines, self._num_microbatches, self._advance = wanted
+            checks.trainer(module.trainer, self.world_size, wanted.num_pipelines)
+        changed = wanted.num_pipelines != self.num_pipelines
+        self._options = wanted
         if advance is not None and self.advancing is not None:
             self.advancing.fix(advance)
         if changed and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -108,14 +93,12 @@ class SteppingStrategy(ParallelModelsStrategy):
     @property
     def given(self) -> dict[str, Any]:
         """What ``reconfigure`` would change that is not as by default."""
-        counts = {"num_pipelines": (self.num_pipelines, 1), "num_microbatches": (self._num_microbatches, "auto")}
-        counts["advance"] = (self._advance, "auto")
-        return {name: now for name, (now, default) in counts.items() if now != default}
+        return self._options.given
 
     @property
     def schedule_name(self) -> str:
         """``"advance_forward"``, ``"1f1b"`` or ``"afab"``."""
-        return self._schedule_name
+        return self._options.schedule
 
     @contextlib.contextmanager
     def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
@@ -125,6 +108,34 @@ class SteppingStrategy(ParallelModelsStrategy):
             yield
         finally:
             self._zero_grad = None
+
+    @contextlib.contextmanager
+    def trying(self, batch: Any) -> Iterator[Any]:
+        """Within this context steps are on trial, see :meth:`ParallelModelsStrategy.trying` and :meth:`try_next`."""
+        options, advancing = self._options, self.advancing
+        try:
+            with super().trying(batch) as here:
+                yield here
+        finally:
+            self._options, self.advancing = options, advancing
+
+    def try_next(self, batches: Sequence[Any], num_microbatches: int, advancing: Advancing) -> Any:
+        """While steps are on trial: what the next one runs with.
+
+        Args:
+            batches: on the device, one for each pipeline; a step may change them.
+            num_microbatches: M.
+            advancing: gives the iteration its schedule.
+        Returns:
+            The batch of pipeline 0, which the step takes as its argument.
+        """
+        self._options = replace(self._options, num_pipelines=len(batches), num_microbatches=num_microbatches)
+        self.advancing = advancing
+        return self.hand_out(batches)
+
+    def num_samples(self, batch: Any) -> int:
+        """Samples of a batch, as its micro-batches count them."""
+        return sum(part.size for part in self._parts(batch))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run all forwards and backwards of a batch, and of those of the other pipelines.
@@ -139,6 +150,7 @@ class SteppingStrategy(ParallelModelsStrategy):
         module, precision = self.lightning_module, self.precision_plugin
         batches = [args[0], *self.take_beside()]
         works = [self._split(batch, n) for n, batch in enumerate(batches)]
+        weighted = self._options.loss_reduction == "mean"
         accumulate, zero_grad = module.trainer.accumulate_grad_batches, self._zero_grad
         if zero_grad is not None and (self.num_models > 1 or not self.mesh.hosts_last):
             # here no forward comes before all backwards, or the module may show another pipeline's model by then
@@ -156,7 +168,7 @@ class SteppingStrategy(ParallelModelsStrategy):
             first = n == i == 0
             with contextlib.nullcontext() if first else quiet_hooks(module.trainer, "on_before_backward"):
                 loss = precision.pre_backward(loss, module)
-            return loss * works[n][i].weight if self._loss_reduction == "mean" and len(works[n]) > 1 else loss
+            return loss * works[n][i].weight if weighted and len(works[n]) > 1 else loss
 
         # Lightning's weight averaging passes over the data once more without training
         trains = not module.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
@@ -211,10 +223,7 @@ class SteppingStrategy(ParallelModelsStrategy):
         schedules = [self._schedule(parts, training=finish is not None) for parts in works]
         example, trains = (works[0][0].data, *rest), self.num_pipelines if step == "training_step" else 1
         if division.prepare(step, partial(run, 0, 0), example, decides, schedules[0], trains):
-            groups = f", {self.mesh.num_groups} groups of them" if self.mesh.num_groups > 1 else ""
-            size = self.mesh.world_size
-            processes = "one process" if size == 1 else f"{size} processes"
-            rank_zero_info(f"\n{self.num_stages} stages on {processes}{groups}:\n{division.plan}")
+            self._announce(division.plan)
         self.plan = division.plan
         pipelines = self.pipelines_for(step, len(works))
         step_log.begin(sum(map(len, works)))
@@ -242,17 +251,23 @@ class SteppingStrategy(ParallelModelsStrategy):
             step_log.issue(over_groups=step == "training_step")
         return outputs
 
+    def _announce(self, plan: Plan | None) -> None:
+        groups = f", {self.mesh.num_groups} groups of them" if self.mesh.num_groups > 1 else ""
+        size = self.mesh.world_size
+        processes = "one process" if size == 1 else f"{size} processes"
+        rank_zero_info(f"\n{self.num_stages} stages on {processes}{groups}:\n{plan}")
+
     def _split(self, batch: Any, pipeline: int = 0) -> list[MicroBatch]:
         self._shipping.check_seal(batch, pipeline)
-        wanted = self._num_microbatches
-        several = _MICROBATCHES_PER_STAGE * self.num_stages if self.num_stages > 1 else 1
-        count = several if wanted == "auto" else wanted
-        splitter = self._splitter
+        return self._parts(batch)
+
+    def _parts(self, batch: Any) -> list[MicroBatch]:
+        count, splitter = self._options.microbatches(self.num_stages), self._splitter
         return split(batch, count) if splitter is None else split_with(splitter, batch, count)
 
     @property
     def _splitter(self) -> SplitBatch | None:
-        return getattr(self.lightning_module, "split_batch", None) or self._split_batch
+        return getattr(self.lightning_module, "split_batch", None) or self._options.split_batch
 
     def _schedule(self, parts: Sequence[MicroBatch], training: bool) -> Schedule:
         assert self.advancing is not None
@@ -265,7 +280,7 @@ class SteppingStrategy(ParallelModelsStrategy):
     def _merge_training(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
         detached = [tree.map_tensors(Tensor.detach, output) for output in outputs]
         merged = merge(detached, [part.size for part in parts])
-        if self._loss_reduction == "sum":
+        if self._options.loss_reduction == "sum":
             total = torch.stack([checks.loss(output) for output in detached]).sum()
             merged = {**merged, "loss": total} if isinstance(merged, dict) else total
         return merged

@@ -11,40 +11,27 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
-from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_avgpipe import checks, launch
 from lightning_avgpipe.adaptation import adapted
 from lightning_avgpipe.advancing import Advancing
-from lightning_avgpipe.capture.cache import CostCache, default_directory
 from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.data import Shipping, batches_wanted, has_transfer_hooks, mirror
 from lightning_avgpipe.division import Division
-from lightning_avgpipe.elastic.averaging import Elasticity, OuterOptimizer
+from lightning_avgpipe.elastic.averaging import OuterOptimizer
 from lightning_avgpipe.grouping import grouping
-from lightning_avgpipe.interrupts import ending_together
 from lightning_avgpipe.metrics import StepLog
-from lightning_avgpipe.runtime.arrangement import Arrangement
+from lightning_avgpipe.options import Options, SplitBatch
 from lightning_avgpipe.runtime.materialize import on_meta
 from lightning_avgpipe.runtime.memory import MemoryLimit, limit_of
-from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.ownership import to_host
 from lightning_avgpipe.runtime.planner import Planner
 from lightning_avgpipe.runtime.recompute import chosen
 from lightning_avgpipe.shares import check_alike, sharing
-from lightning_avgpipe.stepping import SplitBatch, SteppingStrategy
+from lightning_avgpipe.stepping import SteppingStrategy
 
 __all__ = ["AvgPipeStrategy"]
 
@@ -204,43 +191,19 @@ class AvgPipeStrategy(SteppingStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
-        checks.options(
-            num_stages, num_pipelines, num_microbatches, schedule, advance, split_points, loss_reduction, reader,
-            send_batch, start_method, processes_per_device,
+            Options(
+                num_stages=num_stages, num_pipelines=num_pipelines, processes_per_device=processes_per_device,
+                num_microbatches=num_microbatches, schedule=schedule, advance=advance, split_points=split_points,
+                costs=costs, costs_cache=costs_cache, memory_limit=memory_limit, recompute=recompute,
+                loss_reduction=loss_reduction, split_batch=split_batch, reader=reader, send_batch=send_batch,
+                verify_copies=verify_copies, alpha=alpha, outer_lr=outer_lr, outer_optimizer=outer_optimizer,
+                average_every=average_every, save_replicas=save_replicas,
+                save_distributed_checkpoint=save_distributed_checkpoint, start_method=start_method,
+                process_group_backend=process_group_backend, timeout=timeout or _DEFAULT_TIMEOUT,
+            ),
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
         )  # fmt: skip
-        checks.partition_options(costs, costs_cache, memory_limit, recompute)
-        checks.elasticity(alpha, outer_lr, outer_optimizer, average_every)
-        self.num_nodes = 1
-        self._wanted_stages = num_stages
-        self.num_pipelines = num_pipelines
-        self.processes_per_device = processes_per_device
-        self._elasticity = Elasticity(alpha, outer_lr, outer_optimizer, average_every)
-        self.save_replicas = save_replicas
-        self._num_microbatches = num_microbatches
-        self._schedule_name = schedule
-        self._advance: int | Literal["auto"] = advance
-        self._split_points = split_points
-        self._costs = costs
-        self._costs_cache = costs_cache
-        self._memory_limit = memory_limit
-        self._recompute = recompute
-        self._loss_reduction = loss_reduction
-        self._split_batch = split_batch
-        self._reader = reader
-        self._send_batch = send_batch
-        self._verify_copies = verify_copies
-        self.save_distributed_checkpoint = save_distributed_checkpoint
-        self._start_method = start_method
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout or _DEFAULT_TIMEOUT
-        self._mesh: Mesh | None = None
-        self._undo = contextlib.ExitStack()
         self._forget()
 
     def _forget(self) -> None:
@@ -251,124 +214,12 @@ class AvgPipeStrategy(SteppingStrategy):
         self._log: StepLog | None = None
         self.forget_models()
 
-    # -- processes ---------------------------------------------------------------------------------------------------
-
-    @property
-    def arrangement(self) -> Arrangement:
-        """Of all processes on devices."""
-        devices = len(self.parallel_devices) if self.parallel_devices is not None else 1
-        return Arrangement(devices, self.num_nodes, self.processes_per_device)
-
-    @property
-    def num_processes(self) -> int:
-        """Processes of this node."""
-        return self.arrangement.node_size
-
-    @property
-    def num_stages(self) -> int:
-        """K."""
-        return self.arrangement.num_devices if self._wanted_stages == "auto" else self._wanted_stages
-
-    @property
-    def plain(self) -> bool:
-        """Whether there is nothing to pipeline: one process, one stage, one micro-batch, one model.
-
-        Then nothing is captured, split, replaced or refused: all is as with Lightning's strategy for one device.
-        """
-        alone = self.arrangement.world_size == self.num_stages == self.num_pipelines == 1
-        return alone and self._num_microbatches in ("auto", 1) and not self._recompute
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of processes that host all K stages."""
-        return len(self.arrangement.groups(self.num_stages))
-
-    @property
-    def group_number(self) -> int:
-        """Which group this process is in, 0-based."""
-        groups = enumerate(self.arrangement.groups(self.num_stages))
-        return next(number for number, ranks in groups if self.global_rank in ranks)
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.arrangement.device_of(self.local_rank)]
-
-    @property
-    def mesh(self) -> Mesh:
-        """Processes and channels, from the set-up of the environment on."""
-        assert self._mesh is not None
-        return self._mesh
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """In each group one process reads the data of the group."""
-        return {"num_replicas": self.num_groups, "rank": self.group_number}
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        checks.processes(self.num_stages, self.arrangement.num_devices)
-        self._launcher = launch.launcher(self, self._start_method)
-        if self.plain:
-            rank_zero_info(
-                "AvgPipeStrategy: with one device, one stage and one micro-batch there is nothing to pipeline; "
-                "everything is as with strategy='auto'. More devices, or num_stages=2 on this one, make a pipeline"
-            )
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment who this process is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """Backend of torch.distributed."""
-        return self._process_group_backend
-
-    def setup_environment(self) -> None:
-        """Connect the processes; called before the module's own set-up hooks."""
-        super().setup_environment()
-        if not self.plain:
-            reset_seed()  # as ddp; in one process too, so that it draws what several draw
-        self.choose_files()
-        self.set_world_ranks()
-        if self.world_size == 1:
-            self._mesh = self._mesh or Mesh(self.num_stages, 0, 1, self.root_device, self._timeout)
-            self._mesh.open()
-            return
-        assert self.cluster_environment is not None
-        default = _get_default_process_group_backend_for_device(self.root_device)
-        backend = self._process_group_backend = self._process_group_backend or default
-        with launch.connecting(self.global_rank, self.world_size):
-            if not _distributed_is_initialized():
-                # control messages travel on the host, whatever connects the devices
-                all_devices = backend if self.processes_per_device == 1 else "gloo"
-                both = f"cpu:gloo,cuda:{all_devices}" if backend == "nccl" else backend
-                _init_dist_connection(self.cluster_environment, both, timeout=self._timeout)
-            if self._mesh is None:
-                self._mesh = Mesh(
-                    self.num_stages,
-                    self.global_rank,
-                    self.world_size,
-                    self.root_device,
-                    self._timeout,
-                    device_backend=backend if self.root_device.type == "cuda" else None,
-                    reader=self.arrangement.group_size(self.num_stages) - 1 if self._reader == "first" else 0,
-                    arrangement=self.arrangement,
-                )
-            self._mesh.open()
-        self.failed = False
-        assert self.lightning_module is not None
-        self._undo.enter_context(ending_together(self.lightning_module.trainer, self))
-
     # -- set-up and teardown -----------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Prepare one run of the trainer; the plan is made when the first batch is there."""
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None and trainer.state.fn is not None
         self._forget()
         if self.plain:
             super().setup(trainer)
@@ -377,48 +228,44 @@ class AvgPipeStrategy(SteppingStrategy):
         checks.trainer(trainer, self.world_size, self.num_pipelines)
         checks.same_checkpoint(self.mesh.world.gather_objects(str(trainer.ckpt_path or "")))
         if fitting:
-            checks.module(self.lightning_module)
-        if fitting:
-            # before the optimizers are made, for which the number of iterations may be asked
-            ends = self.ends if self.num_groups > 1 else None
-            count = partial(getattr, self, "num_pipelines")
-            self._undo.enter_context(grouping(trainer, count, ends, self.tuner))
-            self._undo.enter_context(sharing(trainer, self.mesh))
-        assert trainer.state.fn is not None
-        checks.steps(self.lightning_module, _STEPS_OF[trainer.state.fn])
+            checks.module(module)
+            self._share_data(trainer)
+        checks.steps(module, _STEPS_OF[trainer.state.fn])
         super().setup(trainer)
-        module = self.lightning_module
-        observers = [m for m in module.modules() if isinstance(m, Metric)]
         self.choose_seed(self.mesh)
-        cache = self._costs_cache
-        planner = Planner(
-            module,
-            self.num_stages,
-            self._split_points,
-            self.root_device,
-            observers,
-            "flops" if on_meta(module) else self._costs,  # what has no contents cannot be timed
-            None if cache is None else CostCache(default_directory() if cache == "auto" else cache),
-            limit_of(self._memory_limit, self.root_device, self._sharing()),
-            chosen(module, self._recompute),
-        )
-        self._division = Division(
-            module,
-            self.mesh,
-            planner,
-            lambda: self.optimizers,
-            self.take_origin(module),
-            self._elasticity,
-            observers,
-        )
+        self._division = self._divided(module)
         self._log = StepLog(module, self.mesh.hosts_last, self.mesh.heads)
-        sends = self.mesh.reads and self.mesh.world_size > 1
+        options = self._options
         self.advancing = Advancing(
-            self._schedule_name, self._advance, self.mesh, self.memory_per_stage(), module, lambda: self.optimizers
+            options.schedule, options.advance, self.mesh, self.memory_per_stage(), module, lambda: self.optimizers
         )
+        sends = self.mesh.reads and self.mesh.world_size > 1
         early = not has_transfer_hooks(trainer)
         self._shipping = Shipping(self.mesh.feed, self._needs, sends, early, partial(batches_wanted, trainer))
         self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))
+
+    def _share_data(self, trainer: pl.Trainer) -> None:
+        """Before the optimizers are made, for which the number of iterations may be asked."""
+        ends = self.ends if self.num_groups > 1 else None
+        count = partial(getattr, self, "num_pipelines")  # which can be pickled: a module knows trainer and loader
+        self._undo.enter_context(grouping(trainer, count, ends, self.tuner))
+        self._undo.enter_context(sharing(trainer, self.mesh))
+
+    def _divided(self, module: pl.LightningModule) -> Division:
+        options, observers = self._options, [m for m in module.modules() if isinstance(m, Metric)]
+        planner = Planner(
+            module,
+            self.num_stages,
+            options.split_points,
+            self.root_device,
+            observers,
+            "flops" if on_meta(module) else options.costs,  # what has no contents cannot be timed
+            options.cache,
+            limit_of(options.memory_limit, self.root_device, self._sharing()),
+            chosen(module, options.recompute),
+        )
+        origin = self.take_origin(module)
+        return Division(module, self.mesh, planner, lambda: self.optimizers, origin, options.elasticity, observers)
 
     def replan(self) -> None:
         """With the next batch of training divide the module for what is configured by then, where that is possible.
@@ -430,7 +277,7 @@ class AvgPipeStrategy(SteppingStrategy):
 
     def memory_per_stage(self, limit: MemoryLimit = None) -> float:
         """Bytes that each stage may use: by this limit, or else ``memory_limit``, or else 90 % of the device."""
-        given = self._memory_limit if limit is None else limit
+        given = self._options.memory_limit if limit is None else limit
         return limit_of(_MOST if given is None else given, self.root_device, self._sharing())
 
     def _sharing(self) -> int:
@@ -477,15 +324,7 @@ class AvgPipeStrategy(SteppingStrategy):
         super().teardown()
         self._lightning_module = module
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Tell the other processes, unless all have agreed to end here."""
-        if self._mesh is None or (isinstance(exception, SIGTERMException) and self.mesh.agreed("stop")):
-            return
-        self.failed = True
-        self.mesh.report(exception)
-        launch.end_with_this_process(self._launcher)
-
-    # -- what Lightning asks of processes ----------------------------------------------------------------------------
+    # -- batches and steps -------------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
         """In each group one process reads, the others follow."""
@@ -501,39 +340,15 @@ class AvgPipeStrategy(SteppingStrategy):
     def _needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         """The tensors of a batch for a process; None is all of them."""
         assert self.lightning_module is not None
-        if self._send_batch == "all" or self._splitter is not None or self._division is None:
+        if self._options.send_batch == "all" or self._splitter is not None or self._division is None:
             return None
         stage = self.lightning_module.trainer.state.stage
         return None if stage is None else self._division.pipeline.leaves(_STEPS[stage], rank, batch)
 
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes."""
-        if self._mesh is not None and not self.failed:
-            self.mesh.world.barrier(f"the barrier '{name}'" if name else "a barrier")
-
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Every rank gets the source's object."""
-        return obj if self._mesh is None or self.failed else self.mesh.world.broadcast(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Values live on one rank only: nothing to reduce."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The stages work on the same batch, so there is nothing to gather; as with one device."""
-        return tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, decided so."""
-        if self._mesh is None or self.failed or self.world_size == 1:
-            return decision
-        votes = int(self.mesh.world.sum(torch.tensor(int(decision))))
-        return votes == self.world_size if all else votes > 0
-
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the closure and step."""
         result = super().optimizer_step(*args, **kwargs)
-        if self._verify_copies and self._division is not None:
+        if self._options.verify_copies and self._division is not None:
             self._division.verify_copies()
         return result
 

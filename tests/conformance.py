@@ -91,14 +91,18 @@ def _swap(mode: str) -> None:
     if mode == "stages":
         set_up = AvgPipeStrategy.setup_environment
 
+        def num_stages(self: Any) -> int:
+            modules = [] if self.lightning_module is None else self.lightning_module.modules()
+            layers = [m for m in modules if not list(m.children()) and list(m.parameters())]
+            return min(2, max(1, len(layers)))
+
         @functools.wraps(set_up)
         def with_stages(self: Any) -> None:
-            layers = [m for m in self.lightning_module.modules() if not any(m.children()) and any(m.parameters())]
-            self._wanted_stages = min(2, max(1, len(layers)))
-            if self._mesh is not None and self._mesh.num_stages != self._wanted_stages:
-                self._mesh = None
+            if self._mesh is not None and self._mesh.num_stages != self.num_stages:
+                self._mesh = None  # of another module
             set_up(self)
 
+        AvgPipeStrategy.num_stages = property(num_stages)
         AvgPipeStrategy.setup_environment = with_stages
 
 

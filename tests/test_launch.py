@@ -143,7 +143,7 @@ def test_a_function_in_a_notebook_trains_the_same(name: str, monkeypatch: pytest
     torch.manual_seed(5)
     model = MLP()
     runner = trainer(strategy=name, devices=2, max_epochs=2)
-    runner.strategy._num_microbatches = 2
+    runner.strategy.reconfigure(num_microbatches=2)
     runner.fit(model, loader(MLP, 24, 8, shuffle=True))
     for parameter, value in expected().items():
         assert torch.equal(model.state_dict()[parameter], value), parameter
@@ -176,7 +176,7 @@ def test_lightning_cli_knows_the_names() -> None:
     options = {"accelerator": "cpu", "devices": 2, "logger": False, "strategy": "avgpipe_spawn"}
     cli = LightningCLI(MLP, run=False, save_config_callback=None, args={"trainer": options})
     assert isinstance(cli.trainer.strategy, AvgPipeStrategy)
-    assert cli.trainer.strategy._start_method == "spawn"
+    assert cli.trainer.strategy.launcher._start_method == "spawn"
 
 
 @pytest.mark.parametrize("strategy", ["avgpipe", "avgpipe_fork", AvgPipeStrategy(num_stages=2)])

@@ -1,0 +1,207 @@
+"""The strategy's part in processes: which there are, how they find each other, and what Lightning asks of them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from torch import Tensor
+
+from lightning_avgpipe import checks, launch
+from lightning_avgpipe.interrupts import ending_together
+from lightning_avgpipe.options import Options
+from lightning_avgpipe.runtime.arrangement import Arrangement
+from lightning_avgpipe.runtime.mesh import Mesh
+
+__all__ = ["ConnectedStrategy"]
+
+
+class ConnectedStrategy(ParallelStrategy):
+    """A strategy whose processes host the stages of pipelines, in groups that each host all of them.
+
+    Args:
+        options: what it was asked for.
+        lightnings: accelerator, devices and plugins, as every Lightning strategy takes them.
+
+    Attributes:
+        num_nodes: set by the Trainer.
+        failed: whether this run has ended with an error, here or in another process.
+    """
+
+    def __init__(self, options: Options, **lightnings: Any) -> None:
+        super().__init__(**lightnings)
+        self.num_nodes = 1
+        self.failed = False
+        self._options = options
+        self._backend = options.process_group_backend
+        self._mesh: Mesh | None = None
+        self._undo = contextlib.ExitStack()
+
+    # -- which there are ---------------------------------------------------------------------------------------------
+
+    @property
+    def processes_per_device(self) -> int:
+        """Groups that share the same devices, each with processes of its own."""
+        return self._options.processes_per_device
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Of all processes on devices."""
+        devices = len(self.parallel_devices) if self.parallel_devices is not None else 1
+        return Arrangement(devices, self.num_nodes, self.processes_per_device)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of this node."""
+        return self.arrangement.node_size
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        wanted = self._options.num_stages
+        return self.arrangement.num_devices if wanted == "auto" else wanted
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing to pipeline: one process, one stage, one micro-batch, one model.
+
+        Then nothing is captured, split, replaced or refused: all is as with Lightning's strategy for one device.
+        """
+        options = self._options
+        alone = self.arrangement.world_size == self.num_stages == options.num_pipelines == 1
+        return alone and options.num_microbatches in ("auto", 1) and not options.recompute
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of processes that host all K stages."""
+        return len(self.arrangement.groups(self.num_stages))
+
+    @property
+    def group_number(self) -> int:
+        """Which group this process is in, 0-based."""
+        groups = enumerate(self.arrangement.groups(self.num_stages))
+        return next(number for number, ranks in groups if self.global_rank in ranks)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.arrangement.device_of(self.local_rank)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """In each group one process reads the data of the group."""
+        return {"num_replicas": self.num_groups, "rank": self.group_number}
+
+    # -- how they find each other ------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """Processes and channels, from the set-up of the environment on."""
+        assert self._mesh is not None
+        return self._mesh
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of torch.distributed."""
+        return self._backend
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        checks.processes(self.num_stages, self.arrangement.num_devices)
+        self._launcher = launch.launcher(self, self._options.start_method)
+        if self.plain:
+            rank_zero_info(
+                "AvgPipeStrategy: with one device, one stage and one micro-batch there is nothing to pipeline; "
+                "everything is as with strategy='auto'. More devices, or num_stages=2 on this one, make a pipeline"
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        """Connect the processes; called before the module's own set-up hooks."""
+        super().setup_environment()
+        if not self.plain:
+            reset_seed()  # as ddp; in one process too, so that it draws what several draw
+        self.set_world_ranks()
+        if self.world_size == 1:
+            self._mesh = self._mesh or Mesh(self.num_stages, 0, 1, self.root_device, self._options.timeout)
+            self._mesh.open()
+            return
+        self._backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
+        with launch.connecting(self.global_rank, self.world_size):
+            self._connect(self._backend)
+        self.failed = False
+        assert self.lightning_module is not None
+        self._undo.enter_context(ending_together(self.lightning_module.trainer, self))
+
+    def _connect(self, backend: str) -> None:
+        assert self.cluster_environment is not None
+        device, timeout = self.root_device, self._options.timeout
+        if not _distributed_is_initialized():
+            # control messages travel on the host, whatever connects the devices
+            all_devices = backend if self.processes_per_device == 1 else "gloo"
+            both = f"cpu:gloo,cuda:{all_devices}" if backend == "nccl" else backend
+            _init_dist_connection(self.cluster_environment, both, timeout=timeout)
+        if self._mesh is None:
+            self._mesh = Mesh(
+                self.num_stages,
+                self.global_rank,
+                self.world_size,
+                device,
+                timeout,
+                device_backend=backend if device.type == "cuda" else None,
+                reader=self.arrangement.group_size(self.num_stages) - 1 if self._options.reader == "first" else 0,
+                arrangement=self.arrangement,
+            )
+        self._mesh.open()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other processes, unless all have agreed to end here."""
+        if self._mesh is None or (isinstance(exception, SIGTERMException) and self.mesh.agreed("stop")):
+            return
+        self.failed = True
+        self.mesh.report(exception)
+        launch.end_with_this_process(self._launcher)
+
+    # -- what Lightning asks of them ---------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+        if self._mesh is not None and not self.failed:
+            self.mesh.world.barrier(f"the barrier '{name}'" if name else "a barrier")
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Every rank gets the source's object."""
+        return obj if self._mesh is None or self.failed else self.mesh.world.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Values live on one rank only: nothing to reduce."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The stages work on the same batch, so there is nothing to gather; as with one device."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, decided so."""
+        if self._mesh is None or self.failed or self.world_size == 1:
+            return decision
+        votes = int(self.mesh.world.sum(torch.tensor(int(decision))))
+        return votes == self.world_size if all else votes > 0
