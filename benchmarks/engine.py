@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,10 +38,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network
 from benchmarks.models import SIZES, HandWritten, Size, begin, by_hand, example, loss_of, make_model
-from benchmarks.processes import launch
+from benchmarks.partition import leaves
+from benchmarks.processes import TIMEOUT, add_options, connected, launch
+from benchmarks.rounds import in_turns
 from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.tracer import intercepting
-from lightning_avgpipe.capture.units import divisible, initial_units, refine
 from lightning_avgpipe.partition import cut_at
 from lightning_avgpipe.runtime.copies import Copies
 from lightning_avgpipe.runtime.mesh import Mesh
@@ -58,7 +58,6 @@ from lightning_avgpipe.schedule import Schedule, StageCosts, build, simulate, sm
 NUM_STAGES = 2
 STEP = "training_step"
 PARTS = ["replay", "free", "limited"]  # in one process; in two on free links, and on limited ones
-_TIMEOUT = timedelta(minutes=3)
 _PROBES = 7
 _CLOSE = 1e-4  # relative; losses of two engines that add in another order
 
@@ -73,16 +72,14 @@ def replay_overhead(size: Size, fine: bool, rounds: int) -> list[dict[str, Any]]
     """
     model = make_model(size)
     batch = example(size, 1)
-    units = initial_units(model)
-    while heavy := [unit for unit in units if divisible(model, unit)]:
-        units = refine(model, units, heavy)
+    units = leaves(model)
     split_point = f"blocks.{size.layers // 2}"
     graph = capture(STEP, model.training_step, (batch, 0), model, units)
     cut = cut_at(graph, [split_point], NUM_STAGES)
     if not fine:  # the planner closes again what the cut does not divide
         plan = Planner(model, NUM_STAGES, [split_point]).plan(STEP, model.training_step, (batch, 0), units)
         graph, cut = plan.graph, plan.cuts
-    mesh = Mesh(NUM_STAGES, 0, 1, torch.device("cpu"), _TIMEOUT)
+    mesh = Mesh(NUM_STAGES, 0, 1, torch.device("cpu"), TIMEOUT)
     first, last = (
         Stage(program, model, mesh.device, Copies(model, mesh, {})) for program in stage_programs(graph, cut)
     )
@@ -216,16 +213,10 @@ class Costs:
 
 def work(options: argparse.Namespace) -> None:
     """What each process does; rank 0 writes the results."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
-    mesh = Mesh(NUM_STAGES, dist.get_rank(), NUM_STAGES, torch.device("cpu"), _TIMEOUT)
-    mesh.open()
-    result = measure(mesh, SIZES[options.size], options.rounds)
-    mesh.barrier()
-    mesh.close()
+    with connected() as mesh:
+        result = measure(mesh, SIZES[options.size], options.rounds)
     if mesh.rank == 0:
         options.result.write_text(json.dumps(result))
-    dist.destroy_process_group()
 
 
 def measure(mesh: Mesh, size: Size, rounds: int) -> dict[str, Any]:
@@ -253,20 +244,18 @@ def measure(mesh: Mesh, size: Size, rounds: int) -> dict[str, Any]:
         model.train()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     units: list[tuple[float, float]] = []
-    for i in range(rounds):
-        names = [*sides, "costs"]
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            for model in models:
-                begin(model)
-            # the strategy keeps this on while it trains
-            with intercepting() if name.startswith("avgpipe") else nullcontext():
-                mesh.barrier()  # also before the costs: both processes compute then, as they do in an iteration
-                if name == "costs":
-                    units.append(costs.run(batch, size.num_microbatches))
-                    continue
-                before, cpu = time.perf_counter(), time.process_time()
-                sides[name]()
-                times[name].append((time.perf_counter() - before, time.process_time() - cpu))
+    for name in in_turns([*sides, "costs"], rounds):
+        for model in models:
+            begin(model)
+        # the strategy keeps this on while it trains
+        with intercepting() if name.startswith("avgpipe") else nullcontext():
+            mesh.barrier()  # also before the costs: both processes compute then, as they do in an iteration
+            if name == "costs":
+                units.append(costs.run(batch, size.num_microbatches))
+                continue
+            before, cpu = time.perf_counter(), time.process_time()
+            sides[name]()
+            times[name].append((time.perf_counter() - before, time.process_time() - cpu))
     gathered = _from_all(mesh, times)
     bounds = [_stage_costs(mesh, costs, [unit]) for unit in units]
     schedules = {name: _schedule_of(name, advance, size.num_microbatches) for name in sides}
@@ -362,9 +351,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--replay-rounds", type=int, default=30)
     result.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS, help="what to measure")
     result.add_argument("--quick", action="store_true", help="the small model, and few rounds")
-    result.add_argument("--limit-s", type=float, default=600.0, help="for each pair of processes")
-    result.add_argument("--json", type=Path)
-    result.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    add_options(result, 600.0, "pair of processes")
     return result
 
 

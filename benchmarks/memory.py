@@ -15,9 +15,8 @@ import argparse
 import json
 import os
 import pickle
-import socket
+import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.processes import free_port
+from benchmarks.resident import MIB, Resident
 from lightning_avgpipe import AvgPipeStrategy
 
-MIB = 2**20
 WIDTH = 1024
 LIMIT_S = 500.0
 
@@ -67,41 +69,6 @@ class Tower(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """No states."""
         return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class Resident:
-    """Memory of this process that belongs to no file, in MiB: now, and the largest since the start."""
-
-    def __init__(self) -> None:
-        self._stopped = threading.Event()
-        self._peak = 0.0
-        self._base = self._read()
-        self._thread = threading.Thread(target=self._watch, name="resident memory", daemon=True)
-        self._thread.start()
-
-    @staticmethod
-    def _read() -> float:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) / 1024
-        raise RuntimeError("/proc/self/status has no RssAnon; this benchmark needs Linux")
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(0.002):
-            self._peak = max(self._peak, self._read())
-
-    def now(self) -> float:
-        """MiB above the start."""
-        value = self._read()
-        self._peak = max(self._peak, value)
-        return value - self._base
-
-    def peak(self) -> float:
-        """Largest MiB above the start; ends the watch."""
-        self._stopped.set()
-        self._thread.join()
-        self.now()
-        return self._peak - self._base
 
 
 class Report(L.Callback):
@@ -151,9 +118,7 @@ def measure(rank: int, processes: int, port: int, layers: int, meta: bool, train
 
 def run(processes: int, layers: int, meta: bool, train: bool) -> list[dict[str, float]]:
     """The figures of each rank."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         started = [

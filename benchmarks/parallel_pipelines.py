@@ -31,21 +31,20 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network
-from benchmarks.memory import MIB, Resident
 from benchmarks.models import SIZES, LanguageModel, Size, example, make_model
-from benchmarks.processes import launch
+from benchmarks.processes import add_options, connected, launch
+from benchmarks.resident import MIB, Resident
+from benchmarks.rounds import in_turns, record
 from benchmarks.schedules import Blocks, ThrottledMesh, calibrate, goodput
 from lightning_avgpipe.division import Division
 from lightning_avgpipe.partition import Link
@@ -54,7 +53,6 @@ from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.pipeline import run_together
 from lightning_avgpipe.runtime.planner import Planner
 from lightning_avgpipe.runtime.randomness import RandomKey
-from lightning_avgpipe.runtime.recording import Recorder, assemble
 from lightning_avgpipe.runtime.stage import Task
 from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, smallest_sufficient_advance
 from lightning_avgpipe.tuning import Curve, Device, HopProfile, Profile, Setting, Simulator, StageMemory, StageProfile
@@ -63,7 +61,6 @@ from lightning_avgpipe.tuning.memory import memory_at
 NUM_STAGES = 2
 STEP = "training_step"
 PARTS = ["time", "memory"]
-_TIMEOUT = timedelta(minutes=3)
 _NO_MEMORY = StageMemory(0, 0, 0, 0)
 _MEASURED_SIZE = Size(width=384, layers=8, samples=2, length=64)  # of the model whose memory is measured
 _MEASURED_MICROBATCHES = 4
@@ -145,14 +142,7 @@ class Bench:
 
     def record(self, schedule: Schedule) -> Timeline | None:
         """One iteration; on rank 0 what happened in it."""
-        mesh = self.mesh
-        recorder = Recorder(mesh.rank, mesh.device)
-        mesh.record(recorder)
-        mesh.barrier()
-        self.iterate(schedule)
-        mesh.record(None)
-        recordings = mesh.gather_objects(recorder.finish(mesh.clock(), mesh.timeout.total_seconds()))
-        return None if mesh.rank else assemble(recordings, [mesh.rank_of(k) for k in range(mesh.num_stages)])
+        return record(self.mesh, lambda: self.iterate(schedule))
 
     def seconds(self, schedule: Schedule, iterations: int) -> float:
         """Of an iteration, until the last process is done; on rank 0."""
@@ -205,13 +195,12 @@ def measure_setting(
     seconds: dict[int, list[float]] = {n: [] for n in counts}
     timelines: dict[int, list[Timeline]] = {n: [] for n in counts}
     iterations = max(1, options.actions // num_microbatches)
-    for i in range(options.rounds):
-        for n in counts[i % len(counts) :] + counts[: i % len(counts)]:
-            bench.resize(n)
-            timeline = bench.record(schedule)
-            seconds[n].append(bench.seconds(schedule, iterations))
-            if timeline is not None:
-                timelines[n].append(timeline)
+    for n in in_turns(counts, options.rounds):
+        bench.resize(n)
+        timeline = bench.record(schedule)
+        seconds[n].append(bench.seconds(schedule, iterations))
+        if timeline is not None:
+            timelines[n].append(timeline)
     bench.resize(1)
     if mesh.rank:
         return []
@@ -371,28 +360,17 @@ def counted(bench: Bench, schedule: Schedule) -> tuple[int, int]:
 # -- the processes ---------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def connected(options: argparse.Namespace) -> Iterator[tuple[Mesh, float]]:
-    """The mesh of a process, and bytes per second of its links."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
-    throttled = options.links == "throttled" and options.parts == ["time"]
-    kind = ThrottledMesh if throttled else Mesh
-    mesh = kind(NUM_STAGES, dist.get_rank(), NUM_STAGES, torch.device("cpu"), _TIMEOUT)
-    mesh.open()
-    rate = goodput(mesh, throttled, options.megabits[0]) if options.parts == ["time"] else 0.0
-    yield mesh, rate
-    mesh.barrier()
-    mesh.close()
-    dist.destroy_process_group()
-
-
 def work(options: argparse.Namespace) -> None:
     """What each process does; rank 0 writes the results."""
-    with connected(options) as (mesh, rate):
-        measured = measure_time(mesh, options, rate) if options.parts == ["time"] else measure_memory(mesh, options)
-        if mesh.rank == 0:
-            options.result.write_text(json.dumps(measured))
+    time_only = options.parts == ["time"]
+    throttled = time_only and options.links == "throttled"
+    with connected(ThrottledMesh if throttled else Mesh) as mesh:
+        if time_only:
+            measured = measure_time(mesh, options, goodput(mesh, throttled, options.megabits[0]))
+        else:
+            measured = measure_memory(mesh, options)
+    if mesh.rank == 0:
+        options.result.write_text(json.dumps(measured))
 
 
 # -- the parent ------------------------------------------------------------------------------------------------------
@@ -438,10 +416,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--actions", type=int, default=4, help="micro-batches of a round's iterations, at least one")
     result.add_argument("--links", choices=["auto", "namespaces", "throttled"], default="auto")
     result.add_argument("--quick", action="store_true", help="two N, one link, short sleeps and few rounds")
-    result.add_argument("--limit-s", type=float, default=600.0, help="for each pair of processes")
-    result.add_argument("--json", type=Path)
     result.add_argument("--pictures", type=Path, help="folder for a picture of an iteration of each kind")
-    result.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    add_options(result, 600.0, "pair of processes")
     return result
 
 

@@ -1,7 +1,8 @@
-"""One process per rank for a benchmark, on free or on rate-limited links."""
+"""One process per rank for a benchmark, on free or on rate-limited links: the parent launches, the ranks connect."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -11,12 +12,31 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks import network
+import torch
+import torch.distributed as dist
 
-__all__ = ["launch"]
+from benchmarks import network
+from lightning_avgpipe.runtime.mesh import Mesh
+
+__all__ = ["TIMEOUT", "add_options", "connected", "free_port", "launch"]
+
+TIMEOUT = timedelta(minutes=3)
+
+
+def add_options(parser: argparse.ArgumentParser, limit_s: float, each: str) -> None:
+    """Options of every script that :func:`launch` runs.
+
+    Args:
+        limit_s: longest time of the processes, by default.
+        each: for what this is.
+    """
+    parser.add_argument("--limit-s", type=float, default=limit_s, help=f"for each {each}")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
 
 
 def launch(script: str, arguments: Sequence[str], world_size: int, megabits: int | None, limit_s: float) -> Any:
@@ -51,14 +71,32 @@ def launch(script: str, arguments: Sequence[str], world_size: int, megabits: int
 
 
 @contextlib.contextmanager
+def connected(kind: type[Mesh] = Mesh) -> Iterator[Mesh]:
+    """In a rank: an open mesh of all ranks with a stage on each, which is closed when all are done."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    num_stages = dist.get_world_size()
+    mesh = kind(num_stages, dist.get_rank(), num_stages, torch.device("cpu"), TIMEOUT)
+    mesh.open()
+    yield mesh
+    mesh.barrier()
+    mesh.close()
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
 def _ranks(world_size: int, megabits: int | None) -> Iterator[tuple[list[list[str]], list[dict[str, str]]]]:
     """For each rank what to put before its command, and its environment."""
     base = {**os.environ, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
     if megabits is None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        local = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        local = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
         yield [[]] * world_size, [{**base, **local, "RANK": str(rank)} for rank in range(world_size)]
         return
     with network.namespaces(world_size, megabits) as spaces:

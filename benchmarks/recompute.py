@@ -13,9 +13,10 @@ import argparse
 import json
 import multiprocessing as mp
 import statistics
-import threading
+import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.resident import MIB, Resident
 from lightning_avgpipe import AvgPipeStrategy
 
-MIB = 2**20
 WAYS: dict[str, Any] = {"plain": False, "blocks": ["blocks.*"], "stages": True}
 
 
@@ -83,33 +86,16 @@ class Stash:
             self._now -= nbytes
 
 
-class Resident:
-    """The largest memory of this process that belongs to no file, above that of the start; on CUDA the device's."""
-
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._base = self._largest = self._read()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        if torch.cuda.is_available():
-            self._base = torch.cuda.memory_allocated() / MIB
-            torch.cuda.reset_peak_memory_stats()
-
-    @staticmethod
-    def _read() -> float:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.002):
-            self._largest = max(self._largest, self._read())
-
-    def peak(self) -> float:
-        """MiB; ends the watch."""
-        self._ended.set()
-        self._thread.join()
-        largest = torch.cuda.max_memory_allocated() / MIB if torch.cuda.is_available() else self._largest
-        return largest - self._base
+def peak_of(run: Callable[[], object]) -> float:
+    """MiB above those at the start while something runs, at most: of this process, or on CUDA of the device."""
+    resident = Resident()
+    on_device = torch.cuda.is_available()
+    base = torch.cuda.memory_allocated() if on_device else 0
+    if on_device:
+        torch.cuda.reset_peak_memory_stats()
+    run()
+    of_process = resident.peak()
+    return (torch.cuda.max_memory_allocated() - base) / MIB if on_device else of_process
 
 
 def fit(way: str, options: argparse.Namespace, batches: int, **callbacks: Any) -> list[float]:
@@ -139,9 +125,7 @@ def fit(way: str, options: argparse.Namespace, batches: int, **callbacks: Any) -
 def measure(way: str, options: argparse.Namespace, pipe: Any) -> None:
     """The figures of one way, into the pipe."""
     torch.set_num_threads(1)
-    resident = Resident()
-    fit(way, options, 2)
-    peak = resident.peak()
+    peak = peak_of(lambda: fit(way, options, 2))
     seconds = statistics.median(fit(way, options, options.batches)[1:])
     stash = Stash()
     with saved_tensors_hooks(stash.pack, lambda kept: kept):

@@ -19,7 +19,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,13 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network
-from benchmarks.processes import launch
+from benchmarks.processes import add_options, connected, launch
+from benchmarks.rounds import record
 from lightning_avgpipe.runtime.channel import Wire
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.pipeline import Pipeline
 from lightning_avgpipe.runtime.planner import Planner
 from lightning_avgpipe.runtime.randomness import RandomKey
-from lightning_avgpipe.runtime.recording import Recorder, assemble
 from lightning_avgpipe.runtime.stage import Task
 from lightning_avgpipe.schedule import (
     Schedule,
@@ -51,7 +50,6 @@ _CALIBRATIONS = 3
 _PROBE_BYTES = 2_000_000
 _PROBES = 6
 _FLOAT_BYTES = 4
-_TIMEOUT = timedelta(minutes=3)
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -168,18 +166,9 @@ class Bench:
 
     def run(self, schedule: Schedule) -> Timeline | None:
         """One iteration; on rank 0 what happened in it."""
-        mesh = self.mesh
         args = [(torch.ones(1, 1),)] * self.num_microbatches
         task = Task(lambda i, x: self.model.training_step(x), args, lambda i, loss: loss, RandomKey(0))
-        recorder = Recorder(mesh.rank, mesh.device)
-        mesh.record(recorder)
-        mesh.barrier()
-        self.pipeline.run("training_step", schedule, task)
-        mesh.record(None)
-        recordings = mesh.gather_objects(recorder.finish(mesh.clock(), mesh.timeout.total_seconds()))
-        if mesh.rank:
-            return None
-        return assemble(recordings, [mesh.rank_of(k) for k in range(mesh.num_stages)])
+        return record(self.mesh, lambda: self.pipeline.run("training_step", schedule, task))
 
     def calibrate(self, wanted_s: dict[str, float]) -> None:
         """Make actions last as long as wanted, whatever the engine adds to the sleep."""
@@ -206,19 +195,12 @@ def calibrate(mesh: Mesh, model: Blocks, wanted_s: dict[str, float], run: Callab
 
 def work(options: argparse.Namespace) -> None:
     """What each process does; rank 0 writes the results."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
-    rank, num_stages = dist.get_rank(), dist.get_world_size()
     throttled = options.links == "throttled"
-    mesh = (ThrottledMesh if throttled else Mesh)(num_stages, rank, num_stages, torch.device("cpu"), _TIMEOUT)
-    mesh.open()
-    rate = goodput(mesh, throttled, options.megabits)
-    rows = [row for ratio in options.ratios for row in measure(mesh, options, ratio, rate)]
-    mesh.barrier()
-    mesh.close()
-    if rank == 0:
+    with connected(ThrottledMesh if throttled else Mesh) as mesh:
+        rate = goodput(mesh, throttled, options.megabits)
+        rows = [row for ratio in options.ratios for row in measure(mesh, options, ratio, rate)]
+    if mesh.rank == 0:
         options.result.write_text(json.dumps(rows))
-    dist.destroy_process_group()
 
 
 def measure(mesh: Mesh, options: argparse.Namespace, ratio: float, bytes_per_s: float) -> list[dict[str, Any]]:
@@ -319,10 +301,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--every-advance", type=int, metavar="H", help="measure the advances 0 to H instead")
     result.add_argument("--links", choices=["auto", "namespaces", "throttled"], default="auto")
     result.add_argument("--megabits", type=int, default=200, help="per second, of every link")
-    result.add_argument("--limit-s", type=float, default=1800.0, help="for each number of stages")
-    result.add_argument("--json", type=Path)
     result.add_argument("--picture", type=Path)
-    result.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    add_options(result, 1800.0, "number of stages")
     return result
 
 

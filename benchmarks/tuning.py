@@ -30,7 +30,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +45,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import network
 from benchmarks.models import LanguageModel, Size, loss_of
 from benchmarks.predictors import ranks
-from benchmarks.processes import launch
+from benchmarks.processes import TIMEOUT, add_options, launch
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.tuning import PREDICTORS, Profile, Setting, candidates, search
 from lightning_avgpipe.tuning.memory import memory_at
 
 NUM_STAGES = 2
 FREE = 0  # megabits per second of loopback: no limit
-_TIMEOUT = timedelta(minutes=3)
 _TRAVERSED = 10  # batches of each setting
 
 
@@ -298,7 +296,7 @@ def work(options: argparse.Namespace) -> None:
         traversal = Traversal(tuner, options)
         trainer = L.Trainer(
             accelerator="cpu", devices=NUM_STAGES, max_epochs=1, callbacks=[tuner, traversal], logger=False,
-            strategy=AvgPipeStrategy(split_points=[f"model.{workload.split_point}"], timeout=_TIMEOUT),
+            strategy=AvgPipeStrategy(split_points=[f"model.{workload.split_point}"], timeout=TIMEOUT),
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(Module(workload), DataLoader(Repeated(workload, options.batch_size), batch_size=None))
@@ -410,11 +408,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--advances", type=int, nargs="+", default=[0, 2], help="every h")
     result.add_argument("--memory-share", type=float, default=0.3, help="of what the hungriest setting needs")
     result.add_argument("--rounds", type=int, default=2, help="visits of each setting")
-    result.add_argument("--limit-s", type=float, default=900.0, help="for each workload and link")
     result.add_argument("--show", type=Path, nargs="+", metavar="JSON", help="measure nothing: results of earlier runs")
-    result.add_argument("--json", type=Path)
     result.add_argument("--picture", type=Path)
-    result.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    add_options(result, 900.0, "workload and link")
     return result
 
 

@@ -219,11 +219,12 @@ class AvgPipeStrategy(SteppingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Prepare one run of the trainer; the plan is made when the first batch is there."""
         module = self.lightning_module
-        assert module is not None and trainer.state.fn is not None
+        assert module is not None
         self._forget()
         if self.plain:
             super().setup(trainer)
             return
+        assert trainer.state.fn is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.trainer(trainer, self.world_size, self.num_pipelines)
         checks.same_checkpoint(self.mesh.world.gather_objects(str(trainer.ckpt_path or "")))

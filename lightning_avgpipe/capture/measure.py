@@ -337,18 +337,22 @@ class _Timer(StepTracer):
             sources = [leaf for _, leaf, _ in copies.values() if leaf.requires_grad] + weights
             if not outputs or not sources:
                 return Sample(forward_s, 0.0)
-            ones = [torch.ones_like(t) for t in outputs]
-
-            def backward() -> None:
-                gradients = torch.autograd.grad(outputs, sources, ones, allow_unused=True)
-                with torch.no_grad():
-                    for total, gradient in zip(sums, gradients[len(sources) - len(sums) :], strict=True):
-                        if gradient is not None:
-                            total.add_(gradient)
-
-            with torch.autocast(self._device.type, enabled=False):
-                _, backward_s = self._timed(backward)
+            backward_s = self._backward_s(outputs, sources, sums)
         return Sample(forward_s, max(0.0, backward_s - self._call_s))
+
+    def _backward_s(self, outputs: list[Tensor], sources: list[Tensor], sums: list[Tensor]) -> float:
+        """Seconds of a backward that adds to the sums the gradients of the last sources."""
+        ones = [torch.ones_like(t) for t in outputs]
+
+        def backward() -> None:
+            gradients = torch.autograd.grad(outputs, sources, ones, allow_unused=True)
+            with torch.no_grad():
+                for total, gradient in zip(sums, gradients[len(sources) - len(sums) :], strict=True):
+                    if gradient is not None:
+                        total.add_(gradient)
+
+        with torch.autocast(self._device.type, enabled=False):
+            return self._timed(backward)[1]
 
     def _timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
         if self._device.type != "cuda":

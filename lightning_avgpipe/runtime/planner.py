@@ -126,7 +126,26 @@ class Planner:
             PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
         """
         conditions = conditions or Conditions()
-        what = _Step(step, run, args)
+        what, memory = _Step(step, run, args), self._memory(conditions)
+        units = tuple(units) or initial_units(self.module, self.observers)
+        units = split_units(self.module, units, self.recompute.modules, self.observers)
+        measured = partial(self._measured, what, conditions.links, Samples())
+        if self.split_points is not None:
+            units = split_units(self.module, units, self.split_points, self.observers)
+            graph = self.capture(step, run, args, units)
+            cuts = cut_at(graph, self.split_points, self.num_stages)
+            costs = (measured if self.measures else self._counted)(graph)
+            plan = make_plan(graph, cuts, costs, self._sizes(), memory)
+        else:
+            graph = self.capture(step, run, args, units)
+            counted = replace(memory, limit=math.inf, weights={}) if self.measures else memory
+            plan, costs = self._refined(what, graph, self._counted, counted)
+            if self.measures:
+                plan, costs = self._refined(what, plan.graph, measured, memory)
+        plan = self._closed(what, plan, costs, memory)
+        return replace(plan, forecast=_forecast(plan, conditions.schedule))
+
+    def _memory(self, conditions: Conditions) -> Memory:
         memory = memory_of(
             self.module,
             conditions.schedule,
@@ -136,29 +155,11 @@ class Planner:
             conditions.num_pipelines,
             conditions.num_groups,
         )
-        if not self.measures:  # the price of a byte is a guess then, and no reason to avoid a copy
-            memory = replace(memory, weights={})
-        units = tuple(units) or initial_units(self.module, self.observers)
-        units = split_units(self.module, units, self.recompute.modules, self.observers)
+        # where nothing is measured the price of a byte is a guess, and no reason to avoid a copy
+        return memory if self.measures else replace(memory, weights={})
 
-        def costs_of(graph: CallGraph) -> Costs:
-            return self.recompute.costs(graph, Costs.from_flops(graph))
-
-        measured = partial(self._measured, what, conditions.links, Samples())
-        if self.split_points is not None:
-            units = split_units(self.module, units, self.split_points, self.observers)
-            graph = self.capture(step, run, args, units)
-            cuts = cut_at(graph, self.split_points, self.num_stages)
-            costs = (measured if self.measures else costs_of)(graph)
-            plan = make_plan(graph, cuts, costs, self._sizes(), memory)
-        else:
-            graph = self.capture(step, run, args, units)
-            counted = replace(memory, limit=math.inf, weights={}) if self.measures else memory
-            plan, costs = self._refined(what, graph, costs_of, counted)
-            if self.measures:
-                plan, costs = self._refined(what, plan.graph, measured, memory)
-        plan = self._closed(what, plan, costs, memory)
-        return replace(plan, forecast=_forecast(plan, conditions.schedule))
+    def _counted(self, graph: CallGraph) -> Costs:
+        return self.recompute.costs(graph, Costs.from_flops(graph))
 
     def _closed(self, step: _Step, plan: Plan, costs: Costs, memory: Memory) -> Plan:
         """The same stages, with those units closed again that no cut divides."""

@@ -14,7 +14,7 @@ Needs matplotlib, which is asked for only when something is drawn.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,6 @@ def draw(timeline: Timeline, title: str = "") -> Figure:
     """
     require_matplotlib()
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     height = _MARGIN_INCHES + _ROW_INCHES * len(timeline.rows)
     figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, layout="constrained")
@@ -87,6 +86,16 @@ def draw(timeline: Timeline, title: str = "") -> Figure:
     axes.set_title(title, fontsize=10)
     axes.tick_params(left=False)
     axes.spines[["left", "right", "top"]].set_visible(False)
+    _add_legend(axes, _paint(axes, timeline, end_s, factor), timeline.num_pipelines, height)
+    figure.draw_without_rendering()  # so that it is known how much room a number has
+    figure.set_layout_engine("none")
+    for row, device in enumerate(timeline.rows):
+        _write_numbers(axes, timeline, device, row, factor)
+    return figure
+
+
+def _paint(axes: Axes, timeline: Timeline, end_s: float, factor: float) -> set[str]:
+    """Returns the kinds of boxes that there are."""
     kinds = set()
     for row, device in enumerate(timeline.rows):
         for kind, lane, boxes, colour in _boxes(timeline, device, end_s):
@@ -97,17 +106,18 @@ def draw(timeline: Timeline, title: str = "") -> Figure:
             edges: Any = {"edgecolor": "white", "linewidth": 0.4} if lane is _ACTIONS and kind != "idle" else {}
             bars = axes.broken_barh(ranges, (row + lane[0], lane[1]), facecolors=colour, **edges)
             bars.set_gid(f"{kind} of row {row}")
+    return kinds
+
+
+def _add_legend(axes: Axes, kinds: Collection[str], num_pipelines: int, height: float) -> None:
+    from matplotlib.patches import Patch
+
     legend = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in kinds]
-    if timeline.num_pipelines > 1:
-        legend.append(Patch(alpha=0, label=f"{timeline.num_pipelines} pipelines, from dark to light"))
+    if num_pipelines > 1:
+        legend.append(Patch(alpha=0, label=f"{num_pipelines} pipelines, from dark to light"))
     axes.legend(
         handles=legend, ncols=len(legend), loc="upper center", bbox_to_anchor=(0.5, -0.84 / height), frameon=False
     )
-    figure.draw_without_rendering()  # so that it is known how much room a number has
-    figure.set_layout_engine("none")
-    for row, device in enumerate(timeline.rows):
-        _write_numbers(axes, timeline, device, row, factor)
-    return figure
 
 
 def save(figure: Figure, path: str | Path) -> None:

@@ -6,7 +6,7 @@ Needs matplotlib, which is asked for only when something is drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_avgpipe.schedule.picture import require_matplotlib
@@ -21,6 +21,8 @@ __all__ = ["draw"]
 _CELL_INCHES, _MARGIN_INCHES = 0.55, 1.6
 _DPI = 100
 _GIB = 2**30
+
+_Cells = list[list[Candidate | None]]  # a row for each N, in which a column for each M
 
 
 def draw(result: Result, measured: Mapping[tuple[int, int], float] | None = None) -> Figure:
@@ -45,22 +47,14 @@ def draw(result: Result, measured: Mapping[tuple[int, int], float] | None = None
     size = (2 * (_MARGIN_INCHES + _CELL_INCHES * len(columns)), _MARGIN_INCHES + _CELL_INCHES * len(rows))
     figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
     cells = [[result.best(m, n) for m in columns] for n in rows]
-    times = [[math.nan if c is None else c.prediction.per_batch_s * 1e3 for c in row] for row in cells]
     left, right = figure.subplots(1, 2)
-    shown = [t for row in times for t in row if not math.isnan(t)] + [s * 1e3 for s in (measured or {}).values()]
-    image = _map(left, times, min(shown), max(shown), "viridis_r", "predicted ms per batch")
-    for (m, n), seconds in (measured or {}).items():
-        if m in columns and n in rows:
-            colour = image.cmap(image.norm(seconds * 1e3))
-            left.scatter(columns.index(m), rows.index(n), s=120, color=[colour], edgecolors="black", zorder=3)
-    _mark_bounds(left, cells)
-    unlimited = result.memory_limit is None
-    unit = _GIB if unlimited else result.limit
-    memory = [[math.nan if c is None else max(c.prediction.memory) / unit for c in row] for row in cells]
-    top = max(m for row in memory for m in row if not math.isnan(m)) if unlimited else 1.0
-    _map(
-        right, memory, 0.0, top, "magma_r", "GiB on the fullest stage" if unlimited else "memory / limit, fullest stage"
-    )
+    places = {
+        (columns.index(m), rows.index(n)): seconds
+        for (m, n), seconds in (measured or {}).items()
+        if m in columns and n in rows
+    }
+    _draw_times(left, cells, places, (measured or {}).values())
+    _draw_memory(right, cells, result)
     chosen = result.choice.setting
     for axes in (left, right):
         axes.set_xticks(range(len(columns)), [str(m) for m in columns])
@@ -74,6 +68,26 @@ def draw(result: Result, measured: Mapping[tuple[int, int], float] | None = None
     return figure
 
 
+def _draw_times(axes: Axes, cells: _Cells, places: Mapping[tuple[int, int], float], measured: Iterable[float]) -> None:
+    """The map of times, with discs at the places that were measured; the colours reach over all measured seconds."""
+    times = [[math.nan if c is None else c.prediction.per_batch_s * 1e3 for c in row] for row in cells]
+    shown = [t for row in times for t in row if not math.isnan(t)] + [seconds * 1e3 for seconds in measured]
+    image = _map(axes, times, min(shown), max(shown), "viridis_r", "predicted ms per batch")
+    for place, seconds in places.items():
+        colour = image.cmap(image.norm(seconds * 1e3))
+        axes.scatter(*place, s=120, color=[colour], edgecolors="black", zorder=3)
+    _mark_bounds(axes, cells)
+
+
+def _draw_memory(axes: Axes, cells: _Cells, result: Result) -> None:
+    unlimited = result.memory_limit is None
+    unit = _GIB if unlimited else result.limit
+    memory = [[math.nan if c is None else max(c.prediction.memory) / unit for c in row] for row in cells]
+    top = max(m for row in memory for m in row if not math.isnan(m)) if unlimited else 1.0
+    title = "GiB on the fullest stage" if unlimited else "memory / limit, fullest stage"
+    _map(axes, memory, 0.0, top, "magma_r", title)
+
+
 def _map(axes: Axes, values: list[list[float]], low: float, high: float, colours: str, title: str) -> Any:
     image = axes.imshow(values, origin="lower", aspect="auto", cmap=colours, vmin=low, vmax=high)
     axes.figure.colorbar(image, ax=axes)
@@ -81,14 +95,14 @@ def _map(axes: Axes, values: list[list[float]], low: float, high: float, colours
     return image
 
 
-def _mark_bounds(axes: Axes, cells: list[list[Candidate | None]]) -> None:
+def _mark_bounds(axes: Axes, cells: _Cells) -> None:
     for row, found in enumerate(cells):
         for column, candidate in enumerate(found):
             if candidate is not None and candidate.prediction.at_least:
                 axes.text(column, row, "≥", ha="center", va="center", color="grey")
 
 
-def _hatch(axes: Axes, cells: list[list[Candidate | None]], limit: float) -> None:
+def _hatch(axes: Axes, cells: _Cells, limit: float) -> None:
     from matplotlib.patches import Rectangle
 
     for row, found in enumerate(cells):
