@@ -248,7 +248,7 @@ class AvgPipeStrategy(SteppingStrategy):
     def _share_data(self, trainer: pl.Trainer) -> None:
         """Before the optimizers are made, for which the number of iterations may be asked."""
         ends = self.ends if self.num_groups > 1 else None
-        count = partial(getattr, self, "num_pipelines")  # which can be pickled: a module knows trainer and loader
+        count = partial(getattr, self, "num_pipelines")  # which can be pickled, as a trainer can
         self._undo.enter_context(grouping(trainer, count, ends, self.tuner))
         self._undo.enter_context(sharing(trainer, self.mesh))
 
