@@ -35,14 +35,14 @@ from lightning_avgpipe.runtime.microbatch import MicroBatch
 from lightning_avgpipe.runtime.planner import stage_costs
 from lightning_avgpipe.runtime.stage import Task
 from lightning_avgpipe.schedule import Schedule, build, first_advance, from_warm_up, stepped_warm_up, uneven_steps
-from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, Setting
+from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
 from lightning_avgpipe.schedule.timeline import peak_stash
 
 __all__ = ["Advancing", "News"]
 
 _log = logging.getLogger(__name__)
 
-# Of advances, by setting, and measured peaks, by stage; None if there is nothing new.
+# Of advances, by shape, and measured peaks, by stage; None if there is nothing new.
 News = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]] | None
 
 
@@ -50,7 +50,7 @@ News = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]] | None
 class _Iteration:
     """What an iteration ran with, and whether its time says something: it was an ordinary one."""
 
-    setting: Setting
+    shape: IterationShape
     advance: int
     counts: bool
 
@@ -58,7 +58,7 @@ class _Iteration:
 class Advancing:
     """Gives each iteration of one run of the trainer its schedule, and adapts the advance where that is asked for.
 
-    A setting begins with advance 0, which needs the least memory. That iteration is measured; what it kept tells what
+    A shape begins with advance 0, which needs the least memory. That iteration is measured; what it kept tells what
     any other advance would need, and with the next news the first advance that fits is taken. Only times of whole,
     ordinary iterations count: none that was measured, recorded, had fewer samples than others, or came after
     something else than an iteration.
@@ -95,9 +95,9 @@ class Advancing:
         self._plan: Plan | None = None
         self._stopwatch = Stopwatch(mesh.device)
         self._steps: tuple[int, ...] = (1,) * (mesh.num_stages - 1)
-        self._chosen: dict[Setting, int] = {}  # the same on every rank
-        self._metered: set[tuple[Setting, int]] = set()
-        self._largest: Counter[Setting] = Counter()
+        self._chosen: dict[IterationShape, int] = {}  # the same on every rank
+        self._metered: set[tuple[IterationShape, int]] = set()
+        self._largest: Counter[IterationShape] = Counter()
         self._number = 0
         self._follows = False  # on an ordinary iteration
         self._report: list[Any] = []  # of this rank, not yet handed in
@@ -107,9 +107,9 @@ class Advancing:
         self._iterations: dict[int, _Iteration] = {}
         self._times: dict[int, dict[int, float]] = defaultdict(dict)
         self._next = 1
-        self._footprints: dict[Setting, dict[int, Footprint]] = defaultdict(dict)
-        self._decided: dict[Setting, int] = {}
-        self._too_large: set[Setting] = set()
+        self._footprints: dict[IterationShape, dict[int, Footprint]] = defaultdict(dict)
+        self._decided: dict[IterationShape, int] = {}
+        self._too_large: set[IterationShape] = set()
         self._measured: dict[int, int] = {}
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._unlogged: Decision | None = None
@@ -118,8 +118,8 @@ class Advancing:
 
     def schedule(self, parts: Sequence[MicroBatch], num_pipelines: int = 1) -> Schedule:
         """For the next iteration of training, of a pipeline with these micro-batches."""
-        setting = self._setting(parts, num_pipelines)
-        return self._schedule_of(setting, self._chosen.get(setting, 0))
+        shape = self._shape(parts, num_pipelines)
+        return self._schedule_of(shape, self._chosen.get(shape, 0))
 
     def fix(self, advance: int) -> None:
         """From now on every iteration has this advance. Every rank calls it after the same iteration."""
@@ -161,12 +161,12 @@ class Advancing:
             self._follows = False
             yield
             return
-        setting = self._setting(parts, num_pipelines)
-        advance = self._chosen.get(setting, 0)
+        shape = self._shape(parts, num_pipelines)
+        advance = self._chosen.get(shape, 0)
         self._take(plan, len(parts))
-        unmetered = num_pipelines == 1 and (setting, advance) not in self._metered
+        unmetered = num_pipelines == 1 and (shape, advance) not in self._metered
         meter = self._meter(task, plan) if unmetered else None
-        self._metered.add((setting, advance))
+        self._metered.add((shape, advance))
         self._number += 1
         self._mesh.meter = meter
         try:
@@ -178,14 +178,14 @@ class Advancing:
             found = meter.finish(holdings(plan, self._mesh.stages, self._module, self._optimizers(), len(parts)))
             self._report += [(self._number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
         size = sum(part.size for work in works for part in work)
-        self._largest[setting] = max(size, self._largest[setting])
-        ordinary = self._follows and meter is None and self._mesh.recorder is None and size == self._largest[setting]
+        self._largest[shape] = max(size, self._largest[shape])
+        ordinary = self._follows and meter is None and self._mesh.recorder is None and size == self._largest[shape]
         self._follows = True
         if self._mesh.rank == 0:
             if self._adapts or meter is not None:  # news of it will come, though maybe not with the next news
-                self._iterations[self._number] = _Iteration(setting, advance, ordinary)
-            if meter is None and self._adapts and setting not in self._footprints:
-                self._estimate(plan, setting, schedule)
+                self._iterations[self._number] = _Iteration(shape, advance, ordinary)
+            if meter is None and self._adapts and shape not in self._footprints:
+                self._estimate(plan, shape, schedule)
 
     def finish(self) -> News:
         """After an iteration: hand in what was measured; on rank 0, decide. Every rank calls it."""
@@ -197,14 +197,14 @@ class Advancing:
             for number, seconds in times:
                 self._times[number][rank] = seconds
             for number, stage, *values in footprints:
-                self._footprints[self._iterations[number].setting][stage] = Footprint(*values)
+                self._footprints[self._iterations[number].shape][stage] = Footprint(*values)
                 self._measured[stage] = values[0]
         return self._decide() if self._mesh.rank == 0 else None
 
     def accept(self, news: News) -> None:
         """Every rank takes rank 0's decisions on, after the same iteration."""
         if news is not None:
-            self._chosen.update({Setting(*values): advance for *values, advance in news[0]})
+            self._chosen.update({IterationShape(*values): advance for *values, advance in news[0]})
             self.peaks.update(news[1])
 
     def log(self, trainer: pl.Trainer) -> None:
@@ -223,19 +223,19 @@ class Advancing:
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
-    def _setting(self, parts: Sequence[MicroBatch], num_pipelines: int) -> Setting:
+    def _shape(self, parts: Sequence[MicroBatch], num_pipelines: int) -> IterationShape:
         """Of a batch; lengths are alike if the largest tensor has as many elements per sample, up to a factor of 2."""
         first = parts[0]
         elements = max((tensor.numel() for tensor in tree.tensors(first.data)), default=0) // max(1, first.size)
-        return Setting(len(parts), num_pipelines, self._mesh.num_stages, elements.bit_length())
+        return IterationShape(len(parts), num_pipelines, self._mesh.num_stages, elements.bit_length())
 
-    def _schedule_of(self, setting: Setting, advance: int) -> Schedule:
+    def _schedule_of(self, shape: IterationShape, advance: int) -> Schedule:
         if not self._adapts:
-            return build(self._name, setting.num_stages, setting.num_microbatches, self._fixed)
-        return from_warm_up(self._warm_up(setting, advance), setting.num_microbatches, self._name)
+            return build(self._name, shape.num_stages, shape.num_microbatches, self._fixed)
+        return from_warm_up(self._warm_up(shape, advance), shape.num_microbatches, self._name)
 
-    def _warm_up(self, setting: Setting, advance: int) -> tuple[int, ...]:
-        return stepped_warm_up(self._steps, setting.num_microbatches, advance)
+    def _warm_up(self, shape: IterationShape, advance: int) -> tuple[int, ...]:
+        return stepped_warm_up(self._steps, shape.num_microbatches, advance)
 
     def _meter(self, task: Task, plan: Plan) -> Meter | None:
         """None where it cannot be measured: a step whose costs were not measured may not bear to be watched."""
@@ -249,15 +249,15 @@ class Advancing:
 
     # -- rank 0 ------------------------------------------------------------------------------------------------------
 
-    def _estimate(self, plan: Plan, setting: Setting, schedule: Schedule) -> None:
+    def _estimate(self, plan: Plan, shape: IterationShape, schedule: Schedule) -> None:
         """Where memory is not measured, go by the plan's estimates, which were made for this schedule."""
         for k, (stage, flights) in enumerate(zip(plan.stages, peak_stash(schedule), strict=True)):
             stash = (stage.memory.stash + stage.memory.boundary) // flights
-            self._footprints[setting][k] = Footprint.estimated(stage.memory.held, stash, schedule[k])
+            self._footprints[shape][k] = Footprint.estimated(stage.memory.held, stash, schedule[k])
 
-    def _predicted_peak(self, setting: Setting, advance: int) -> list[float]:
-        schedule, footprints = self._schedule_of(setting, advance), self._footprints[setting]
-        return [footprints[k].predicted(schedule[k]) for k in range(setting.num_stages)]
+    def _predicted_peak(self, shape: IterationShape, advance: int) -> list[float]:
+        schedule, footprints = self._schedule_of(shape, advance), self._footprints[shape]
+        return [footprints[k].predicted(schedule[k]) for k in range(shape.num_stages)]
 
     def _decide(self) -> News:
         """Take in what has arrived from all ranks, in order; what is new goes to all of them."""
@@ -266,37 +266,37 @@ class Advancing:
             del self._times[self._next], self._iterations[self._next]
             self._next += 1
         if self._controller is not None:
-            for setting, footprints in self._footprints.items():
-                if setting not in self._decided and len(footprints) == setting.num_stages:
-                    self._decided[setting] = self._first(self._controller, setting)
+            for shape, footprints in self._footprints.items():
+                if shape not in self._decided and len(footprints) == shape.num_stages:
+                    self._decided[shape] = self._first(self._controller, shape)
         chosen = {s: h for s, h in self._decided.items() if self._chosen.get(s, 0) != h}
         peaks = {k: peak for k, peak in self._measured.items() if self.peaks.get(k) != peak}
         if not chosen and not peaks:
             return None
         return tuple((*astuple(s), h) for s, h in chosen.items()), tuple(peaks.items())
 
-    def _first(self, controller: AdaptiveAdvance, setting: Setting) -> int:
-        """The advance that a setting begins with, or after a resume goes on with."""
-        for stage, peak in enumerate(self._predicted_peak(setting, 0)):
+    def _first(self, controller: AdaptiveAdvance, shape: IterationShape) -> int:
+        """The advance that a shape begins with, or after a resume goes on with."""
+        for stage, peak in enumerate(self._predicted_peak(shape, 0)):
             if peak > self._limit:
-                self._too_large.add(setting)
+                self._too_large.add(shape)
                 rank_zero_warn(
                     f"stage {stage} keeps {nbytes(peak)} at its peak, more than memory_limit ({nbytes(self._limit)}), "
                     "although the schedule is the one that needs least; use more micro-batches, or a higher limit"
                 )
                 return 0
-        return controller.advance(setting)
+        return controller.advance(shape)
 
     def _observe(self, iteration: _Iteration, seconds: float) -> None:
-        setting, controller = iteration.setting, self._controller
-        if controller is None or not iteration.counts or setting in self._too_large:
+        shape, controller = iteration.shape, self._controller
+        if controller is None or not iteration.counts or shape in self._too_large:
             return
-        if iteration.advance != self._decided.get(setting):
+        if iteration.advance != self._decided.get(shape):
             return  # it ran before the last decision had come round
         self._recent.append(seconds)
-        decision = controller.observe(setting, seconds)
+        decision = controller.observe(shape, seconds)
         if decision is not None:
-            self._decided[setting] = decision.advance
+            self._decided[shape] = decision.advance
             self._unlogged = decision
             _log.info("advance %d from now on: %s", decision.advance, decision.reason)
 

@@ -163,9 +163,9 @@ def test_only_whole_ordinary_iterations_count() -> None:
         # 5 whole batches and one of 5 samples, which makes 5 micro-batches; validation after each epoch
         runner.fit(model, loader(MLP, BATCH * 5 + 5, BATCH), loader(MLP, 6, 6))
     assert len(used) == 18
-    settings = [call.args[1] for call in observe.call_args_list]
-    # of each epoch not the first iteration; the setting with M=5 begins in the first epoch
-    assert [s.num_microbatches for s in settings] == [6] * 4 + [6] * 4 + [5] + [6] * 4 + [5]
+    shapes = [call.args[1] for call in observe.call_args_list]
+    # of each epoch not the first iteration; the shape with M=5 begins in the first epoch
+    assert [s.num_microbatches for s in shapes] == [6] * 4 + [6] * 4 + [5] + [6] * 4 + [5]
 
 
 class Wide(MLP):

@@ -23,7 +23,7 @@ from typing import Any
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.builders import warm_up
 
-__all__ = ["AdaptiveAdvance", "Decision", "Frozen", "Measured", "Measuring", "Setting", "Settling", "State"]
+__all__ = ["AdaptiveAdvance", "Decision", "Frozen", "IterationShape", "Measured", "Measuring", "Settling", "State"]
 
 DROPPED, WINDOW = 2, 8  # iterations after a change that do not count, and those that do
 LONGEST = 8 * WINDOW  # where noise would hide a gain, more iterations count
@@ -36,8 +36,8 @@ _ERROR_OF_MEDIAN = math.sqrt(math.pi / 2)  # the median's standard error over th
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What an advance is chosen for; with another one everything begins anew.
+class IterationShape:
+    """What times and memory of an iteration depend on beside its advance, which is chosen for each shape anew.
 
     Attributes:
         num_microbatches: M.
@@ -139,9 +139,9 @@ class AdaptiveAdvance:
 
     Args:
         start: first advance, as the profile suggests; lowered until it fits the memory.
-        predicted_peak: ``(setting, h) -> bytes`` of each stage, at its peak.
+        predicted_peak: ``(shape, h) -> bytes`` of each stage, at its peak.
         memory_limit: bytes that no stage may exceed; None for no limit.
-        warm_up: ``(setting, h) -> warm-up`` of each stage; default: that of equal stages.
+        warm_up: ``(shape, h) -> warm-up`` of each stage; default: that of equal stages.
 
     Raises:
         ScheduleError: ``start`` is no advance.
@@ -151,9 +151,9 @@ class AdaptiveAdvance:
     def __init__(
         self,
         start: int,
-        predicted_peak: Callable[[Setting, int], Sequence[float]],
+        predicted_peak: Callable[[IterationShape, int], Sequence[float]],
         memory_limit: float | None = None,
-        warm_up: Callable[[Setting, int], Sequence[int]] | None = None,
+        warm_up: Callable[[IterationShape, int], Sequence[int]] | None = None,
     ) -> None:
         if start < 0:
             raise ScheduleError(f"start={start}: an advance is an integer of at least 0; 0 is 1F1B")
@@ -161,32 +161,32 @@ class AdaptiveAdvance:
         self._predicted_peak = predicted_peak
         self._limit = math.inf if memory_limit is None else memory_limit
         self._warm_up = warm_up or _even_warm_up
-        self._states: dict[Setting, State] = {}
-        self._loaded: dict[Setting, State] = {}  # of settings that have not been used since
+        self._states: dict[IterationShape, State] = {}
+        self._loaded: dict[IterationShape, State] = {}  # of shapes that have not been used since
 
-    def state(self, setting: Setting) -> State:
-        """Where the choice for a setting stands.
+    def state(self, shape: IterationShape) -> State:
+        """Where the choice for a shape stands.
 
         Raises:
             ScheduleError: not even advance 0 fits the memory.
         """
-        if setting not in self._states:
-            loaded = self._loaded.pop(setting, None)
-            if loaded is None or self._over_limit(setting, loaded.advance) is not None:
-                loaded = Settling(self._first(setting))
-            self._states[setting] = loaded
-        return self._states[setting]
+        if shape not in self._states:
+            loaded = self._loaded.pop(shape, None)
+            if loaded is None or self._over_limit(shape, loaded.advance) is not None:
+                loaded = Settling(self._first(shape))
+            self._states[shape] = loaded
+        return self._states[shape]
 
-    def advance(self, setting: Setting) -> int:
-        """The advance for the next iteration with a setting."""
-        return self.state(setting).advance
+    def advance(self, shape: IterationShape) -> int:
+        """The advance for the next iteration of a shape."""
+        return self.state(shape).advance
 
-    def observe(self, setting: Setting, seconds: float) -> Decision | None:
+    def observe(self, shape: IterationShape, seconds: float) -> Decision | None:
         """Take in one iteration.
 
         Args:
-            setting: of the iteration.
-            seconds: time of the slowest stage, with the advance that ``advance(setting)`` gave.
+            shape: of the iteration.
+            seconds: time of the slowest stage, with the advance that ``advance(shape)`` gave.
         Returns:
             What was decided, if anything was.
         Raises:
@@ -194,11 +194,11 @@ class AdaptiveAdvance:
         """
         if not 0 < seconds < math.inf:
             raise ScheduleError(f"seconds={seconds}: the time of an iteration must be positive and finite")
-        state = self.state(setting)
-        self._states[setting], decision = self._next(setting, state, seconds)
+        state = self.state(shape)
+        self._states[shape], decision = self._next(shape, state, seconds)
         return decision
 
-    def _next(self, setting: Setting, state: State, seconds: float) -> tuple[State, Decision | None]:
+    def _next(self, shape: IterationShape, state: State, seconds: float) -> tuple[State, Decision | None]:
         match state:
             case Settling(advance, left, before) if left > 1:
                 return Settling(advance, left - 1, before), None
@@ -213,41 +213,41 @@ class AdaptiveAdvance:
                 if len(times_s) % WINDOW == 0:
                     now = Measured.of(advance, times_s)
                     if now.precise or len(times_s) >= LONGEST:
-                        return self._judged(setting, now, before)
+                        return self._judged(shape, now, before)
                 return Measuring(advance, times_s, before), None
         raise AssertionError(state)
 
-    def _judged(self, setting: Setting, now: Measured, before: Measured | None) -> tuple[State, Decision]:
+    def _judged(self, shape: IterationShape, now: Measured, before: Measured | None) -> tuple[State, Decision]:
         if before is not None and not (now.median_s < before.median_s and before.differs(now, LEAST_GAIN)):
             reason = f"{_described(now)} is no gain over {_described(before)}: back, and stay"
             return Frozen(before, reason, left=DROPPED), Decision(before.advance, reason)
-        obstacle = self._obstacle(setting, now.advance + 1)
+        obstacle = self._obstacle(shape, now.advance + 1)
         if obstacle is not None:
             reason = f"{_described(now)}; {obstacle}"
             return Frozen(now, reason), Decision(now.advance, reason)
         reason = f"{_described(now)}; trying one more"
         return Settling(now.advance + 1, before=now), Decision(now.advance + 1, reason)
 
-    def _obstacle(self, setting: Setting, advance: int) -> str | None:
+    def _obstacle(self, shape: IterationShape, advance: int) -> str | None:
         """Why an advance is not to be tried, if so."""
-        if self._effect(setting, advance) == self._effect(setting, advance - 1):
-            return f"advance {advance} would change nothing with {setting.num_microbatches} micro-batches"
-        return self._over_limit(setting, advance)
+        if self._effect(shape, advance) == self._effect(shape, advance - 1):
+            return f"advance {advance} would change nothing with {shape.num_microbatches} micro-batches"
+        return self._over_limit(shape, advance)
 
-    def _effect(self, setting: Setting, advance: int) -> list[int]:
+    def _effect(self, shape: IterationShape, advance: int) -> list[int]:
         """Settings with the same effect have the same rows: a warm-up of M is one of M-1."""
-        return [min(w, setting.num_microbatches - 1) for w in self._warm_up(setting, advance)]
+        return [min(w, shape.num_microbatches - 1) for w in self._warm_up(shape, advance)]
 
-    def _over_limit(self, setting: Setting, advance: int) -> str | None:
-        for stage, peak in enumerate(self._predicted_peak(setting, advance)):
+    def _over_limit(self, shape: IterationShape, advance: int) -> str | None:
+        for stage, peak in enumerate(self._predicted_peak(shape, advance)):
             if not peak <= self._limit:
                 return f"advance {advance} would need {peak:.4g} bytes on stage {stage}, the limit is {self._limit:.4g}"
         return None
 
-    def _first(self, setting: Setting) -> int:
+    def _first(self, shape: IterationShape) -> int:
         """The starting advance, or the largest one below it that fits."""
         for advance in range(self._start, -1, -1):
-            obstacle = self._over_limit(setting, advance)
+            obstacle = self._over_limit(shape, advance)
             if obstacle is None:
                 return advance
         raise ScheduleError(
@@ -257,8 +257,8 @@ class AdaptiveAdvance:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""
         states = [
-            {"setting": asdict(setting), "kind": type(state).__name__, "state": asdict(state)}
-            for setting, state in (self._loaded | self._states).items()
+            {"setting": asdict(shape), "kind": type(state).__name__, "state": asdict(state)}
+            for shape, state in (self._loaded | self._states).items()
         ]
         return {"states": states}
 
@@ -266,7 +266,7 @@ class AdaptiveAdvance:
         """Go on where ``state_dict`` was taken, but anew where the advance does not fit the memory when it is used."""
         self._states = {}
         self._loaded = {
-            Setting(**entry["setting"]): _loaded(entry["kind"], entry["state"]) for entry in state_dict["states"]
+            IterationShape(**entry["setting"]): _loaded(entry["kind"], entry["state"]) for entry in state_dict["states"]
         }
 
 
@@ -281,8 +281,8 @@ def _watched(state: Frozen, seconds: float) -> tuple[State, Decision | None]:
     return Measuring(state.advance), Decision(state.advance, reason)
 
 
-def _even_warm_up(setting: Setting, advance: int) -> Sequence[int]:
-    return warm_up("advance_forward", setting.num_stages, setting.num_microbatches, advance)
+def _even_warm_up(shape: IterationShape, advance: int) -> Sequence[int]:
+    return warm_up("advance_forward", shape.num_stages, shape.num_microbatches, advance)
 
 
 def _described(measured: Measured) -> str:

@@ -22,28 +22,28 @@ from lightning_avgpipe.schedule.adaptive import (
     AdaptiveAdvance,
     Decision,
     Frozen,
+    IterationShape,
     Measuring,
-    Setting,
     Settling,
 )
 
-SETTING = Setting(num_microbatches=32, num_pipelines=1, num_stages=4)
+SHAPE = IterationShape(num_microbatches=32, num_pipelines=1, num_stages=4)
 
 
-def stash(setting: Setting, advance: int) -> Sequence[float]:
+def stash(shape: IterationShape, advance: int) -> Sequence[float]:
     """A byte for each stashed micro-batch."""
-    ahead = warm_up("advance_forward", setting.num_stages, setting.num_microbatches, advance)
-    return [min(setting.num_microbatches, w + 1) for w in ahead]
+    ahead = warm_up("advance_forward", shape.num_stages, shape.num_microbatches, advance)
+    return [min(shape.num_microbatches, w + 1) for w in ahead]
 
 
 def run(
-    controller: AdaptiveAdvance, times: Callable[[int], float], iterations: int, setting: Setting = SETTING
+    controller: AdaptiveAdvance, times: Callable[[int], float], iterations: int, shape: IterationShape = SHAPE
 ) -> list[int]:
     """The advance of each iteration, which takes ``times(advance)`` seconds."""
     used = []
     for _ in range(iterations):
-        used.append(controller.advance(setting))
-        controller.observe(setting, times(used[-1]))
+        used.append(controller.advance(shape))
+        controller.observe(shape, times(used[-1]))
     return used
 
 
@@ -57,7 +57,7 @@ def test_it_steps_by_one_after_ten_iterations_and_goes_back_once() -> None:
     window = DROPPED + WINDOW
     used = run(controller, steady([10, 8, 6, 6]), 5 * window)
     assert used == [0] * window + [1] * window + [2] * window + [3] * window + [2] * window
-    state = controller.state(SETTING)
+    state = controller.state(SHAPE)
     assert isinstance(state, Frozen)
     assert "6 s with advance 3 is no gain over 6 s with advance 2" in state.reason
 
@@ -69,8 +69,8 @@ def test_it_starts_where_it_is_told() -> None:
 def test_the_first_two_iterations_after_a_change_do_not_count() -> None:
     controller = AdaptiveAdvance(0, stash)
     for seconds in [100, 100, *[10] * WINDOW, 100, 100, *[5] * WINDOW]:
-        controller.observe(SETTING, seconds)
-    assert controller.advance(SETTING) == 2
+        controller.observe(SHAPE, seconds)
+    assert controller.advance(SHAPE) == 2
 
 
 def test_a_gain_of_less_than_one_per_cent_is_none() -> None:
@@ -81,7 +81,7 @@ def test_a_gain_of_less_than_one_per_cent_is_none() -> None:
 
 def test_every_decision_says_why() -> None:
     controller = AdaptiveAdvance(0, stash)
-    decisions = [d for _ in range(30) if (d := controller.observe(SETTING, 5.0)) is not None]
+    decisions = [d for _ in range(30) if (d := controller.observe(SHAPE, 5.0)) is not None]
     assert decisions == [
         Decision(1, "5 s with advance 0; trying one more"),
         Decision(0, "5 s with advance 1 is no gain over 5 s with advance 0: back, and stay"),
@@ -91,52 +91,57 @@ def test_every_decision_says_why() -> None:
 def test_memory_is_checked_on_every_stage_before_a_step() -> None:
     asked = []
 
-    def predicted(setting: Setting, advance: int) -> Sequence[float]:
+    def predicted(shape: IterationShape, advance: int) -> Sequence[float]:
         asked.append(advance)
         return [1.0, 1.0 + advance, 1.0, 1.0]
 
     controller = AdaptiveAdvance(0, predicted, memory_limit=3.0)
     assert max(run(controller, lambda advance: 10.0 / (1 + advance), 100)) == 2
     assert max(asked) == 3
-    state = controller.state(SETTING)
+    state = controller.state(SHAPE)
     assert isinstance(state, Frozen)
     assert "advance 3 would need 4 bytes on stage 1, the limit is 3" in state.reason
 
 
 def test_a_first_advance_that_does_not_fit_is_lowered_and_none_at_all_is_an_error() -> None:
-    assert AdaptiveAdvance(5, stash, memory_limit=7).advance(SETTING) == 1
+    assert AdaptiveAdvance(5, stash, memory_limit=7).advance(SHAPE) == 1
     with pytest.raises(ScheduleError, match="advance 0 would need 4 bytes on stage 0, the limit is 3, even with no"):
-        AdaptiveAdvance(5, stash, memory_limit=3).advance(SETTING)
+        AdaptiveAdvance(5, stash, memory_limit=3).advance(SHAPE)
 
 
 def test_a_prediction_that_is_no_number_does_not_fit() -> None:
     with pytest.raises(ScheduleError, match="would need nan bytes"):
-        AdaptiveAdvance(0, lambda *_: [float("nan")], memory_limit=3).advance(SETTING)
+        AdaptiveAdvance(0, lambda *_: [float("nan")], memory_limit=3).advance(SHAPE)
 
 
 def test_it_does_not_try_what_changes_nothing() -> None:
-    setting = Setting(num_microbatches=4, num_pipelines=1, num_stages=3)
+    shape = IterationShape(num_microbatches=4, num_pipelines=1, num_stages=3)
     controller = AdaptiveAdvance(0, stash)
     # with 4 micro-batches 3 forwards ahead are as good as 4: stage 1 has that many from h = 2 on
-    assert max(run(controller, lambda advance: 10.0 / (1 + advance), 200, setting)) == 2
-    alone = Setting(num_microbatches=4, num_pipelines=1, num_stages=1)
+    assert max(run(controller, lambda advance: 10.0 / (1 + advance), 200, shape)) == 2
+    alone = IterationShape(num_microbatches=4, num_pipelines=1, num_stages=1)
     assert set(run(controller, lambda advance: 10.0, 50, alone)) == {0}
 
 
 @pytest.mark.parametrize(
     "other",
-    [Setting(16, 1, 4), Setting(32, 2, 4), Setting(32, 1, 5), Setting(32, 1, 4, length_bucket=1)],
+    [
+        IterationShape(16, 1, 4),
+        IterationShape(32, 2, 4),
+        IterationShape(32, 1, 5),
+        IterationShape(32, 1, 4, length_bucket=1),
+    ],
     ids=["M", "N", "K", "length"],
 )
-def test_another_setting_begins_anew_and_a_known_one_goes_on(other: Setting) -> None:
+def test_another_shape_begins_anew_and_a_known_one_goes_on(other: IterationShape) -> None:
     controller = AdaptiveAdvance(0, stash)
     run(controller, steady([10, 8, 8]), 100)
     assert isinstance(controller.state(other), Settling)
     assert controller.advance(other) == 0
     run(controller, steady([10, 10]), 25, other)
     assert controller.advance(other) == 0
-    assert isinstance(controller.state(SETTING), Frozen)
-    assert controller.advance(SETTING) == 1
+    assert isinstance(controller.state(SHAPE), Frozen)
+    assert controller.advance(SHAPE) == 1
 
 
 @pytest.mark.parametrize("factor", [0.85, 1.15])
@@ -144,40 +149,40 @@ def test_a_drift_of_more_than_ten_per_cent_begins_anew_where_it_stands(factor: f
     controller = AdaptiveAdvance(0, stash)
     run(controller, steady([10, 8, 8]), 100)
     assert set(run(controller, steady([10, 8 * (1 + 0.09)]), 5 * WINDOW)) == {1}
-    assert isinstance(controller.state(SETTING), Frozen)
+    assert isinstance(controller.state(SHAPE), Frozen)
     used = run(controller, steady([10, 8 * factor, 6 * factor, 6 * factor]), 100)
     assert used[0] == 1
     assert set(used) == {1, 2, 3}
-    assert controller.advance(SETTING) == 2
+    assert controller.advance(SHAPE) == 2
 
 
 def test_single_slow_iterations_are_no_drift() -> None:
     controller = AdaptiveAdvance(0, stash)
     run(controller, steady([10, 10]), 40)
     for i in range(200):
-        controller.observe(SETTING, 50.0 if i % 3 == 0 else 10.0)
-        assert isinstance(controller.state(SETTING), Frozen)
+        controller.observe(SHAPE, 50.0 if i % 3 == 0 else 10.0)
+        assert isinstance(controller.state(SHAPE), Frozen)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_time_that_is_none_is_refused(seconds: float) -> None:
     with pytest.raises(ScheduleError, match="must be positive and finite"):
-        AdaptiveAdvance(0, stash).observe(SETTING, seconds)
+        AdaptiveAdvance(0, stash).observe(SHAPE, seconds)
 
 
 def test_it_goes_on_from_any_state_that_was_saved() -> None:
-    other = Setting(16, 1, 4, 3)
+    other = IterationShape(16, 1, 4, 3)
     controller = AdaptiveAdvance(0, stash)
     rng = random.Random(0)
     kinds = set()
     for i in range(100):
-        setting = SETTING if i % 3 else other
+        shape = SHAPE if i % 3 else other
         saved = json.loads(json.dumps(controller.state_dict()))
         resumed = AdaptiveAdvance(0, stash)
         resumed.load_state_dict(saved)
-        assert resumed.state(setting) == controller.state(setting)
-        kinds.add(type(controller.state(setting)))
-        controller.observe(setting, steady([10, 8, 6, 6])(controller.advance(setting)) * rng.uniform(0.99, 1.01))
+        assert resumed.state(shape) == controller.state(shape)
+        kinds.add(type(controller.state(shape)))
+        controller.observe(shape, steady([10, 8, 6, 6])(controller.advance(shape)) * rng.uniform(0.99, 1.01))
     assert kinds == {Settling, Measuring, Frozen}
 
 
@@ -186,19 +191,19 @@ def test_a_saved_advance_that_no_longer_fits_is_not_taken() -> None:
     run(controller, lambda advance: 10.0 / (1 + advance), 200)
     smaller = AdaptiveAdvance(0, stash, memory_limit=7)
     smaller.load_state_dict(controller.state_dict())
-    assert smaller.advance(SETTING) == 0
+    assert smaller.advance(SHAPE) == 0
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """A simulated pipeline: true times by advance, and the memory limit."""
 
-    setting: Setting
+    shape: IterationShape
     times: tuple[float, ...]
     limit: float | None
 
     def fits(self, advance: int) -> bool:
-        return self.limit is None or max(stash(self.setting, advance)) <= self.limit
+        return self.limit is None or max(stash(self.shape, advance)) <= self.limit
 
     def reachable(self, start: int) -> Iterable[int]:
         return (h for h in range(start, len(self.times)) if self.fits(h))
@@ -225,7 +230,7 @@ def pipelines(count: int, uneven: float) -> list[Pipeline]:
             for h in range(num_microbatches)
         )
         limit = rng.choice([None, None, max(num_stages, rng.randint(1, num_microbatches))])
-        made.append(Pipeline(Setting(num_microbatches, 1, num_stages), times, limit))
+        made.append(Pipeline(IterationShape(num_microbatches, 1, num_stages), times, limit))
     return made
 
 
@@ -258,12 +263,12 @@ def test_it_finds_the_best_reachable_within_noise_in_99_of_100_runs(uneven: floa
         start = rng.choice([0, 0, 1]) if pipeline.fits(1) else 0
         controller = AdaptiveAdvance(start, stash, pipeline.limit)
         for _ in range(1000):
-            advance = controller.advance(pipeline.setting)
+            advance = controller.advance(pipeline.shape)
             assert pipeline.fits(advance)
-            controller.observe(pipeline.setting, noisy(steady(pipeline.times)(advance), noise, rng))
-            if isinstance(controller.state(pipeline.setting), Frozen):
+            controller.observe(pipeline.shape, noisy(steady(pipeline.times)(advance), noise, rng))
+            if isinstance(controller.state(pipeline.shape), Frozen):
                 break
-        found = steady(pipeline.times)(controller.advance(pipeline.setting))
+        found = steady(pipeline.times)(controller.advance(pipeline.shape))
         fastest = min(pipeline.times[h] for h in pipeline.reachable(start))
         as_good_as_climb += found <= 1.025 * pipeline.times[climb(pipeline, start)]
         as_good_as_all += found <= 1.025 * fastest
@@ -278,8 +283,8 @@ RECORDED = json.loads((Path(__file__).parents[1] / "golden" / "advance_times.jso
 def test_recorded_times_of_real_processes_lead_to_the_fastest_advance(offset: int) -> None:
     """Times of four processes on slow links, from any of them on: which iterations count must not matter."""
     times = [itertools.cycle([*seconds[offset:], *seconds[:offset]]) for seconds in RECORDED["seconds"]]
-    setting = Setting(RECORDED["microbatches"], 1, RECORDED["stages"])
+    shape = IterationShape(RECORDED["microbatches"], 1, RECORDED["stages"])
     controller = AdaptiveAdvance(0, stash)
-    run(controller, lambda advance: next(times[advance]), 400, setting)
+    run(controller, lambda advance: next(times[advance]), 400, shape)
     medians = [statistics.median(seconds) for seconds in RECORDED["seconds"]]
-    assert medians[controller.advance(setting)] <= 1.01 * min(medians)
+    assert medians[controller.advance(shape)] <= 1.01 * min(medians)
