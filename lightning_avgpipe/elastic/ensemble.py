@@ -187,6 +187,20 @@ class Ensemble:
             finally:
                 self.place(0)
 
+    def strangers(self, number: int, buffers: Collection[str]) -> dict[str, list[Tensor]]:
+        """Which tensors are those of other models, by name, while a parallel model is in the module.
+
+        Args:
+            number: n of that model.
+            buffers: names; other buffers may be the same ones for all models.
+        """
+        self._placement.read_back()
+        others = [replica for replica in self._replicas if replica.number != number]
+        own = self._placement.own
+        found: dict[str, list[Tensor]] = {name: [r.parameters[name] for r in others] for name in own.parameters}
+        found |= {name: [r.buffers[name] for r in others] for name in buffers if name in own.buffers}
+        return found
+
     def show_reference(self, reference: bool) -> None:
         """From now on the module has the weights of the reference, or those of pipeline 0."""
         self.settle()
