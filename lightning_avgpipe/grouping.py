@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lightning_avgpipe.bars import retotal
 from lightning_avgpipe.replaced import replaced
 
 __all__ = ["GroupedLoader", "grouping", "recount"]
@@ -199,3 +200,4 @@ def recount(trainer: pl.Trainer) -> None:
         loop._data_fetcher.length = length
     if isinstance(trainer.val_check_interval, float):
         trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
+    retotal(trainer)
