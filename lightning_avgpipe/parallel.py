@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.adaptation import quiet_hooks
 from lightning_avgpipe.counts import Count
 from lightning_avgpipe.data import Shipping
 from lightning_avgpipe.errors import ConfigurationError
@@ -114,6 +113,19 @@ class ParallelModelsStrategy(StatefulStrategy):
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    def after_backwards(self, loss: torch.Tensor, count: int) -> None:
+        """What follows a backward, for each of so many pipelines: hooks may change the gradients of the model they see.
+
+        They log for pipeline 0.
+        """
+        module, division, step_log = self.lightning_module, self._division, self._log
+        assert module is not None and division is not None and step_log is not None
+        self.precision_plugin.post_backward(loss, module)
+        for n in range(1, count):
+            assert division.ensemble is not None
+            with division.ensemble.placed(n), step_log.muted():
+                self.precision_plugin.post_backward(loss, module)
+
     def clear_gradients(self) -> None:
         """Lightning clears the gradients of pipeline 0; here go those of the others."""
         self._fed = 0
@@ -161,7 +173,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         ensemble = division.ensemble
         assert ensemble is not None
         for n in range(1, self._fed):
-            with ensemble.placed(n), quiet_hooks(module.trainer, "on_before_optimizer_step"), step_log.muted():
+            with ensemble.placed(n), step_log.muted():
                 for made in ensemble.optimizers(n):
                     self.precision_plugin.optimizer_step(made, model=module, closure=lambda: results[-1], **kwargs)
 

@@ -167,7 +167,7 @@ class SteppingStrategy(ParallelModelsStrategy):
         if trains:
             if not module.trainer.fit_loop._should_accumulate():
                 self._division.sum_copied_gradients()
-            precision.post_backward(checks.loss(result), module)
+            self.after_backwards(checks.loss(result), len(works))
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
