@@ -139,6 +139,12 @@ class ParallelModelsStrategy(StatefulStrategy):
         results: list[Any] = []
 
         def run() -> Any:
+            if results:  # the batches of other pipelines are used up, and their models are not where this one is
+                raise ConfigurationError(
+                    f"{_plain_name(optimizer)} evaluates its closure several times per step, but with "
+                    f"{self.num_models} parallel models one evaluation serves the optimizers of all; use an optimizer "
+                    "that evaluates it once, such as SGD or AdamW, or num_pipelines=1"
+                )
             results.append(closure())
             return results[-1]
 
@@ -226,6 +232,10 @@ class ParallelModelsStrategy(StatefulStrategy):
             )
         with contextlib.nullcontext() if ensemble is None else ensemble.placed(number):
             yield self.lightning_module
+
+
+def _plain_name(optimizer: Optimizer) -> str:
+    return type(getattr(optimizer, "_optimizer", optimizer)).__name__
 
 
 @contextlib.contextmanager

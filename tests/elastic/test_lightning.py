@@ -363,6 +363,20 @@ def test_an_optimizer_of_what_the_module_does_not_know_is_refused() -> None:
         train(Outside(), loader(MLP, 16, 8))
 
 
+def test_an_optimizer_that_evaluates_its_closure_twice_is_refused() -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            return super().step(closure)
+
+    class Sharp(MLP):
+        def configure_optimizers(self) -> Any:
+            return Twice(self.parameters(), lr=0.1)
+
+    with pytest.raises(ConfigurationError, match="Twice evaluates its closure several times .* with 2 parallel models"):
+        train(Sharp(), loader(MLP, 16, 8))
+
+
 def test_a_failure_leaves_the_reference() -> None:
     class Fails(L.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
