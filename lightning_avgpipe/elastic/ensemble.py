@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.elastic.alike import load_states, states_of_group_0
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity
 from lightning_avgpipe.elastic.replica import Placement, Replica, leaf_like
 from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
@@ -82,8 +83,8 @@ class Ensemble:
     def resize(self, size: int) -> bool:
         """Have so many parallel models; tells whether that is a change.
 
-        New ones start from the reference, with the optimizer state of pipeline 0. Those with the highest numbers go,
-        and the others move alike, so that the reference stays where it is and is their mean.
+        New ones start from the reference, with the optimizer state of group 0's pipeline 0. Those with the highest
+        numbers go, and the others move alike, so that the reference stays where it is and is their mean.
         """
         if size == self.size:
             return False
@@ -94,12 +95,19 @@ class Ensemble:
         if size < self.size:
             del self._replicas[size:], self._twins[size:]
             Averaging(self._models(), self._centres(), size, self._siblings).end(alpha=0.0, outer_lr=0.0)
-        buffers = self._mean_buffers()
+        if size > self.size:
+            self._grow(size)
+        return True
+
+    def _grow(self, size: int) -> None:
+        buffers, optimizers = self._mean_buffers(), self._optimizers()
+        states = None if self._siblings is None else states_of_group_0(optimizers, self._siblings)
         while self.size < size:
             self._replicas.append(self._from_reference(self.size, buffers))
             own = self._own(self._replicas[-1])
-            self._twins.append([twin(optimizer, own) for optimizer in self._optimizers()])
-        return True
+            self._twins.append([twin(optimizer, own) for optimizer in optimizers])
+            for made, state in zip(self._twins[-1], states or (), strict=False):
+                load_states(made, state)
 
     def _from_reference(self, number: int, buffers: Mapping[str, Tensor]) -> Replica:
         replica = Replica(number)

@@ -373,9 +373,7 @@ def test_an_optimizer_that_evaluates_its_closure_twice_is_refused() -> None:
         def configure_optimizers(self) -> Any:
             return Twice(self.parameters(), lr=0.1)
 
-    with pytest.raises(
-        ConfigurationError, match=r"Twice evaluates its closure several times .* with 2 parallel models"
-    ):
+    with pytest.raises(ConfigurationError, match=r"Twice evaluates its closure several times .* with 2 parallel"):
         train(Sharp(), loader(MLP, 16, 8))
 
 
