@@ -111,6 +111,11 @@ class ParallelModelsStrategy(StatefulStrategy):
         self._fed = max(self._fed, count)
         return pipelines[:count]
 
+    def tensors_beside(self) -> list[torch.Tensor]:
+        """What parallel models have of their own that are not in the module."""
+        ensemble = None if self._division is None else self._division.ensemble
+        return [] if ensemble is None else [t for n in range(1, ensemble.size) for t in ensemble.tensors(n).values()]
+
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def after_backwards(self, loss: torch.Tensor, count: int) -> None:
