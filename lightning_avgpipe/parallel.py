@@ -98,6 +98,9 @@ class ParallelModelsStrategy(StatefulStrategy):
             division.show_reference(True)
             return [division.pipeline]
         self._settle()
+        division.show_reference(False)
+        if division.ensemble is not None:
+            division.ensemble.check_marks()
         saved = division.saved_models
         pipelines = division.parallel(self.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
@@ -161,12 +164,20 @@ class ParallelModelsStrategy(StatefulStrategy):
             if steps:
                 with self._recorded("averaging"):
                     self._division.ensemble.stepped(self._fed)
+            self._division.ensemble.mark(self._ends_epoch)
         return result
+
+    @property
+    def _ends_epoch(self) -> bool:
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.trainer.is_last_batch)
 
     def settle_models(self) -> None:
         """Wait for the models of other groups, if a hook may look at them; else the next step does, when it begins."""
-        if self.observed:
+        ensemble = None if self._division is None else self._division.ensemble
+        if self.observed and ensemble is not None and ensemble.averages:
             self._settle()
+            ensemble.mark(self._ends_epoch)
 
     def _settle(self) -> None:
         ensemble = None if self._division is None else self._division.ensemble
@@ -235,6 +246,8 @@ class ParallelModelsStrategy(StatefulStrategy):
                 f"parallel_model({number}): there are {size} parallel models here; they begin with the first batch of "
                 "training and end with it"
             )
+        if ensemble is not None:
+            ensemble.marks.forget()
         with contextlib.nullcontext() if ensemble is None else ensemble.placed(number):
             yield self.lightning_module
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.elastic.alike import load_states, states_of_group_0
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity
+from lightning_avgpipe.elastic.marks import Marks
 from lightning_avgpipe.elastic.replica import Placement, Replica, leaf_like
 from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
 from lightning_avgpipe.elastic.twin import follow, twin
@@ -35,6 +36,7 @@ class Ensemble:
 
     Attributes:
         steps: averaged or not, since the last averaging.
+        marks: of pipeline 0's weights between steps.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Ensemble:
         self._outer: Optimizer | None = None
         self._shown: Replica | None = None
         self.steps = 0
+        self.marks = Marks()
         self._active = 0
         self._begun: tuple[Averaging, Callable[[], None] | None] | None = None  # an averaging
         self._shared = None if siblings is None else SharedBuffers(self._placement.own.buffers, siblings)
@@ -89,6 +92,7 @@ class Ensemble:
         if size == self.size:
             return False
         self.show_reference(False)
+        self.marks.forget()
         if self.steps:
             self._begin()
             self.settle()
@@ -292,6 +296,19 @@ class Ensemble:
         if self._siblings is None:
             self.settle()
 
+    def mark(self, last: bool) -> None:
+        """Hooks come next; ``last`` as for :meth:`Marks.set`. Where there is one model, they see all there are."""
+        if self.size > 1 and not self.averages:
+            self.marks.set(self._placement.own.parameters, last)
+
+    def check_marks(self) -> None:
+        """Hooks have been; the reference is not shown.
+
+        Raises:
+            ConfigurationError: they have changed pipeline 0's model alone.
+        """
+        self.marks.check(self._placement.own.parameters, self.size - 1)
+
     @property
     def averages(self) -> bool:
         """Whether an averaging has begun and not ended."""
@@ -352,6 +369,7 @@ class Ensemble:
     @torch.no_grad()
     def load(self, number: int, saved: Mapping[str, Tensor]) -> None:
         """Fill a parallel model's own tensors; those that are not saved stay as they are."""
+        self.marks.forget()
         for name, tensor in self.tensors(number).items():
             if name in saved and not tensor.is_meta:
                 tensor.copy_(saved[name])
