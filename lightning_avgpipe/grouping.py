@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -197,18 +198,15 @@ def grouping(
         loader = request()
         if not isinstance(loader, CombinedLoader):
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning does
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        return GroupedLoader.of(
-            loader,
-            count,
-            isinstance(trainer.limit_train_batches, int),
-            any_ends,
-            look,
-            lambda: progress.current.ready,
-        )
+        counts_iterations = isinstance(trainer.limit_train_batches, int)
+        return GroupedLoader.of(loader, count, counts_iterations, any_ends, look, partial(_done, trainer))
 
     with replaced(source, "dataloader", dataloader):
         yield
+
+
+def _done(trainer: pl.Trainer) -> int:
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def recount(trainer: pl.Trainer) -> None:

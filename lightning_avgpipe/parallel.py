@@ -206,10 +206,15 @@ class ParallelModelsStrategy(StatefulStrategy):
             return []
         return [made for n in range(1, self._fed) for made in division.ensemble.optimizers(n)]
 
-    def follow_optimizers(self) -> None:
-        """The other pipelines' optimizers take over the hyper-parameters of pipeline 0's."""
+    def follow_optimizers(self, optimizer: Optimizer) -> None:
+        """The other pipelines' optimizers take over the hyper-parameters of pipeline 0's, before any of them steps.
+
+        Args:
+            optimizer: that is about to step: pipeline 0's, which all follow, or one whose hooks may have changed it.
+        """
         if self._division is not None and self._division.ensemble is not None:
-            self._division.ensemble.follow_optimizers()
+            known = any(optimizer is first for first in self.optimizers)
+            self._division.ensemble.follow_optimizers(None if known else optimizer)
 
     # -- which model the module shows --------------------------------------------------------------------------------
 

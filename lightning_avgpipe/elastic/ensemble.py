@@ -261,12 +261,13 @@ class Ensemble:
         """Those of pipeline n; of pipeline 0 those that everybody knows."""
         return self._twins[number] if number else list(self._optimizers())
 
-    def follow_optimizers(self) -> None:
-        """Pipelines 1..N-1 will step with the hyper-parameters that pipeline 0 has now."""
+    def follow_optimizers(self, only: Optimizer | None = None) -> None:
+        """Pipelines 1..N-1 will step with the hyper-parameters that pipeline 0 has now; or ``only`` one optimizer."""
         for replica, twins in zip(self._replicas[1:], self._twins[1:], strict=True):
-            own = self._own(replica)
-            for made, optimizer in zip(twins, self._optimizers(), strict=True):
-                follow(made, optimizer, own)
+            if only is None or any(made is only for made in twins):
+                own = self._own(replica)
+                for made, optimizer in zip(twins, self._optimizers(), strict=True):
+                    follow(made, optimizer, own)
 
     def clear_gradients(self) -> None:
         """Of pipelines 1..N-1; those of pipeline 0 are the module's."""
