@@ -23,7 +23,8 @@ class Quiet(Net):
 
 def change(module: Any) -> None:
     for parameter in module.parameters():
-        parameter.grad.clamp_(-0.01, 0.002)
+        if parameter.grad is not None:  # a process has those of its own stages
+            parameter.grad.clamp_(-0.01, 0.002)
 
 
 class AfterBackward(Quiet):
@@ -38,7 +39,8 @@ class BeforeStep(Quiet):
         for group in optimizer.param_groups:
             group["lr"] *= 0.8
             for parameter in group["params"]:
-                parameter.grad.sign_()
+                if parameter.grad is not None:
+                    parameter.grad.sign_()
 
 
 class Clips(Quiet):
