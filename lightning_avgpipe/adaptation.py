@@ -109,8 +109,7 @@ def _parallel_models(trainer: pl.Trainer, module: pl.LightningModule, strategy: 
     @functools.wraps(clip)
     def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # the last thing before the step, after all hooks that may change a learning rate
-        if strategy.together_with(optimizer):
-            strategy.follow_optimizers()
+        strategy.follow_optimizers(optimizer)
         return clip(optimizer, *args, **kwargs)
 
     with (

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe import tree
@@ -29,7 +29,7 @@ from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.partition.memory import nbytes
 from lightning_avgpipe.runtime.accounting import DeviceMeter, Footprint, HostMeter, Meter
 from lightning_avgpipe.runtime.clock import Stopwatch
-from lightning_avgpipe.runtime.memory import holdings
+from lightning_avgpipe.runtime.memory import holdings_of_models
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.microbatch import MicroBatch
 from lightning_avgpipe.runtime.planner import stage_costs
@@ -73,6 +73,7 @@ class Advancing:
 
     Attributes:
         peaks: stage -> bytes at its peak, as measured last; of all stages, on all ranks.
+        beside: what parallel models have of their own that are not in the module, as of when it is called.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Advancing:
         optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
         self.peaks: dict[int, int] = {}
+        self.beside: Callable[[], Sequence[Tensor]] = list
         self._name = name
         self._fixed = 0 if advance == "auto" else advance
         self._adapts = advance == "auto" and name == "advance_forward" and mesh.world_size > 1
@@ -154,7 +156,7 @@ class Advancing:
             works: micro-batches of every pipeline that has a batch.
             plan: of the step.
             schedule: of pipeline 0.
-            num_pipelines: N. Memory is measured for one pipeline; with several, the plan's estimates count.
+            num_pipelines: N. Memory is measured when all of them have a batch.
         """
         parts = works[0]
         if not task.trains:
@@ -164,9 +166,10 @@ class Advancing:
         shape = self._shape(parts, num_pipelines)
         advance = self._chosen.get(shape, 0)
         self._take(plan, len(parts))
-        unmetered = num_pipelines == 1 and (shape, advance) not in self._metered
-        meter = self._meter(task, plan) if unmetered else None
-        self._metered.add((shape, advance))
+        unmetered = len(works) == num_pipelines and (shape, advance) not in self._metered
+        meter = self._meter(task, plan, works) if unmetered else None
+        if unmetered:
+            self._metered.add((shape, advance))
         self._number += 1
         self._mesh.meter = meter
         try:
@@ -175,7 +178,10 @@ class Advancing:
         finally:
             self._mesh.meter = None
         if meter is not None:
-            found = meter.finish(holdings(plan, self._mesh.stages, self._module, self._optimizers(), len(parts)))
+            stages, groups = self._mesh.stages, self._mesh.num_groups
+            found = meter.finish(
+                holdings_of_models(plan, stages, self._module, self._optimizers(), len(parts), num_pipelines, groups)
+            )
             self._report += [(self._number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
         size = sum(part.size for work in works for part in work)
         self._largest[shape] = max(size, self._largest[shape])
@@ -237,15 +243,14 @@ class Advancing:
     def _warm_up(self, shape: IterationShape, advance: int) -> tuple[int, ...]:
         return stepped_warm_up(self._steps, shape.num_microbatches, advance)
 
-    def _meter(self, task: Task, plan: Plan) -> Meter | None:
+    def _meter(self, task: Task, plan: Plan, works: Sequence[Sequence[MicroBatch]] = ()) -> Meter | None:
         """None where it cannot be measured: a step whose costs were not measured may not bear to be watched."""
         if self._mesh.device.type == "cuda":
             return DeviceMeter(self._mesh.device)
         if not plan.measured:
             return None
-        return HostMeter(
-            [*self._module.parameters(), *self._module.buffers(), *tree.tensors(tuple(map(tuple, task.args)))]
-        )
+        batches = tree.tensors((tuple(map(tuple, task.args)), [part.data for parts in works for part in parts]))
+        return HostMeter([*self._module.parameters(), *self._module.buffers(), *self.beside(), *batches])
 
     # -- rank 0 ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -231,6 +231,11 @@ def _one_model_only(running: pl.Trainer, num_pipelines: int) -> None:
             raise ConfigurationError(
                 f"{type(callback).__name__} averages the weights of one model, but num_pipelines={num_pipelines} "
                 "trains parallel ones, whose reference is an average already; remove it, or use num_pipelines=1"
+            )
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} puts other parameters into the layers of one model, but "
+                f"num_pipelines={num_pipelines} trains parallel ones; remove it, or use num_pipelines=1"
             )
 
 

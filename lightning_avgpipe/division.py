@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,9 +167,16 @@ class Division:
         self._load_ensemble()
         if stale or begins:
             self._mesh.widen(num_pipelines)
-            self.pipeline.place = _placing(ensemble, 0)
+            self.pipeline.place = partial(ensemble.place, 0)
             others = [
-                Pipeline(self._mesh, self._module, self._planner.recompute, n, _placing(ensemble, n))
+                Pipeline(
+                    self._mesh,
+                    self._module,
+                    self._planner.recompute,
+                    n,
+                    partial(ensemble.place, n),
+                    partial(ensemble.strangers, n),
+                )
                 for n in range(1, num_pipelines)
             ]
             self._pipelines = [self.pipeline, *others]
@@ -327,7 +335,3 @@ class Division:
             if self._mesh.world_size == 1 or self.plan is None or self._mesh.group_number:
                 return self._module.state_dict()
             return full_state_dict(self._module, self._mesh, self._owner)
-
-
-def _placing(ensemble: Ensemble, number: int) -> Callable[[], None]:
-    return lambda: ensemble.place(number)

@@ -13,11 +13,13 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lightning_avgpipe.bars import retotal
 from lightning_avgpipe.replaced import replaced
 
 __all__ = ["GroupedLoader", "grouping", "recount"]
@@ -34,11 +36,14 @@ class GroupedLoader(CombinedLoader):
     _any_ends: Callable[[bool], bool] | None
     _look: Callable[[Any], bool] | None
     _counts_iterations: bool
+    _done: Callable[[], int]
     _beside: deque[list[Any]]
     _returned: deque[Any]
     _latest: Any
     _groups: int
     _read: int
+    _drawn: int
+    _began: bool
     _ended: bool
 
     @classmethod
@@ -49,6 +54,7 @@ class GroupedLoader(CombinedLoader):
         counts_iterations: bool,
         any_ends: Callable[[bool], bool] | None = None,
         look: Callable[[Any], bool] | None = None,
+        done: Callable[[], int] = int,
     ) -> GroupedLoader:
         """Group the batches of a loader.
 
@@ -59,18 +65,20 @@ class GroupedLoader(CombinedLoader):
             any_ends: whether this epoch ends, given whether it does here; asked where lengths are not known.
             look: is shown the first batch before any other is read, and may change N; again before each further group
                 until it returns that it has seen enough.
+            done: iterations of this epoch that a run before this one has done; asked when the first batch is.
         """
         kind = cls if type(loader) is CombinedLoader else type(cls.__name__, (cls, type(loader)), {})
         made: GroupedLoader = object.__new__(kind)
         vars(made).update(vars(loader))
         made._count, made._counts_iterations, made._any_ends = count, counts_iterations, any_ends
-        made._look = look
+        made._look, made._done = look, done
         made._clear()
         return made
 
     def _clear(self) -> None:
         self._beside, self._returned = deque(), deque()
-        self._groups = self._read = 0
+        self._groups = self._read = self._drawn = 0
+        self._began = False
         self._ended = False
         self._latest = None
 
@@ -85,6 +93,9 @@ class GroupedLoader(CombinedLoader):
             self._limits = limits
 
     def __next__(self) -> Any:
+        if not self._began:
+            self._groups = self._done()
+            self._read = self._drawn = self._groups * self._count()
         if self._look is not None:
             self._show(self._look)
         group: list[Any] = []
@@ -94,6 +105,7 @@ class GroupedLoader(CombinedLoader):
             raise StopIteration
         self._read += len(group)
         self._groups += 1
+        self._began = True
         self._beside.append(group[1:])
         batch, _, dataloader_idx = group[0]
         self._latest = batch if self._look is not None else None
@@ -102,7 +114,7 @@ class GroupedLoader(CombinedLoader):
     def _show(self, look: Callable[[Any], bool]) -> None:
         """Let somebody look who may change N. A group that was read ahead is completed."""
         batch = self._latest
-        if not self._groups:
+        if not self._began:
             item = self._next()
             if self._ends(item is None):
                 return
@@ -129,18 +141,24 @@ class GroupedLoader(CombinedLoader):
 
     @property
     def _sized(self) -> bool:
+        return self._most < math.inf
+
+    @property
+    def _most(self) -> float:
+        """Batches of an epoch, which a limit may end before the dataloader does; infinite if that is not known."""
         try:
-            super().__len__()
+            return super().__len__()
         except (TypeError, NotImplementedError):
-            return False
-        return True
+            return math.inf
 
     def _next(self) -> Any:
         if self._returned:
             return self._returned.popleft()
-        if not self._ended:
+        if not self._ended and self._drawn < self._most:
             try:
-                return super().__next__()
+                item = super().__next__()
+                self._drawn += 1
+                return item
             except StopIteration:
                 self._ended = True
         return None
@@ -180,10 +198,15 @@ def grouping(
         loader = request()
         if not isinstance(loader, CombinedLoader):
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning does
-        return GroupedLoader.of(loader, count, isinstance(trainer.limit_train_batches, int), any_ends, look)
+        counts_iterations = isinstance(trainer.limit_train_batches, int)
+        return GroupedLoader.of(loader, count, counts_iterations, any_ends, look, partial(_done, trainer))
 
     with replaced(source, "dataloader", dataloader):
         yield
+
+
+def _done(trainer: pl.Trainer) -> int:
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def recount(trainer: pl.Trainer) -> None:
@@ -199,3 +222,4 @@ def recount(trainer: pl.Trainer) -> None:
         loop._data_fetcher.length = length
     if isinstance(trainer.val_check_interval, float):
         trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
+    retotal(trainer)

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.adaptation import quiet_hooks
 from lightning_avgpipe.data import Shipping
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.grouping import GroupedLoader
@@ -112,6 +111,9 @@ class ParallelModelsStrategy(StatefulStrategy):
             division.show_reference(True)
             return [division.pipeline]
         self._settle()
+        division.show_reference(False)
+        if division.ensemble is not None:
+            division.ensemble.check_marks()
         saved = division.saved_models
         pipelines = division.parallel(self.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
@@ -125,7 +127,25 @@ class ParallelModelsStrategy(StatefulStrategy):
         self._fed = max(self._fed, count)
         return pipelines[:count]
 
+    def tensors_beside(self) -> list[torch.Tensor]:
+        """What parallel models have of their own that are not in the module."""
+        ensemble = None if self._division is None else self._division.ensemble
+        return [] if ensemble is None else [t for n in range(1, ensemble.size) for t in ensemble.tensors(n).values()]
+
     # -- steps -------------------------------------------------------------------------------------------------------
+
+    def after_backwards(self, loss: torch.Tensor, count: int) -> None:
+        """What follows a backward, for each of so many pipelines: hooks may change the gradients of the model they see.
+
+        They log for pipeline 0.
+        """
+        module, division, step_log = self.lightning_module, self._division, self._log
+        assert module is not None and division is not None and step_log is not None
+        self.precision_plugin.post_backward(loss, module)
+        for n in range(1, count):
+            assert division.ensemble is not None
+            with division.ensemble.placed(n), step_log.muted():
+                self.precision_plugin.post_backward(loss, module)
 
     def clear_gradients(self) -> None:
         """Lightning clears the gradients of pipeline 0; here go those of the others."""
@@ -140,6 +160,12 @@ class ParallelModelsStrategy(StatefulStrategy):
         results: list[Any] = []
 
         def run() -> Any:
+            if results:  # the batches of other pipelines are used up, and their models are not where this one is
+                raise ConfigurationError(
+                    f"{_plain_name(optimizer)} evaluates its closure several times per step, but with "
+                    f"{self.num_models} parallel models one evaluation serves the optimizers of all; use an optimizer "
+                    "that evaluates it once, such as SGD or AdamW, or num_pipelines=1"
+                )
             results.append(closure())
             return results[-1]
 
@@ -151,12 +177,20 @@ class ParallelModelsStrategy(StatefulStrategy):
             if steps:
                 with self._recorded("averaging"):
                     self._division.ensemble.stepped(self._fed)
+            self._division.ensemble.mark(self._ends_epoch)
         return result
+
+    @property
+    def _ends_epoch(self) -> bool:
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.trainer.is_last_batch)
 
     def settle_models(self) -> None:
         """Wait for the models of other groups, if a hook may look at them; else the next step does, when it begins."""
-        if self.observed:
+        ensemble = None if self._division is None else self._division.ensemble
+        if self.observed and ensemble is not None and ensemble.averages:
             self._settle()
+            ensemble.mark(self._ends_epoch)
 
     def _settle(self) -> None:
         ensemble = None if self._division is None else self._division.ensemble
@@ -174,7 +208,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         ensemble = division.ensemble
         assert ensemble is not None
         for n in range(1, self._fed):
-            with ensemble.placed(n), quiet_hooks(module.trainer, "on_before_optimizer_step"), step_log.muted():
+            with ensemble.placed(n), step_log.muted():
                 for made in ensemble.optimizers(n):
                     self.precision_plugin.optimizer_step(made, model=module, closure=lambda: results[-1], **kwargs)
 
@@ -185,10 +219,15 @@ class ParallelModelsStrategy(StatefulStrategy):
             return []
         return [made for n in range(1, self._fed) for made in division.ensemble.optimizers(n)]
 
-    def follow_optimizers(self) -> None:
-        """The other pipelines' optimizers take over the hyper-parameters of pipeline 0's."""
+    def follow_optimizers(self, optimizer: Optimizer) -> None:
+        """The other pipelines' optimizers take over the hyper-parameters of pipeline 0's, before any of them steps.
+
+        Args:
+            optimizer: that is about to step: pipeline 0's, which all follow, or one whose hooks may have changed it.
+        """
         if self._division is not None and self._division.ensemble is not None:
-            self._division.ensemble.follow_optimizers()
+            known = any(optimizer is first for first in self.optimizers)
+            self._division.ensemble.follow_optimizers(None if known else optimizer)
 
     @contextlib.contextmanager
     def trying(self, batch: Any) -> Iterator[Any]:
@@ -245,8 +284,14 @@ class ParallelModelsStrategy(StatefulStrategy):
                 f"parallel_model({number}): there are {size} parallel models here; they begin with the first batch of "
                 "training and end with it"
             )
+        if ensemble is not None:
+            ensemble.marks.forget()
         with contextlib.nullcontext() if ensemble is None else ensemble.placed(number):
             yield self.lightning_module
+
+
+def _plain_name(optimizer: Optimizer) -> str:
+    return type(getattr(optimizer, "_optimizer", optimizer)).__name__
 
 
 @contextlib.contextmanager

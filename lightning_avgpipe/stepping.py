@@ -49,7 +49,8 @@ class SteppingStrategy(ParallelModelsStrategy):
         """Stage -> bytes at its peak, measured in the first iteration with a kind of batches and an advance.
 
         On CUDA as the allocator counts; elsewhere weights, gradients, optimizer states, the batch, and what backwards
-        wait for. Empty before training, with several pipelines, and on a CPU with ``costs="flops"``.
+        wait for; of several pipelines all that they have, and their reference. Empty before training, and on a CPU with
+        ``costs="flops"``.
         """
         return {} if self.advancing is None else dict(self.advancing.peaks)
 
@@ -179,7 +180,7 @@ class SteppingStrategy(ParallelModelsStrategy):
         if trains:
             if not module.trainer.fit_loop._should_accumulate():
                 self._division.sum_copied_gradients()
-            precision.post_backward(checks.loss(result), module)
+            self.after_backwards(checks.loss(result), len(works))
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,15 +239,16 @@ class SteppingStrategy(ParallelModelsStrategy):
             for n, parts in enumerate(works)
         ]
         assert self.advancing is not None and self.plan is not None
-        try:
-            with self.advancing.iteration(tasks[0], works, self.plan, schedules[0], self.num_pipelines):
+        self.advancing.beside = self.tensors_beside
+        with self.advancing.iteration(tasks[0], works, self.plan, schedules[0], self.num_pipelines):
+            try:
                 if len(tasks) == 1:
                     outputs = pipelines[0].run(step, schedules[0], tasks[0])
                 else:
                     outputs = run_together(pipelines, step, schedules, tasks)[0]
-        finally:
-            if division.ensemble is not None:
-                division.ensemble.place(0)
+            finally:
+                if division.ensemble is not None:
+                    division.ensemble.place(0)
         with context():  # which may decide what a number is
             step_log.issue(over_groups=step == "training_step")
         return outputs

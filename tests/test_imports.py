@@ -27,7 +27,7 @@ ALLOWED = {
 LIGHTNING_SIDE = {
     "__init__", "strategy", "adaptation", "division", "loop", "checkpoint", "checks", "metrics", "data", "callbacks",
     "advancing", "interrupts", "launch", "stateful", "stepping", "storage", "counts", "starter", "parallel", "grouping",
-    "shares", "profiler", "rehearsal", "options", "connected",
+    "shares", "profiler", "rehearsal", "options", "connected", "bars",
 }  # fmt: skip
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.elastic.alike import load_states, states_of_group_0
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity
+from lightning_avgpipe.elastic.marks import Marks
 from lightning_avgpipe.elastic.replica import Placement, Replica, leaf_like
 from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
 from lightning_avgpipe.elastic.twin import follow, twin
@@ -34,6 +36,7 @@ class Ensemble:
 
     Attributes:
         steps: averaged or not, since the last averaging.
+        marks: of pipeline 0's weights between steps.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Ensemble:
         self._outer: Optimizer | None = None
         self._shown: Replica | None = None
         self.steps = 0
+        self.marks = Marks()
         self._active = 0
         self._begun: tuple[Averaging, Callable[[], None] | None] | None = None  # an averaging
         self._shared = None if siblings is None else SharedBuffers(self._placement.own.buffers, siblings)
@@ -82,24 +86,32 @@ class Ensemble:
     def resize(self, size: int) -> bool:
         """Have so many parallel models; tells whether that is a change.
 
-        New ones start from the reference, with the optimizer state of pipeline 0. Those with the highest numbers go,
-        and the others move alike, so that the reference stays where it is and is their mean.
+        New ones start from the reference, with the optimizer state of group 0's pipeline 0. Those with the highest
+        numbers go, and the others move alike, so that the reference stays where it is and is their mean.
         """
         if size == self.size:
             return False
         self.show_reference(False)
+        self.marks.forget()
         if self.steps:
             self._begin()
             self.settle()
         if size < self.size:
             del self._replicas[size:], self._twins[size:]
             Averaging(self._models(), self._centres(), size, self._siblings).end(alpha=0.0, outer_lr=0.0)
-        buffers = self._mean_buffers()
+        if size > self.size:
+            self._grow(size)
+        return True
+
+    def _grow(self, size: int) -> None:
+        buffers, optimizers = self._mean_buffers(), self._optimizers()
+        states = None if self._siblings is None else states_of_group_0(optimizers, self._siblings)
         while self.size < size:
             self._replicas.append(self._from_reference(self.size, buffers))
             own = self._own(self._replicas[-1])
-            self._twins.append([twin(optimizer, own) for optimizer in self._optimizers()])
-        return True
+            self._twins.append([twin(optimizer, own) for optimizer in optimizers])
+            for made, state in zip(self._twins[-1], states or (), strict=False):
+                load_states(made, state)
 
     def _from_reference(self, number: int, buffers: Mapping[str, Tensor]) -> Replica:
         replica = Replica(number)
@@ -187,6 +199,20 @@ class Ensemble:
             finally:
                 self.place(0)
 
+    def strangers(self, number: int, buffers: Collection[str]) -> dict[str, list[Tensor]]:
+        """Which tensors are those of other models, by name, while a parallel model is in the module.
+
+        Args:
+            number: n of that model.
+            buffers: names; other buffers may be the same ones for all models.
+        """
+        self._placement.read_back()
+        others = [replica for replica in self._replicas if replica.number != number]
+        own = self._placement.own
+        found: dict[str, list[Tensor]] = {name: [r.parameters[name] for r in others] for name in own.parameters}
+        found |= {name: [r.buffers[name] for r in others] for name in buffers if name in own.buffers}
+        return found
+
     def show_reference(self, reference: bool) -> None:
         """From now on the module has the weights of the reference, or those of pipeline 0."""
         self.settle()
@@ -235,12 +261,13 @@ class Ensemble:
         """Those of pipeline n; of pipeline 0 those that everybody knows."""
         return self._twins[number] if number else list(self._optimizers())
 
-    def follow_optimizers(self) -> None:
-        """Pipelines 1..N-1 will step with the hyper-parameters that pipeline 0 has now."""
+    def follow_optimizers(self, only: Optimizer | None = None) -> None:
+        """Pipelines 1..N-1 will step with the hyper-parameters that pipeline 0 has now; or ``only`` one optimizer."""
         for replica, twins in zip(self._replicas[1:], self._twins[1:], strict=True):
-            own = self._own(replica)
-            for made, optimizer in zip(twins, self._optimizers(), strict=True):
-                follow(made, optimizer, own)
+            if only is None or any(made is only for made in twins):
+                own = self._own(replica)
+                for made, optimizer in zip(twins, self._optimizers(), strict=True):
+                    follow(made, optimizer, own)
 
     def clear_gradients(self) -> None:
         """Of pipelines 1..N-1; those of pipeline 0 are the module's."""
@@ -269,6 +296,19 @@ class Ensemble:
         self._begun = averaging, end_buffers
         if self._siblings is None:
             self.settle()
+
+    def mark(self, last: bool) -> None:
+        """Hooks come next; ``last`` as for :meth:`Marks.set`. Where there is one model, they see all there are."""
+        if self.size > 1 and not self.averages:
+            self.marks.set(self._placement.own.parameters, last)
+
+    def check_marks(self) -> None:
+        """Hooks have been; the reference is not shown.
+
+        Raises:
+            ConfigurationError: they have changed pipeline 0's model alone.
+        """
+        self.marks.check(self._placement.own.parameters, self.size - 1)
 
     @property
     def averages(self) -> bool:
@@ -330,6 +370,7 @@ class Ensemble:
     @torch.no_grad()
     def load(self, number: int, saved: Mapping[str, Tensor]) -> None:
         """Fill a parallel model's own tensors; those that are not saved stay as they are."""
+        self.marks.forget()
         for name, tensor in self.tensors(number).items():
             if name in saved and not tensor.is_meta:
                 tensor.copy_(saved[name])

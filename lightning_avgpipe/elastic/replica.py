@@ -11,7 +11,7 @@ Frozen parameters are shared. So is everything else that a module may hold: numb
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = ["Placement", "Replica"]
 
 _REGISTERS = ("_parameters", "_buffers")
 _INTERNALS = frozenset(vars(nn.Module()))
+_DEPTH = 4  # of containers within each other
 
 
 class Replica:
@@ -100,7 +101,7 @@ class Placement:
 
 
 class _Slot:
-    """A place where a module holds a tensor: in a register, an attribute, or a plain list or dict."""
+    """A place where a module holds a tensor: in a register, an attribute, or a plain list, tuple or dict."""
 
     def __init__(self, container: Any, key: Any) -> None:
         self._container = container
@@ -133,12 +134,40 @@ def _slots(module: nn.Module) -> Iterator[_Slot]:
         for name, value in vars(owner).items():
             if name in _INTERNALS or (recurrent and name.startswith("_flat_weight")):
                 continue
-            if isinstance(value, Tensor):
-                yield _Slot(vars(owner), name)
-            elif type(value) is list:
-                yield from (_Slot(value, i) for i, entry in enumerate(value) if isinstance(entry, Tensor))
-            elif type(value) is dict:
-                yield from (_Slot(value, key) for key, entry in value.items() if isinstance(entry, Tensor))
+            yield from _slots_within(vars(owner), name, value)
+
+
+def _slots_within(container: Any, key: Any, value: Any, depth: int = 0) -> Iterator[_Slot]:
+    """In ``container[key]``, which is ``value``: lists, tuples and dicts may lie within each other."""
+    if isinstance(value, Tensor):
+        yield _Slot(container, key)
+    if depth == _DEPTH:
+        return
+    within: Any = _Tuple(container, key) if isinstance(value, tuple) else value
+    if isinstance(value, tuple) or type(value) is list:
+        entries: Iterable[tuple[Any, Any]] = enumerate(value)
+    elif type(value) is dict:
+        entries = value.items()
+    else:
+        return
+    for inner, entry in entries:
+        yield from _slots_within(within, inner, entry, depth + 1)
+
+
+class _Tuple:
+    """A tuple as a container whose entries change: each time it is another tuple."""
+
+    def __init__(self, container: Any, key: Any) -> None:
+        self._container = container
+        self._key = key
+
+    def __getitem__(self, i: int) -> Any:
+        return self._container[self._key][i]
+
+    def __setitem__(self, i: int, entry: Any) -> None:
+        before = self._container[self._key]
+        entries = [*before[:i], entry, *before[i + 1 :]]
+        self._container[self._key] = before._make(entries) if hasattr(before, "_make") else type(before)(entries)
 
 
 def leaf_like(parameter: Tensor) -> nn.Parameter:

@@ -7,6 +7,9 @@
     kept                   s     2s    s     2s    s     0       the crest is 2s; AFAB's would be 3s
 
 What an action adds or frees does not depend on the order, so one measured iteration tells the crest of any row.
+
+The lanes of several pipelines on a stage are counted together. For another row they are taken to run it side by side,
+so that all of them stash the most at the same time.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ class Footprint:
     Attributes:
         peak: the most of it, with weights, gradients, optimizer states and the batch.
         crest: the most that actions had added by the end of one.
-        changes: what the actions of each micro-batch add, in forward and backward, shape ``(M, 2)``.
+        changes: what the actions of each micro-batch add, in forward and backward, shape ``(M, 2)``; of several
+            pipelines the sum.
     """
 
     peak: int
@@ -84,20 +88,25 @@ class Meter(ABC):
     """Measures the stages of a process while they run one iteration; told of every action by the executor."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, list[Action]] = defaultdict(list)
+        self._rows: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # with pipelines, as they ran
         self._kept: dict[int, list[int]] = defaultdict(list)  # before each action
 
     @contextlib.contextmanager
-    def action(self, stage: int, action: Action) -> Iterator[None]:
-        """An action runs within this context."""
-        self._rows[stage].append(action)
+    def action(self, stage: int, action: Action, pipeline: int = 0) -> Iterator[None]:
+        """An action of a pipeline runs within this context."""
+        self._rows[stage].append((pipeline, action))
         self._kept[stage].append(self._before(stage))
         with self._during(stage, action):
             yield
-        self._after(stage, action)
+        self._after(stage, action, pipeline)
 
     def keep(
-        self, stage: int, micro_batch: int, received: Iterable[Tensor | None], made: Iterable[Tensor | None]
+        self,
+        stage: int,
+        micro_batch: int,
+        received: Iterable[Tensor | None],
+        made: Iterable[Tensor | None],
+        pipeline: int = 0,
     ) -> None:
         """A forward has received these, and sent or returned those."""
         return  # an allocator knows
@@ -113,18 +122,23 @@ class Meter(ABC):
     def _during(self, stage: int, action: Action) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def _after(self, stage: int, action: Action) -> None:
+    def _after(self, stage: int, action: Action, pipeline: int) -> None:
         """An action has ended."""
         return
 
     def _changes(self, stage: int) -> tuple[tuple[tuple[int, int], ...], int]:
-        """By micro-batch what its forward and backward added, and the crest."""
-        row, kept = self._rows[stage], self._kept[stage]
-        found = [[0, 0] for _ in range(1 + max(action.micro_batch for action in row))]
-        for i, action in enumerate(row):
+        """By micro-batch what forwards and backwards added, and the crest if all pipelines ran them side by side."""
+        kept, rows = self._kept[stage], defaultdict(list)
+        found = [[0, 0] for _ in range(1 + max(action.micro_batch for _, action in self._rows[stage]))]
+        for i, (pipeline, action) in enumerate(self._rows[stage]):
             found[action.micro_batch][action.kind == "B"] += kept[i + 1] - kept[i]
+            rows[pipeline].append(action)
         changes = tuple((forward, backward) for forward, backward in found)
-        return changes, _crest(row, changes)
+        return changes, _crest(max(rows.values(), key=len), changes)
+
+    def _top(self, stage: int) -> int:
+        """The most that actions had in fact added by the end of one."""
+        return max(self._kept[stage]) - self._kept[stage][0]
 
 
 class HostMeter(Meter):
@@ -142,17 +156,22 @@ class HostMeter(Meter):
         tensors = [tensor for tensor in excluded if _is_real(tensor)]
         self._excluded = {tensor.untyped_storage()._cdata for tensor in tensors}
         self._alive: dict[int, dict[int, tuple[StorageWeakRef, int]]] = defaultdict(dict)
-        self._received: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._received: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         self._total: dict[int, int] = defaultdict(int)
         self._peak: dict[int, int] = defaultdict(int)
 
     def keep(
-        self, stage: int, micro_batch: int, received: Iterable[Tensor | None], made: Iterable[Tensor | None]
+        self,
+        stage: int,
+        micro_batch: int,
+        received: Iterable[Tensor | None],
+        made: Iterable[Tensor | None],
+        pipeline: int = 0,
     ) -> None:
         for tensor in received:
             if tensor is not None and _is_real(tensor):
                 self._note(stage, tensor)
-                self._received[stage, micro_batch].append(tensor.untyped_storage()._cdata)
+                self._received[stage, pipeline, micro_batch].append(tensor.untyped_storage()._cdata)
         for tensor in made:
             if tensor is not None:
                 self._note(stage, tensor)
@@ -162,7 +181,8 @@ class HostMeter(Meter):
         for stage in self._rows:
             self._kept[stage].append(self._before(stage))
             changes, crest = self._changes(stage)
-            found[stage] = Footprint(holdings[stage].total + max(crest, self._peak[stage]), crest, changes)
+            peak = max(self._top(stage), self._peak[stage])
+            found[stage] = Footprint(holdings[stage].total + peak, crest, changes)
         return found
 
     def _before(self, stage: int) -> int:
@@ -180,9 +200,9 @@ class HostMeter(Meter):
 
         return saved_tensors_hooks(pack, _unpack)
 
-    def _after(self, stage: int, action: Action) -> None:
+    def _after(self, stage: int, action: Action, pipeline: int) -> None:
         # in one process the stage before still has what it sent: it counts there
-        for key in self._received.pop((stage, action.micro_batch), ()) if action.kind == "B" else ():
+        for key in self._received.pop((stage, pipeline, action.micro_batch), ()) if action.kind == "B" else ():
             self._total[stage] -= self._alive[stage].pop(key, (None, 0))[1]
 
     def _note(self, stage: int, tensor: Tensor) -> None:
@@ -221,7 +241,8 @@ class DeviceMeter(Meter):
             changes, crest = self._changes(stage)
             # stages that share a device share what was there before, as far as one can tell
             base = self._base * here[stage] // total if total else self._base // len(self._rows)
-            found[stage] = Footprint(base + holdings[stage].coming + crest + passing, crest, changes)
+            peak = base + holdings[stage].coming + self._top(stage) + passing
+            found[stage] = Footprint(peak, crest, changes)
         return found
 
     def _before(self, stage: int) -> int:
@@ -229,7 +250,7 @@ class DeviceMeter(Meter):
         self._highest = max(self._highest, self._began)
         return self._own[stage]
 
-    def _after(self, stage: int, action: Action) -> None:
+    def _after(self, stage: int, action: Action, pipeline: int) -> None:
         now = torch.cuda.memory_allocated(self._device)
         self._highest = max(self._highest, now)
         self._own[stage] += now - self._began

@@ -81,7 +81,7 @@ class Lane:
         k = self.stage.program.stage
         with (
             _UNRECORDED if recorder is None else recorder.action(k, action, self.task.key.pipeline),
-            _UNRECORDED if meter is None else meter.action(k, action),
+            _UNRECORDED if meter is None else meter.action(k, action, self.task.key.pipeline),
         ):
             if guard is None:
                 output = self._do(action, message)
@@ -90,7 +90,8 @@ class Lane:
         outbox = self.to_next if action.kind == "F" else self.to_previous
         if meter is not None and action.kind == "F":
             made = tree.tensors(self.stage.results.get(action.micro_batch)) if output is None else output.tensors
-            meter.keep(k, action.micro_batch, () if message is None else message.tensors, made)
+            received = () if message is None else message.tensors
+            meter.keep(k, action.micro_batch, received, made, self.task.key.pipeline)
         if output is not None and outbox is not None:
             outbox.put(output)
 

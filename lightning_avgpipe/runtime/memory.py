@@ -22,6 +22,7 @@ __all__ = [
     "MemoryLimit",
     "ModelBytes",
     "holdings",
+    "holdings_of_models",
     "limit_of",
     "memory_of",
     "model_bytes",
@@ -168,6 +169,31 @@ def holdings(
         total = sum(t.nbytes for t in held) + sum(t.nbytes for t in trained) + sum(there for there, _ in states)
         found[k] = Holding(total + coming + batch, coming)
     return found
+
+
+def holdings_of_models(
+    plan: Plan,
+    stages: Sequence[int],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    num_microbatches: int,
+    num_pipelines: int,
+    num_groups: int,
+) -> dict[int, Holding]:
+    """What stages of this process hold for N parallel models; arguments as of :func:`holdings`, :func:`memory_of`.
+
+    ``shared + N model + reference``, of which the module shows pipeline 0's.
+    """
+    own = holdings(plan, stages, module, optimizers, num_microbatches)
+    if num_pipelines * num_groups == 1:
+        return own
+    models = model_bytes(plan, stages, module, optimizers, num_microbatches, num_groups)
+    return {
+        k: Holding(
+            models[k].shared + num_pipelines * models[k].model + models[k].reference, num_pipelines * own[k].coming
+        )
+        for k in stages
+    }
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.runtime.channel import LocalChannel
 from lightning_avgpipe.runtime.copies import Copies, copied_parameters
 from lightning_avgpipe.runtime.executor import Lane, execute
+from lightning_avgpipe.runtime.inspection import Strangers
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.program import stage_programs
 from lightning_avgpipe.runtime.recompute import Recompute
@@ -31,6 +32,7 @@ class Pipeline:
         recompute: what stages repeat.
         number: n, 0-based.
         place: puts this pipeline's model into the module; None: it is there all the time.
+        strangers: tensors of other pipelines' models, which this one must not use; None: it may use everything.
 
     Attributes:
         number: n.
@@ -44,8 +46,10 @@ class Pipeline:
         recompute: Recompute = Recompute(),  # noqa: B008
         number: int = 0,
         place: Callable[[], None] | None = None,
+        strangers: Strangers | None = None,
     ) -> None:
         self.number = number
+        self._strangers = strangers
         self._mesh = mesh
         self._module = module
         self.place = place
@@ -85,7 +89,8 @@ class Pipeline:
         }
         self._copies[graph.step] = copies
         self._stages[graph.step] = [
-            Stage(programs[k], self._module, self._mesh.device, copies, self._recompute) for k in self._mesh.stages
+            Stage(programs[k], self._module, self._mesh.device, copies, self._recompute, self._strangers)
+            for k in self._mesh.stages
         ]
 
     def load_like(self, other: Pipeline, step: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from lightning_avgpipe import tree
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.runtime.copies import Copies
+from lightning_avgpipe.runtime.inspection import Inspection, Strangers
 from lightning_avgpipe.runtime.message import Message
 from lightning_avgpipe.runtime.program import StageProgram
 from lightning_avgpipe.runtime.randomness import Drawing, RandomKey
@@ -119,6 +120,7 @@ class Stage:
         device: where it computes.
         copies: parameters that other stages use as well.
         recompute: what is repeated before, or in, a backward.
+        strangers: what its first forward of training must not use; None: it may use everything.
 
     Attributes:
         stash: micro-batch -> what its forward keeps for its backward.
@@ -132,7 +134,9 @@ class Stage:
         device: torch.device,
         copies: Copies,
         recompute: Recompute = Recompute(),  # noqa: B008
+        strangers: Strangers | None = None,
     ) -> None:
+        self._strangers = strangers
         self.program = program
         self._copies = copies
         self._device = device
@@ -203,21 +207,38 @@ class Stage:
                     gates.append(_Gate())
                     tensor = _Enter.apply(tensor.detach().requires_grad_(), gates[-1])
                 received.append(tensor)
-        replayed = replay(
-            program,
-            partial(task.run, micro_batch),
-            task.args[micro_batch],
-            self._units,
-            self._owned_now() | copies if copies else self._owned_now(),
-            received,
-            message.entries if message is not None else (),
-            RandomKey(task.key.seed, task.key.iteration, task.key.pipeline, micro_batch),
-            self._drawing,
-            self._device,
-            observe,
-            self._repeat_units if task.trains else None,
-        )
+        with self._inspected(task) as inspection:
+            replayed = replay(
+                program,
+                partial(task.run, micro_batch),
+                task.args[micro_batch],
+                self._units,
+                self._owned_now() | copies if copies else self._owned_now(),
+                received,
+                message.entries if message is not None else (),
+                RandomKey(task.key.seed, task.key.iteration, task.key.pipeline, micro_batch),
+                self._drawing,
+                self._device,
+                observe,
+                self._repeat_units if task.trains else None,
+            )
+            if inspection is not None:
+                inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
         return tuple(gates), replayed
+
+    @contextmanager
+    def _inspected(self, task: Task) -> Iterator[Inspection | None]:
+        """A forward runs within this context; the first of training is inspected."""
+        if self._strangers is None or not task.trains:
+            yield None
+            return
+        changing = {name for node in self.program.graph.nodes for name in node.states}
+        inspection, self._strangers = Inspection(self._strangers(changing)), None
+        try:
+            with inspection:
+                yield inspection
+        finally:  # a replay that fails may do so because the step reached past its model
+            inspection.check(task.key.pipeline)
 
     # -- repeated forwards ---------------------------------------------------------------------------------------------
 

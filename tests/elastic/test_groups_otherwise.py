@@ -70,7 +70,7 @@ def reconfigured(group: int | None) -> Any:
     if group is not None:
         batches = [batches[i + group] for i in (0, 2, 4, 6, 8)]  # 4 and 6 in one iteration
     torch.manual_seed(4)
-    model, changes = Net("sgd", dropout=0.0), Changes({1: 4, 2: 2})
+    model, changes = Net("momentum", dropout=0.0), Changes({1: 4, 2: 2})
     runner = fit(group, model, batches, callbacks=[changes])
     return state(model), changes.models, runner.global_step
 

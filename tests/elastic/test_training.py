@@ -190,6 +190,20 @@ def test_limits_steps_and_schedulers_count_iterations() -> None:
         # the scheduler's last value counts for every model alike
 
 
+@pytest.mark.parametrize("option", ["limit_train_batches", "overfit_batches"])
+def test_a_fraction_of_the_batches_ends_within_an_iteration(option: str) -> None:
+    found = []
+    for data, options in (
+        (Batches(list(loader(Net, 80, 8))[:5]), {}),
+        (loader(Net, 80, 8), {option: 0.5}),
+    ):
+        model = net(optimizer="adamw")
+        found.append(train(model, data, 2, trainer={"max_epochs": 2, **options}))
+        assert found[-1].trainer.global_step == 6
+    for one, other in zip(*(models.models for models in found), strict=True):
+        assert_equal(one, other)
+
+
 def test_accumulated_batches_are_averaged_once() -> None:
     models = []
     for size, accumulate in ((8, 1), (4, 2)):

@@ -1,0 +1,82 @@
+"""Marks: whether hooks between two steps have changed the weights of pipeline 0, which are the ones that they see.
+
+A hook that clamps weights after each step would leave all other models as they are, and no error would tell. What hooks
+do they do from the beginning on, or at the end of an epoch, so weights are marked after the first steps and after the
+last one of an epoch, and compared when the next begins. A mark is two numbers for each tensor: its sum, and that of its
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.errors import ConfigurationError
+
+__all__ = ["Marks"]
+
+_FIRST = 2  # steps
+_SHOWN = 3  # names in a message
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Marks:
+    """Of one model's weights."""
+
+    def __init__(self) -> None:
+        self._left = _FIRST
+        self._marked: tuple[list[str], Tensor] | None = None
+
+    def set(self, weights: Mapping[str, Tensor], last: bool) -> None:
+        """A step has ended.
+
+        Args:
+            weights: that hooks see from now on, by name.
+            last: whether it was the last one of an epoch.
+        """
+        self._marked = None
+        if weights and (self._left or last):
+            self._left = max(0, self._left - 1)
+            self._marked = list(weights), _sums(weights)
+
+    def forget(self) -> None:
+        """Somebody may change the weights who changes those of all models."""
+        self._marked = None
+
+    def check(self, weights: Mapping[str, Tensor], others: int) -> None:
+        """The next step begins.
+
+        Args:
+            weights: as they are now.
+            others: number of models that no hook has seen.
+        Raises:
+            ConfigurationError: they are not as they were; names them.
+        """
+        if self._marked is None:
+            return
+        (names, before), self._marked = self._marked, None
+        here = {name: weights[name] for name in names}
+        differ = (_sums(here) != before).any(1).tolist()
+        changed = [f"'{name}'" for name, differs in zip(names, differ, strict=True) if differs]
+        if changed:
+            more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+            raise ConfigurationError(
+                f"between two steps a hook (say on_train_batch_end, or code after the step in optimizer_step) has "
+                f"changed {', '.join(changed[:_SHOWN])}{more} of pipeline 0's model, which hooks see, and not of the "
+                f"{others} other parallel model(s). Change each of them, 'for n in range(strategy.num_pipelines): with "
+                "strategy.parallel_model(n) as model: ...', or use num_pipelines=1"
+            )
+
+
+def _sums(weights: Mapping[str, Tensor]) -> Tensor:
+    """Shape ``(tensors, 2)``."""
+    found = []
+    for weight in weights.values():
+        numbers = torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach()
+        bits = numbers.view(_INTEGERS[numbers.element_size()])
+        # as bits too, for of numbers that are none no two are equal
+        total = numbers.sum(dtype=torch.float64).view(torch.int64)
+        found.append(torch.stack([total, bits.sum(dtype=torch.int64)]))
+    return torch.stack(found)
