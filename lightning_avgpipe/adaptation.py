@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -31,8 +32,6 @@ __all__ = ["adapted", "quiet_hooks"]
 _LAST_STAGE_HOOKS = tuple(
     f"on_{stage}_{when}_end" for stage in ("train", "validation", "test", "predict") for when in ("batch", "epoch")
 )
-# Hooks of the LightningModule that every rank runs, once per optimizer step, in which gradients are clipped.
-_CLIPPING_HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 
 # Hooks between the steps of an epoch, and at its end, that may look at weights.
@@ -135,8 +134,9 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
         undo.enter_context(_without_comparing_contents())
-        for hook in _CLIPPING_HOOKS if strategy.mesh.world_size > 1 else ():
-            undo.enter_context(replaced(module, hook, _with_norms_over_stages(getattr(module, hook), module, strategy)))
+        if strategy.mesh.world_size > 1:
+            for owner, name in _clipping_hooks(trainer, module):
+                undo.enter_context(replaced(owner, name, _with_norms(getattr(owner, name), module, strategy)))
         if not strategy.mesh.hosts_last:
             for hook in _LAST_STAGE_HOOKS:
                 undo.enter_context(replaced(module, hook, _nothing))
@@ -169,17 +169,27 @@ def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tenso
     return [parameter for parameter in params if id(parameter) not in known]
 
 
-def _with_norms_over_stages(
-    hook: Callable[..., Any], module: pl.LightningModule, strategy: AvgPipeStrategy
-) -> Callable[..., Any]:
+def _clipping_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[Any, str]]:
+    """Owners and names of the hooks in which gradients may be clipped; every rank runs them once per step."""
+    yield module, "on_before_optimizer_step"
+    yield module, "configure_gradient_clipping"
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if is_overridden("on_before_optimizer_step", callback, pl.Callback):
+            yield callback, "on_before_optimizer_step"
+
+
+def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, strategy: AvgPipeStrategy) -> Callable[..., Any]:
+    """A hook within which norms of gradients are those over all stages."""
+
     @functools.wraps(hook)
-    def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        optimizers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Optimizer)]
         # in the optimizer's order, as Lightning clips: a norm of norms depends on it, by a rounding
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        stepped = [p for optimizer in optimizers[:1] for group in optimizer.param_groups for p in group["params"]]
         known = {id(parameter) for parameter in stepped}
         parameters = [*stepped, *(p for p in module.parameters() if id(p) not in known)]
         with norms_over_stages(parameters, strategy.mesh):
-            return hook(optimizer, *args, **kwargs)
+            return hook(*args, **kwargs)
 
     return run
 

@@ -14,6 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_avgpipe.errors import ConfigurationError
@@ -163,7 +164,14 @@ def module(model: pl.LightningModule) -> None:
 
 
 def steps(model: pl.LightningModule, names: Collection[str]) -> None:
-    """Check what the step functions of a run take."""
+    """Check what the step functions of a run take, and use."""
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise ConfigurationError(
+            f"'{lazy[0]}' of {type(model).__name__} has no shape before its first forward, and a model is divided into "
+            "stages before that; run a batch through the model where it is built, or give layers their sizes "
+            "(nn.Linear instead of nn.LazyLinear)"
+        )
     for name in names:
         if is_overridden(name, model) and is_param_in_hook_signature(
             getattr(model, name), "dataloader_iter", explicit=True

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -177,6 +178,8 @@ class ParallelModelsStrategy(StatefulStrategy):
             if steps:
                 with self._recorded("averaging"):
                     self._division.ensemble.stepped(self._fed)
+            if is_overridden("optimizer_step", self.lightning_module):  # whose code after the step may look
+                self._settle()
             self._division.ensemble.mark(self._ends_epoch)
         return result
 

@@ -74,8 +74,9 @@ class AvgPipeStrategy(SteppingStrategy):
             own, and fills the others' idle time; elastic averaging holds the models together. An iteration reads N
             batches from the dataloader and counts as one of Lightning's: 100 batches make 50 steps with N=2, and
             ``max_steps``, ``limit_train_batches``, ``accumulate_grad_batches``, schedulers "per step" and the progress
-            bar count those 50. Evaluation, prediction and checkpoints use the reference model, hooks of training see
-            pipeline 0's model and batch.
+            bar count those 50. Evaluation, prediction and checkpoints use the reference model. Hooks of training see
+            pipeline 0's model and batch; those that may change gradients are called for each model. A hook that changes
+            the weights of one model alone is refused, and so is a step that reaches another model's tensors.
         processes_per_device: groups that share the same devices, each with processes of its own: ``devices=2``,
             ``processes_per_device=2`` are four processes, two groups of two stages. They train what as many pipelines
             of one process do, with the same numbers, as the AvgPipe paper arranges it. It is for kernels too small for

@@ -94,6 +94,12 @@ class GradientInside(MLP):
         return torch.autograd.grad(self(x).sum(), x, create_graph=True)[0].square().mean()
 
 
+class Lazy(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = torch.nn.LazyLinear(8)
+
+
 class Disagreeing(MLP):
     def train_dataloader(self) -> Any:
         return DataLoader([(torch.randn(4, 8), torch.randn(3, 8))], batch_size=None)  # type: ignore[arg-type]
@@ -106,6 +112,7 @@ class Disagreeing(MLP):
         (TwoOptimizers, 2, ConfigurationError, "TwoOptimizers.configure_optimizers returns several optimizers"),
         (Closure, 2, ConfigurationError, "Closure.configure_optimizers returns LBFGS"),
         (OwnBackward, 2, ConfigurationError, r"OwnBackward overrides backward\(\)"),
+        (Lazy, 2, ConfigurationError, r"'layers\.0\.weight' of Lazy has no shape before its first forward"),
         (NoLoss, 2, CaptureError, "training_step returned None instead of a loss"),
         (lambda: MLP(depth=2), 4, PartitionError, "num_stages=4 needs 3 cuts, but 2 cuts are legal in training_step"),
         (GradientInside, 2, PartitionError, r"the step calls grad\(\) itself at test_errors\.py"),

@@ -57,11 +57,32 @@ class Trainers(MLP):
     """Leaves it to Trainer(gradient_clip_val=...)."""
 
 
-MODELS = (Trainers, ByLightning, ByTorch, InHook)
+class InCallback(MLP):
+    """Leaves it to a callback."""
+
+
+class InTwoGroups(MLP):
+    """Gives its optimizer the parameters in another order than its own, in which norms are added up."""
+
+    def configure_optimizers(self) -> Any:
+        of_biases, of_weights = ([p for n, p in self.named_parameters() if kind in n] for kind in ("bias", "weight"))
+        return torch.optim.SGD([{"params": of_biases, "lr": 0.05}, {"params": of_weights}], lr=0.1)
+
+
+class Clips(L.Callback):
+    """Clips what it sees."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        clip_grad_norm_(module.parameters(), 0.02)
+
+
+MODELS = (Trainers, ByLightning, ByTorch, InHook, InCallback, InTwoGroups)
 
 
 def options(model: type[MLP]) -> dict[str, Any]:
-    return {"gradient_clip_val": 0.02} if model is Trainers else {}
+    if model is InCallback:
+        return {"callbacks": [Clips()]}
+    return {"gradient_clip_val": 0.02} if model in (Trainers, InTwoGroups) else {}
 
 
 def norms(runner: L.Trainer) -> dict[str, float]:
