@@ -121,12 +121,19 @@ class Watch:
         self._until(lambda: "read by all" in self._posted, _ACKNOWLEDGE_S)
 
     def account(self) -> str:
-        """What every process is doing, for an error of this one that waits for others."""
+        """What every process is doing, for an error of this one that waits for others.
+
+        Raises:
+            PeerError: another process has failed meanwhile; its error has the account, or a better reason.
+        """
         if self._thread is None:
             return ""
         self._account = ""
         self._until(lambda: bool(self._account) or self.failure is not None, _ANSWER_S + _LOCAL_S)
-        return f". What the processes do:\n{self._account}" if self._account else ""
+        if not self._account:
+            self.check()
+            return ""
+        return f". What the processes do:\n{self._account}"
 
     def close(self) -> None:
         """Stop watching."""
