@@ -3,15 +3,15 @@ three optimizers, and N = 2 and 4 parallel models:
 
 - single: one model, batch size B; what all others are compared with;
 - large: one model, batch size N B;
-- elastic: N models with batch size B each around a reference model, ``outer_lr`` 1 and N;
+- elastic: N models with batch size B each around a reference model, ``outer_lr`` 1, the square root of N, and N;
 - independent: N models that never meet; the mean of their weights is judged.
 
-Each with the learning rate that does well for a single model; single and elastic ones also with half of it. Judged is
-the reference model, or what takes its place, on validation samples; counted are samples, of all models together, until
-the loss is down to the goal. They are divided by the median of ``single``: 1.0 means that N models learn as much from a
-sample as one does, N that they take N times the epochs. What happens in an iteration does not depend on pipelines (the
-tests of the package say so), so the models take turns here in one process, and of the package only the averaging step
-is involved.
+Each with the learning rate that is best for a single model; single ones, and elastic ones with 1 and N, also with half
+of it. Judged is the reference model, or what takes its place, on validation samples; counted are samples, of all models
+together, until the loss is down to the goal. They are divided by the median of ``single``: 1.0 means that N models learn
+as much from a sample as one does, N that they take N times the epochs. What happens in an iteration does not depend on
+pipelines (the tests of the package say so), so the models take turns here in one process, and of the package only the
+averaging step is involved.
 
     python benchmarks/statistical_efficiency.py --json efficiency.json --picture efficiency.png
     python benchmarks/statistical_efficiency.py --workloads digits --seeds 2
@@ -71,7 +71,7 @@ class Trial:
     def label(self) -> str:
         """Method and its numbers, without workload, optimizer and seed."""
         name = self.method if self.method == "single" else f"{self.method} N={self.num_models}"
-        outer = f", outer_lr={self.outer_lr:g}" if self.method == "elastic" else ""
+        outer = f", outer_lr={self.outer_lr:.3g}" if self.method == "elastic" else ""
         return f"{name}{outer}{'' if self.rate == 1 else f', lr x {self.rate:g}'}"
 
 
@@ -151,6 +151,7 @@ def trials(workload: str, name: str, sizes: Sequence[int], seed: int) -> Iterato
     for size in sizes:
         yield Trial(workload, name, "large", size, 1.0, 1.0, seed)
         yield Trial(workload, name, "independent", size, 1.0, 1.0, seed)
+        yield Trial(workload, name, "elastic", size, math.sqrt(size), 1.0, seed)
         for outer_lr in (1.0, float(size)):
             for rate in (1.0, 0.5):
                 yield Trial(workload, name, "elastic", size, outer_lr, rate, seed)

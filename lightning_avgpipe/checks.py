@@ -111,7 +111,7 @@ def _check_elasticity(alpha: Any, outer_lr: Any, outer_optimizer: Any, average_e
             f"alpha={alpha!r}: must be a number from 0 (models never meet) to 1 (they become equal), or None for 1/N"
         )
     if outer_lr != "auto" and not (_is_number(outer_lr) and outer_lr > 0):
-        raise ConfigurationError(f"outer_lr={outer_lr!r}: must be a number above 0, or 'auto' for the sum of updates")
+        raise ConfigurationError(f"outer_lr={outer_lr!r}: must be a number above 0, or 'auto' for the square root of N")
     if outer_optimizer is not None and not callable(outer_optimizer):
         raise ConfigurationError(
             f"outer_optimizer={outer_optimizer!r}: must make an optimizer from parameters, such as "

@@ -125,9 +125,10 @@ class AvgPipeStrategy(SteppingStrategy):
         alpha: how far a parallel model goes to their mean at each averaging, from 0 (not at all) to 1 (they become
             equal). None: 1/N.
         outer_lr: how far the reference goes at each averaging, as a multiple of the mean of the models' updates.
-            ``"auto"``: N, the sum of the updates, which needed the fewest samples where it was measured
-            (``benchmarks/statistical_efficiency.py``). 1 is their mean, with which N models learn from N batches about
-            as much as one from a single batch, or from one of N times the size.
+            ``"auto"``: the square root of N, for learning rates that suit a single model. With 1, the mean, N models
+            learn from N batches about as much as one from a single batch of N times the size. With N, the sum, they
+            may learn as much as one from N batches one after the other, but only where a single model would bear a
+            higher learning rate too. See ``benchmarks/statistical_efficiency.py``.
         outer_optimizer: makes the optimizer of the reference model, whose gradient is the mean update with the other
             sign, from its parameters: ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. In the place
             of ``outer_lr``.

@@ -19,6 +19,7 @@ everything else is the same everywhere, so all groups keep the same reference, b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -51,8 +52,8 @@ class Elasticity:
         return 1.0 / num_pipelines if self.alpha is None else self.alpha
 
     def rate(self, num_pipelines: int) -> float:
-        """outer_lr for N pipelines. ``"auto"``: N, so that the reference moves by the sum of the updates."""
-        return float(num_pipelines if self.outer_lr == "auto" else self.outer_lr)
+        """outer_lr for N pipelines. ``"auto"``: the square root of N, between the mean of the updates and their sum."""
+        return math.sqrt(num_pipelines) if self.outer_lr == "auto" else float(self.outer_lr)
 
 
 class Averaging:
