@@ -8,10 +8,10 @@ three optimizers, and N = 2 and 4 parallel models:
 
 Each with the learning rate that is best for a single model; single ones, and elastic ones with 1 and N, also with half
 of it. Judged is the reference model, or what takes its place, on validation samples; counted are samples, of all models
-together, until the loss is down to the goal. They are divided by the median of ``single``: 1.0 means that N models learn
-as much from a sample as one does, N that they take N times the epochs. What happens in an iteration does not depend on
-pipelines (the tests of the package say so), so the models take turns here in one process, and of the package only the
-averaging step is involved.
+together, until the loss is down to the goal. They are divided by the median of ``single``: 1.0 means that N models
+learn as much from a sample as one does, N that they take N times the epochs. What happens in an iteration does not
+depend on pipelines (the tests of the package say so), so the models take turns here in one process, and of the package
+only the averaging step is involved.
 
     python benchmarks/statistical_efficiency.py --json efficiency.json --picture efficiency.png
     python benchmarks/statistical_efficiency.py --workloads digits --seeds 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ class Equations:
     @torch.no_grad()
     def average(self) -> None:
         n = len(self.models)
-        alpha, outer_lr = 1 / n, n
+        alpha, outer_lr = 1 / n, math.sqrt(n)
         for name, z in self.reference.items():
             models = [model.get_parameter(name) for model in self.models]
             mean = torch.stack([y.detach() for y in models]).mean(0)
