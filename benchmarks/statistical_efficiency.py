@@ -13,7 +13,7 @@ learn as much from a sample as one does, N that they take N times the epochs. Wh
 depend on pipelines (the tests of the package say so), so the models take turns here in one process, and of the package
 only the averaging step is involved.
 
-    python benchmarks/statistical_efficiency.py --json efficiency.json --picture efficiency.png
+    python benchmarks/statistical_efficiency.py --json efficiency.json --picture efficiency.png   # about 40 minutes
     python benchmarks/statistical_efficiency.py --workloads digits --seeds 2
     python benchmarks/statistical_efficiency.py --tune   # the single model at other learning rates, see workloads.py
 """
@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", type=int, default=[2, 4], help="N")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time, one thread each")
-    parser.add_argument("--limit", type=int, default=2_000_000, help="samples for a single model, at most")
+    parser.add_argument("--limit", type=int, default=40_000, help="samples for a single model, at most")
     parser.add_argument("--json", type=Path, help="write all trainings to this file")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--tune", action="store_true", help="try learning rates on the single model instead")
