@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter
+from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter, LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.amp import GradScaler
@@ -32,8 +32,6 @@ __all__ = ["adapted", "quiet_hooks"]
 _LAST_STAGE_HOOKS = tuple(
     f"on_{stage}_{when}_end" for stage in ("train", "validation", "test", "predict") for when in ("batch", "epoch")
 )
-
-
 # Hooks between the steps of an epoch, and at its end, that may look at weights.
 _HOOKS_BETWEEN_STEPS = (
     *(f"on_train_{what}_{when}" for what in ("batch", "epoch") for when in ("start", "end")),
@@ -209,7 +207,11 @@ def quiet_hooks(trainer: pl.Trainer, hook: str) -> Iterator[None]:
 def _looks_between_steps(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether user code may look at the weights between the end of a step and the beginning of the next."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    others = [c for c in callbacks if not type(c).__module__.startswith(_LOOK_AT_NO_WEIGHTS)]
+    others = [
+        callback
+        for callback in callbacks  # a LambdaCallback is Lightning's, but what it calls is not
+        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LOOK_AT_NO_WEIGHTS)
+    ]
     return _has_hooks(module, pl.LightningModule) or any(_has_hooks(callback, pl.Callback) for callback in others)
 
 

@@ -216,6 +216,7 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
     refused: list[tuple[type, str]] = [
         (StochasticWeightAveraging, "averages parameters of which each process holds a part"),
         (BatchSizeFinder, "restarts training in ways that the stages cannot follow together"),
+        (ModelPruning, "puts other parameters into layers of which each process holds a part"),
     ]
     refused += [(kind, "averages parameters of which each process holds a part") for kind in _weight_averaging()]
     for callback in running.callbacks:  # type: ignore[attr-defined]

@@ -226,6 +226,7 @@ def model_bytes(
     for k in stages:
         here = [parameters[name] for name in plan.stages[k].parameters]
         frozen = sum(p.nbytes for p in here if not p.requires_grad)
-        reference = sum(_reference_bytes(p, 2, num_groups) for p in here if p.requires_grad)
+        several = 2  # pipelines at least; how many does not matter to what they have in common
+        reference = sum(_reference_bytes(p, several, num_groups) for p in here if p.requires_grad)
         found[k] = ModelBytes(own[k].total - frozen, reference, frozen)
     return found

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelPruning,
     ModelSummary,
     OnExceptionCheckpoint,
     RichModelSummary,
@@ -256,7 +257,15 @@ def test_the_batch_size_finder_finds_what_it_would_on_one_device() -> None:
     assert found_size(pipeline) == found_size(trainer)
 
 
-@pytest.mark.parametrize("callback", [lambda: StochasticWeightAveraging(0.01), moving_average, BatchSizeFinder])
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: StochasticWeightAveraging(0.01),
+        moving_average,
+        BatchSizeFinder,
+        lambda: ModelPruning("l1_unstructured", amount=0.5),
+    ],
+)
 def test_what_needs_the_whole_module_is_refused_on_several_processes(callback: Any) -> None:
     made = callback()
     message = rf"{type(made).__name__} .* not supported on 2 processes yet; remove it"
