@@ -17,10 +17,11 @@ ALLOWED = {
     "source": set(),
     "replaced": set(),
     "absent": {"errors", "tree", "source"},
-    "capture": {"errors", "tree", "source", "absent"},
+    "objects": set(),
+    "capture": {"errors", "tree", "source", "absent", "objects"},
     "partition": {"errors", "capture"},
     "schedule": {"errors"},
-    "runtime": {"errors", "tree", "source", "replaced", "absent", "capture", "partition", "schedule"},
+    "runtime": {"errors", "tree", "source", "replaced", "absent", "objects", "capture", "partition", "schedule"},
     "elastic": {"errors", "tree", "runtime"},
     "tuning": {"errors", "partition", "schedule"},
 }

@@ -35,6 +35,7 @@ from lightning_avgpipe.capture.snapshot import random_state, untouched
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
 from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.errors import CaptureError, StepChangedError
+from lightning_avgpipe.objects import Objects
 
 __all__ = ["Samples", "measure"]
 
@@ -318,8 +319,10 @@ class _Timer(StepTracer):
                 copies[id(tensor)] = (tensor, leaf, leaf.clone() if node.writes else leaf)
             return copies[id(tensor)][2]
 
-        with untouched(module) if module is not None else random_state():
+        objects = Objects(arguments(_keep))
+        with untouched(module) if module is not None else random_state(), objects.restored():
             args, kwargs = arguments(copy)
+            objects.replace_tensors(copy)  # what units collect in them has a history, which is not this node's
             torch.clear_autocast_cache()  # in training every micro-batch casts the weights anew
             kept: list[Tensor] = []
 

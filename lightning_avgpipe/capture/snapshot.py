@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.objects import Objects
+
 __all__ = ["Attributes", "random_state", "unchanged", "untouched"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -46,7 +48,9 @@ def untouched(module: nn.Module) -> Iterator[None]:
     """
     saved = [(m, _save(m)) for m in module.modules()]
     classes = [(kind, _save_class(kind)) for kind in _own_classes(module)]
-    with random_state():
+    own = (held for m in module.modules() for name, held in vars(m).items() if name not in _OF_EVERY_MODULE)
+    objects = Objects((held for held in own if not isinstance(held, Tensor)), contents=True)
+    with random_state(), objects.restored():
         try:
             yield
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.calls: list[float] = []
 
     def perf_counter(self) -> float:
         return self.now
@@ -72,17 +74,18 @@ class Unit(nn.Module):
     def __init__(self, clock: Clock, forward_s: float, backward_s: float, first_s: float = 0.0) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.clock, self.forward_s, self.backward_s, self.first_s = clock, forward_s, backward_s, first_s
-        self.history: list[float] = clock.__dict__.setdefault("history", [])
+        self.clock = weakref.ref(clock)  # what a module holds is put back, and time must not be
+        self.forward_s, self.backward_s, self.first_s = forward_s, backward_s, first_s
 
     def extra_repr(self) -> str:
         return f"{self.forward_s}, {self.backward_s}"
 
     def forward(self, x: Tensor) -> Tensor:
-        self.clock.__dict__.setdefault("calls", []).append(self.forward_s)
-        if self.clock.__dict__["calls"].count(self.forward_s) % 5 == 1:
-            self.clock.now += self.first_s
-        return Passing.apply(self.linear(x), self.clock, self.forward_s, self.backward_s)
+        clock = self.clock()
+        clock.calls.append(self.forward_s)
+        if clock.calls.count(self.forward_s) % 5 == 1:
+            clock.now += self.first_s
+        return Passing.apply(self.linear(x), clock, self.forward_s, self.backward_s)
 
 
 class Timed(nn.Module):
@@ -108,11 +111,11 @@ def test_forward_and_backward_seconds_are_those_of_each_unit(clock: Clock) -> No
 def test_equal_calls_have_equal_costs_and_are_not_all_measured(clock: Clock) -> None:
     module = Timed(*(Unit(clock, 1.0, 2.0) for _ in range(12)))
     graph = graph_of(module, (torch.randn(2, 4), 0))
-    clock.__dict__["calls"].clear()
+    clock.calls.clear()
     costs = measure(graph, module.training_step, (torch.randn(2, 4), 0), module, budget_s=1e6)
     assert set(costs.forward[:12]) == {1.0}
     # 5 runs of the step, each with a warm-up and 3 repetitions of 2 calls; the first run looks at what all 12 save
-    assert len(clock.__dict__["calls"]) <= 5 * (12 + 2 * 4) + 12
+    assert len(clock.calls) <= 5 * (12 + 2 * 4) + 12
 
 
 def test_the_warm_up_does_not_count(clock: Clock) -> None:
@@ -124,19 +127,19 @@ def test_the_warm_up_does_not_count(clock: Clock) -> None:
 def test_slow_units_are_measured_once_when_the_time_is_up(clock: Clock) -> None:
     module = Timed(Unit(clock, 50.0, 50.0), Unit(clock, 25.0, 75.0))
     graph = graph_of(module, (torch.randn(2, 4), 0))
-    clock.__dict__["calls"].clear()
+    clock.calls.clear()
     costs = measure(graph, module.training_step, (torch.randn(2, 4), 0), module, budget_s=30.0)
     assert costs.forward[:2] == (50.0, 25.0) and costs.backward[:2] == (50.0, 75.0)
-    assert sorted(clock.__dict__["calls"]) == [25.0, 25.0, 50.0, 50.0]  # once alone, once in the step
+    assert sorted(clock.calls) == [25.0, 25.0, 50.0, 50.0]  # once alone, once in the step
 
 
 def test_what_another_graph_has_in_common_is_not_measured_again(clock: Clock) -> None:
     module = Timed(Unit(clock, 1.0, 2.0), Unit(clock, 0.5, 0.25))
     args, samples = (torch.randn(2, 4), 0), Samples()
     graph, first = measured(module, args, samples=samples, budget_s=1e6)
-    clock.__dict__["calls"].clear()
+    clock.calls.clear()
     assert measure(graph, module.training_step, args, module, samples=samples, budget_s=1e6) == first
-    assert sorted(clock.__dict__["calls"]) == [0.5, 0.5, 1.0, 1.0]
+    assert sorted(clock.calls) == [0.5, 0.5, 1.0, 1.0]
 
 
 def really_saved(module: Any, args: tuple[Any, ...]) -> int:
@@ -250,3 +253,56 @@ def test_checkpointed_regions_have_costs(reentrant: bool) -> None:
     for index in regions:
         assert costs.backward[index] == pytest.approx(3 * costs.forward[index])
     assert sum(costs.backward) > 0
+
+
+class Store:
+    """An object that is no tree, and collects what units give it."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[int, tuple[Tensor, int]] = {}
+        self.count = 0
+
+
+class Attending(nn.Module):
+    """Keeps its keys in a store, behind those that are there already."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.keys = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, store: Store) -> Tensor:
+        keys, seen = self.keys(x), store.pairs.get(self.index)
+        keys = keys if seen is None else torch.cat([seen[0], keys])
+        store.pairs[self.index] = keys, len(keys)
+        store.count += 1
+        return x + keys
+
+
+class Collecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Attending(i) for i in range(3)])
+        self.kept = Store()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        store = Store()
+        for block in self.blocks:
+            batch = block(batch, store)
+        batch = self.blocks[0](batch, self.kept)
+        assert store.count == 3 and self.kept.count == 1
+        assert [length for _, length in store.pairs.values()] == [len(batch)] * 3
+        return batch.sum()
+
+
+def test_objects_that_units_write_to_are_put_back_after_each_execution() -> None:
+    module = Collecting()
+    graph, costs = measured(module, (torch.randn(4, 8), 0))
+    assert [node.name for node in graph.nodes if node.kind == "call"] == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "blocks.0",
+    ]
+    assert all(cost > 0 for cost in costs.backward)
+    assert module.kept.pairs == {} and module.kept.count == 0

@@ -1,0 +1,215 @@
+"""Objects: what Python objects hold, found through containers, attributes and closures, and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Objects", "is_open"]
+
+# What holds no values of a step, and leads to everything else. Of the standard library only containers are opened.
+_CLOSED = (
+    "lightning", "lightning_avgpipe", "lightning_fabric", "pytorch_lightning", "torchmetrics", "torch.optim",
+    "torch.utils.data", "torch.distributed", "torch.cuda", "torch._C",
+)  # fmt: skip
+_OPEN = ("builtins", "collections", "types.SimpleNamespace", "functools.partial", "abc", "typing")
+
+
+class _State(NamedTuple):
+    """What an object holds: its items (None if it has none), and its attributes."""
+
+    items: Any
+    attributes: dict[str, Any]
+
+    def children(self) -> Iterator[Any]:
+        if self.items is not None:
+            yield from self.items.values() if isinstance(self.items, dict) else self.items
+        yield from self.attributes.values()
+
+    def is_same(self, other: _State) -> bool:
+        return _same(self.items, other.items) and _same(self.attributes, other.attributes)
+
+
+class Objects:
+    """The mutable objects that are reached from some roots, and what each of them holds now.
+
+    Modules are not entered, nor is what belongs to a Trainer.
+
+    Args:
+        roots: where to begin.
+        contents: whether the numbers in tensors are kept as well, except for parameters.
+
+    Attributes:
+        tensors: that the objects hold, each once, in the order in which they are reached.
+    """
+
+    def __init__(self, roots: Iterable[Any], contents: bool = False) -> None:
+        self.tensors: list[Tensor] = []
+        self._states: list[tuple[Any, _State]] = []
+        seen: set[int] = set()
+        waiting = list(roots)[::-1]
+        while waiting:
+            obj = waiting.pop()
+            cls: Any = type(obj)
+            if cls in _ATOMS or id(obj) in seen:
+                continue
+            seen.add(id(obj))
+            if isinstance(obj, Tensor):
+                self.tensors.append(obj)
+            elif is_open(cls):
+                state = _state(obj)
+                self._states.append((obj, state))
+                waiting.extend(list(state.children())[::-1])
+        numbers = [t for t in self.tensors if contents and not isinstance(t, nn.Parameter)]
+        self._contents = [(t, t.detach().clone()) for t in numbers]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """After this context every object holds again what it held when it was found."""
+        try:
+            yield
+        finally:
+            self.restore()
+
+    def restore(self) -> None:
+        """Put back what every object held."""
+        for obj, state in self._states:
+            if not state.is_same(_state(obj)):
+                _put(obj, state)
+        for tensor, copy in self._contents:
+            if not tensor.is_meta and not torch.equal(tensor, copy.to(tensor.device)):  # it may have moved meanwhile
+                tensor.detach().copy_(copy)
+
+    def replace_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Put ``fn(tensor)`` in the place of every tensor."""
+        for obj, state in self._states:
+            new = _State(_mapped(fn, state.items), _mapped(fn, state.attributes))
+            if not state.is_same(new):
+                _put(obj, new)
+
+
+@functools.cache
+def is_open(cls: type) -> bool:
+    """Whether objects of a type are looked into."""
+    if issubclass(cls, (Tensor, nn.Module, type, types.ModuleType)):
+        return False
+    if cls in (types.FunctionType, types.MethodType, types.CellType):
+        return True
+    for base in cls.__mro__[:-1]:
+        name = f"{base.__module__}.{base.__qualname__}"
+        root = base.__module__.partition(".")[0]
+        if any(name.startswith(f"{closed}.") for closed in _CLOSED):
+            return False
+        if root in sys.stdlib_module_names and not any(f"{name}.".startswith(f"{o}.") for o in _OPEN):
+            return False
+    return True
+
+
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
+_ITEMS = (list, dict, set, deque)
+
+
+def _state(obj: Any) -> _State:
+    cls: Any = type(obj)
+    if cls is types.CellType:
+        try:
+            return _State(None, {"cell_contents": obj.cell_contents})
+        except ValueError:  # not assigned yet
+            return _State(None, {})
+    if cls is types.MethodType:
+        return _State((obj.__self__, obj.__func__), {})
+    if cls is types.FunctionType:
+        return _State((*(obj.__closure__ or ()), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()), {})
+    if isinstance(obj, functools.partial):
+        return _State((obj.func, *obj.args, *obj.keywords.values()), {})
+    items: Any = None
+    if isinstance(obj, dict):
+        items = dict(_dict_type(cls).items(obj))
+    elif isinstance(obj, _ITEMS):
+        items = set(obj) if isinstance(obj, set) else list(obj)
+    elif isinstance(obj, (tuple, frozenset)):
+        items = tuple(obj)
+    held = {name: getattr(obj, name) for name in _slots(cls) if hasattr(obj, name)}
+    own = getattr(obj, "__dict__", None)
+    if type(own) is dict and own is not obj:
+        held |= own
+    return _State(items, held)
+
+
+def _put(obj: Any, state: _State) -> None:
+    cls: Any = type(obj)
+    if cls is types.CellType:
+        if state.attributes:
+            obj.cell_contents = state.attributes["cell_contents"]
+        else:
+            del obj.cell_contents
+        return
+    if isinstance(obj, dict):
+        kind = _dict_type(cls)
+        kind.clear(obj)
+        for key, item in state.items.items():
+            kind.__setitem__(obj, key, item)
+    elif isinstance(obj, list):
+        list.__setitem__(obj, slice(None), state.items)
+    elif isinstance(obj, deque):
+        deque.clear(obj)
+        deque.extend(obj, state.items)
+    elif isinstance(obj, set):
+        set.clear(obj)
+        set.update(obj, state.items)
+    own, slots = getattr(obj, "__dict__", None), _slots(cls)
+    if type(own) is dict and own is not obj:
+        own.clear()
+        own.update((name, value) for name, value in state.attributes.items() if name not in slots)
+    for name in slots:
+        if name in state.attributes:
+            object.__setattr__(obj, name, state.attributes[name])
+        elif hasattr(obj, name):
+            object.__delattr__(obj, name)
+
+
+def _mapped(fn: Callable[[Tensor], Tensor], items: Any) -> Any:
+    def of(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return fn(item)
+        if not isinstance(item, tuple):
+            return item
+        new = tuple(map(of, item))
+        if all(a is b for a, b in zip(item, new, strict=True)):
+            return item
+        return type(item)._make(new) if hasattr(item, "_make") else new
+
+    if items is None:
+        return None
+    return {key: of(item) for key, item in items.items()} if isinstance(items, dict) else type(items)(map(of, items))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(a is b and one[a] is other[b] for a, b in zip(one, other, strict=True))
+    if isinstance(one, set):
+        return {id(item) for item in one} == {id(item) for item in other}
+    return all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _dict_type(cls: type) -> type[dict[Any, Any]]:
+    # An OrderedDict keeps an order of its own, which dict's methods do not see.
+    return OrderedDict if issubclass(cls, OrderedDict) else dict
+
+
+@functools.cache
+def _slots(cls: type) -> frozenset[str]:
+    members = {n for base in cls.__mro__ for n, m in vars(base).items() if isinstance(m, types.MemberDescriptorType)}
+    return frozenset(members) if cls.__module__.partition(".")[0] not in sys.stdlib_module_names else frozenset()
