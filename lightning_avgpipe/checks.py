@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
@@ -24,15 +20,14 @@ if TYPE_CHECKING:
     from lightning_avgpipe.options import Options
 
 __all__ = [
-    "explained_optimizers",
+    "contents",
     "loss",
-    "module",
     "optimizers",
     "options",
     "processes",
     "same_checkpoint",
-    "steps",
     "trainer",
+    "whole",
 ]
 
 _SCHEDULES = ("advance_forward", "1f1b", "afab")
@@ -149,22 +144,27 @@ def processes(num_stages: int, world_size: int) -> None:
         )
 
 
-def module(model: pl.LightningModule) -> None:
-    """Check what a LightningModule asks of training."""
+def whole(model: pl.LightningModule, why: str, given: Options, world_size: int) -> None:
+    """Check what was asked of steps that run whole."""
     name = type(model).__name__
-    if not model.automatic_optimization:
-        raise ConfigurationError(
-            f"{name} uses manual optimization, in which training_step itself runs backward and the optimizer; a "
-            "pipeline must mix them with other micro-batches. Set automatic_optimization = True and return the loss"
-        )
-    if is_overridden("backward", model):
-        raise ConfigurationError(
-            f"{name} overrides backward(), but a pipeline runs the backward stage by stage; remove the override"
-        )
+    asked = {
+        "num_microbatches": (given.splits, "a batch is not split; use num_microbatches='auto', and a smaller batch"),
+        "num_pipelines": (given.num_pipelines > 1, "there is one model; use num_pipelines=1"),
+        "processes_per_device": (given.processes_per_device > 1, "there is one model; use processes_per_device=1"),
+        "recompute": (bool(given.recompute), "nothing is repeated; use torch.utils.checkpoint inside of a submodule"),
+    }
+    for option, (set_, what) in asked.items():
+        if set_:
+            raise ConfigurationError(
+                f"{name} {why}; such steps run whole, and with {option}={getattr(given, option)!r} that cannot be: "
+                f"{what}"
+            )
+    if world_size > 1:
+        raise ConfigurationError(f"{name} {why}; such steps run whole, in one process so far: use devices=1")
 
 
-def steps(model: pl.LightningModule, names: Collection[str]) -> None:
-    """Check what the step functions of a run take, and use."""
+def contents(model: pl.LightningModule) -> None:
+    """Check that a module is as it will be trained."""
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise ConfigurationError(
@@ -172,28 +172,6 @@ def steps(model: pl.LightningModule, names: Collection[str]) -> None:
             "stages before that; run a batch through the model where it is built, or give layers their sizes "
             "(nn.Linear instead of nn.LazyLinear)"
         )
-    for name in names:
-        if is_overridden(name, model) and is_param_in_hook_signature(
-            getattr(model, name), "dataloader_iter", explicit=True
-        ):
-            raise ConfigurationError(
-                f"{type(model).__name__}.{name} takes dataloader_iter; a pipeline must see a batch to split it. "
-                "Take (batch, batch_idx)"
-            )
-
-
-@contextlib.contextmanager
-def explained_optimizers(model: pl.LightningModule) -> Iterator[None]:
-    """Lightning refuses several optimizers with the advice to optimize manually, which does not help here."""
-    try:
-        yield
-    except (MisconfigurationException, RuntimeError) as error:
-        if "multiple optimizers" not in str(error):
-            raise
-        raise ConfigurationError(
-            f"{type(model).__name__}.configure_optimizers returns several optimizers; a pipeline steps one. Use one "
-            "optimizer with several parameter groups"
-        ) from error
 
 
 def optimizers(model: pl.LightningModule, found: Sequence[Optimizer]) -> None:

@@ -23,6 +23,7 @@ from lightning_avgpipe.interrupts import ending_together
 from lightning_avgpipe.options import Options
 from lightning_avgpipe.runtime.arrangement import Arrangement
 from lightning_avgpipe.runtime.mesh import Mesh
+from lightning_avgpipe.whole import why_whole
 
 __all__ = ["ConnectedStrategy"]
 
@@ -74,13 +75,22 @@ class ConnectedStrategy(ParallelStrategy):
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing to pipeline: one process, one stage, one micro-batch, one model.
+        """Whether there is nothing to pipeline: one process, with nothing to divide, or whose steps run whole.
 
         Then nothing is captured, split, replaced or refused: all is as with Lightning's strategy for one device.
         """
-        options = self._options
-        alone = self.arrangement.world_size == self.num_stages == options.num_pipelines == 1
-        return alone and options.num_microbatches in ("auto", 1) and not options.recompute
+        one_model = self.arrangement.world_size == self._options.num_pipelines == 1
+        return one_model and (self.undivided or (self.whole is not None and not self._options.splits))
+
+    @property
+    def undivided(self) -> bool:
+        """Whether one stage and one micro-batch are all there is."""
+        return self.num_stages == 1 and not self._options.splits and not self._options.recompute
+
+    @property
+    def whole(self) -> str | None:
+        """Why the module's steps run whole; None if they do not."""
+        return None if self._lightning_module is None else why_whole(self._lightning_module)
 
     @property
     def num_groups(self) -> int:
@@ -121,7 +131,7 @@ class ConnectedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         checks.processes(self.num_stages, self.arrangement.num_devices)
         self._launcher = launch.launcher(self, self._options.start_method)
-        if self.plain:
+        if self.plain and self.undivided:
             rank_zero_info(
                 "AvgPipeStrategy: with one device, one stage and one micro-batch there is nothing to pipeline; "
                 "everything is as with strategy='auto'. More devices, or num_stages=2 on this one, make a pipeline"

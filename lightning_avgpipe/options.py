@@ -75,6 +75,11 @@ class Options:
             return None
         return CostCache(default_directory() if self.costs_cache == "auto" else self.costs_cache)
 
+    @property
+    def splits(self) -> bool:
+        """Whether it was asked that batches are split, on however many stages."""
+        return self.num_microbatches not in ("auto", 1)
+
     def microbatches(self, num_stages: int) -> int:
         """M on so many stages."""
         if self.num_microbatches != "auto":

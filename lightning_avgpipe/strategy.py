@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchmetrics import Metric
 
 from lightning_avgpipe import checks, launch
@@ -44,12 +45,6 @@ _STEPS = {
     RunningStage.VALIDATING: "validation_step",
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
-}
-_STEPS_OF = {
-    TrainerFn.FITTING: ("training_step", "validation_step"),
-    TrainerFn.VALIDATING: ("validation_step",),
-    TrainerFn.TESTING: ("test_step",),
-    TrainerFn.PREDICTING: ("predict_step",),
 }
 
 
@@ -223,6 +218,11 @@ class AvgPipeStrategy(SteppingStrategy):
         module = self.lightning_module
         assert module is not None
         self._forget()
+        why = self.whole
+        if why is not None:
+            checks.whole(module, why, self._options, self.world_size)
+            if not self.undivided:
+                rank_zero_info(f"{type(module).__name__} {why}: its steps run whole, not in micro-batches")
         if self.plain:
             super().setup(trainer)
             return
@@ -231,9 +231,8 @@ class AvgPipeStrategy(SteppingStrategy):
         checks.trainer(trainer, self.world_size, self.num_pipelines)
         checks.same_checkpoint(self.mesh.world.gather_objects(str(trainer.ckpt_path or "")))
         if fitting:
-            checks.module(module)
             self._share_data(trainer)
-        checks.steps(module, _STEPS_OF[trainer.state.fn])
+        checks.contents(module)
         super().setup(trainer)
         self.choose_seed(self.mesh)
         self._division = self._divided(module)
@@ -294,8 +293,7 @@ class AvgPipeStrategy(SteppingStrategy):
             super().setup_optimizers(trainer)
             return
         assert self.lightning_module is not None
-        with checks.explained_optimizers(self.lightning_module):
-            super().setup_optimizers(trainer)
+        super().setup_optimizers(trainer)
         checks.optimizers(self.lightning_module, self.optimizers)
 
     def model_to_device(self) -> None:

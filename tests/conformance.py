@@ -39,12 +39,8 @@ _ALWAYS = {
 }
 _ENGINE = {
     **_ALWAYS,
-    "*uses manual optimization*": "refused: a pipeline mixes the backwards of micro-batches",
-    "*overrides backward()*": "refused: a pipeline runs the backward stage by stage",
-    "*takes dataloader_iter*": "refused: a pipeline splits batches",
     "*instead of a loss*": "refused: a step cannot be skipped on one stage only",
     "*without a loss*": "refused: a step cannot be skipped on one stage only",
-    "*returns several optimizers*": "refused: a pipeline steps one",
     "*test_trainer_model_hook_system*": "it counts calls of forward in a list of its own; the capture is one more",
     "*test_evaluation_loop_non_sequential_mode*": "it counts calls of a step in a list of its own, as above",
 }
@@ -87,7 +83,7 @@ def _swap(mode: str) -> None:
 
     connector._choose_strategy = swapped
     if mode != "plain":
-        AvgPipeStrategy.plain = False  # the engine, although there is nothing to pipeline
+        AvgPipeStrategy.undivided = False  # the engine, although there is nothing to pipeline
     if mode == "stages":
         set_up = AvgPipeStrategy.setup_environment
 

@@ -58,21 +58,6 @@ def test_devices_must_fit_the_stages(devices: int, num_stages: int, message: str
         pipeline(num_stages, devices)
 
 
-class Manual(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class TwoOptimizers(Manual):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = True
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.layers[i].parameters(), lr=0.1) for i in (0, 2)]
-
-
 class Closure(MLP):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -81,11 +66,6 @@ class Closure(MLP):
 class NoLoss(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
-
-
-class OwnBackward(MLP):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward()
 
 
 class GradientInside(MLP):
@@ -108,10 +88,7 @@ class Disagreeing(MLP):
 @pytest.mark.parametrize(
     ("model", "num_stages", "kind", "message"),
     [
-        (Manual, 2, ConfigurationError, "Manual uses manual optimization"),
-        (TwoOptimizers, 2, ConfigurationError, "TwoOptimizers.configure_optimizers returns several optimizers"),
         (Closure, 2, ConfigurationError, "Closure.configure_optimizers returns LBFGS"),
-        (OwnBackward, 2, ConfigurationError, r"OwnBackward overrides backward\(\)"),
         (Lazy, 2, ConfigurationError, r"'layers\.0\.weight' of Lazy has no shape before its first forward"),
         (NoLoss, 2, CaptureError, "training_step returned None instead of a loss"),
         (lambda: MLP(depth=2), 4, PartitionError, "num_stages=4 needs 3 cuts, but 2 cuts are legal in training_step"),

@@ -63,14 +63,17 @@ class PipelineTimeline(Callback):
                 f"{type(trainer.strategy).__name__}; use Trainer(strategy='avgpipe'), or remove the callback"
             )
         picture.require_matplotlib()
-        if trainer.strategy.plain:
+        if trainer.strategy.whole is not None:
+            rank_zero_warn(f"PipelineTimeline writes nothing: {type(pl_module).__name__} {trainer.strategy.whole}")
+        elif trainer.strategy.plain:
             rank_zero_warn("PipelineTimeline writes nothing: one device, one stage and one micro-batch are no pipeline")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Start to record, if the step that this batch may end with is one to record."""
-        if (trainer.global_step + 1) % self._every_n_steps == 0 and not trainer.strategy.plain:  # type: ignore[attr-defined]
+        strategy: AvgPipeStrategy = trainer.strategy  # type: ignore[assignment]
+        if (trainer.global_step + 1) % self._every_n_steps == 0 and not strategy.plain and strategy.whole is None:
             mesh = _mesh(trainer)
             self._recorder = Recorder(mesh.rank, mesh.device)
             mesh.record(self._recorder)

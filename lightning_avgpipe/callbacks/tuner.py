@@ -107,6 +107,11 @@ class AvgPipeTuner(Callback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_info("AvgPipeTuner: with fast_dev_run nothing is tuned")
             return
+        if strategy.whole is not None:
+            raise ConfigurationError(
+                f"AvgPipeTuner: {type(pl_module).__name__} {strategy.whole}, so its steps run whole, with one model "
+                "and without micro-batches, and there is nothing to tune; remove the callback"
+            )
         if strategy.plain:
             raise ConfigurationError(
                 "AvgPipeTuner: with one device and one stage there is nothing to pipeline, and everything is as with "

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_avgpipe.errors import ConfigurationError, StageError
+from lightning_avgpipe.errors import StageError
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
@@ -130,15 +130,6 @@ def test_gradients_are_cleared_between_the_forward_and_the_backward(num_stages: 
     first, other = ["step", "zero_grad", "backward", "step"], ["step", "backward", "step"]
     assert module.order == first + other + first
     assert module.gradients == [False, False, True, True, False]  # (there at the clearing), there at the backward
-
-
-def test_a_step_that_takes_the_iterator_is_refused() -> None:
-    class Iterates(MLP):
-        def validation_step(self, dataloader_iter: Any) -> None:
-            next(dataloader_iter)
-
-    with pytest.raises(ConfigurationError, match=r"Iterates\.validation_step takes dataloader_iter"):
-        pipeline(2).validate(Iterates(), loader(MLP, 16, 8))
 
 
 def test_a_module_that_was_trained_can_be_saved_with_its_trainer(tmp_path: Path) -> None:
