@@ -131,7 +131,7 @@ class CallGraph:
         nodes: in program order.
         values: everything that flows between nodes.
         kept: values that the result, ``self.log`` or a metric needs: they go on to the last stage.
-        units: paths of the submodules that are never split.
+        units: paths of the submodules that are never split, whether they are called or not.
         resident: units that run on one stage even when they depend on the batch alone (they own parameters or
             state, or draw random numbers); every other unit without dependence on a value is free.
         drawing: paths of the modules that draw random numbers themselves, not only through their children; "" is the

@@ -178,8 +178,9 @@ class _Timer(StepTracer):
             self._call_s = statistics.median(nothing() for _ in range(_CALIBRATIONS))
 
     def visiting(self) -> Visit:
-        """What lies outside of units is on the device while the step is measured."""
-        inside = {id(t) for p in self._graph.units for t in _tensors_of(self._module.get_submodule(p))}
+        """What lies outside of the units that are called is on the device while the step is measured."""
+        called = {node.name for node in self._graph.nodes if node.kind == "call"}
+        inside = {id(t) for path in called for t in _tensors_of(self._module.get_submodule(path))}
         return Visit([t for t in _tensors_of(self._module) if id(t) not in inside], self._device)
 
     def check_finished(self) -> None:

@@ -22,6 +22,7 @@ from lightning_avgpipe.capture.draws import DrawWatch, random_bits
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, tensor_arguments, watching
+from lightning_avgpipe.capture.units import Units
 from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.errors import CaptureError
 from lightning_avgpipe.source import source_line
@@ -36,6 +37,7 @@ def capture(
     module: nn.Module,
     units: Sequence[str],
     device: torch.device | None = None,
+    ignore: Collection[nn.Module] = (),
 ) -> CallGraph:
     """Record what ``run(*args)`` does with the units of ``module``. Nothing remains of the execution.
 
@@ -44,15 +46,16 @@ def capture(
         run: executes the step, with the module's own grad mode and precision.
         args: arguments of the step, the micro-batch first.
         module: whose submodules are called.
-        units: paths of the submodules that are never split.
+        units: paths of the submodules that are never split; what else the step calls, outside of them, is a unit too.
         device: where to compute; parameters that are elsewhere visit it one unit at a time.
+        ignore: modules that only observe.
 
     Raises:
         CaptureError: the step returned no result in training.
     """
     glue_states: set[str] = set()
     while True:
-        recorder = _Recorder(module, units, device, glue_states)
+        recorder = _Recorder(module, units, device, glue_states, ignore)
         try:
             # a step may change its batch
             graph = _record(recorder, step, run, tree.map_tensors(torch.clone, tuple(args)))
@@ -83,7 +86,7 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
         nodes=tuple(recorder.drawn(node) for node in recorder.nodes),
         values=tuple(recorder.values),
         kept=frozenset(recorder.kept),
-        units=recorder.units,
+        units=recorder.units.found(),
         resident=frozenset(recorder.resident),
         drawing=frozenset(recorder.watch.drawing),
         host_drawing=frozenset(recorder.watch.host_drawing),
@@ -120,17 +123,22 @@ class _Recorder(StepTracer):
     """Executes everything and notes each node."""
 
     def __init__(
-        self, module: nn.Module, units: Sequence[str], device: torch.device | None, glue_states: Collection[str]
+        self,
+        module: nn.Module,
+        units: Sequence[str],
+        device: torch.device | None,
+        glue_states: Collection[str],
+        ignore: Collection[nn.Module],
     ) -> None:
         self.module = module
-        self.units = tuple(units)
-        self._paths = {id(module.get_submodule(path)): path for path in units}
+        self.units = Units(module, units, ignore)
         self._device = device
-        self._inside_units = {name for path in units for name in _state_names(module, path)}
-        self._glue_buffers = {name: b for name, b in module.named_buffers() if name not in self._inside_units}
-        self._glue_buffer_names = {id(b): name for name, b in self._glue_buffers.items()}
+        self._in_units = {id(t) for path in units for t in _tensors_of(module.get_submodule(path))}
+        # a unit that is not called itself may have buffers that glue changes
+        self._buffers = dict(module.named_buffers())
+        self._buffer_names = {id(b): name for name, b in self._buffers.items()}
         self.glue_states = set(glue_states)
-        super().__init__(self._paths, owned_tensors(module, glue_states))
+        super().__init__({}, owned_tensors(module, glue_states))
         self.watch = DrawWatch(module, device)
         self.calls = Calls(self.watch, self._is_outside, lambda: len(self.nodes))
         self.batch = BatchUse(device)
@@ -216,10 +224,11 @@ class _Recorder(StepTracer):
         free = not inputs and not parameters
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
         random_before = random_bits(self._device)
-        result = func(*args, **kwargs)
+        with Visit([t for t in tensors if id(t) in self._in_units], self._device):
+            result = func(*args, **kwargs)
         for tensor, version in zip(tensors, versions, strict=True):
-            if id(tensor) in self._glue_buffer_names and _version(tensor) != version:
-                self.glue_states.add(self._glue_buffer_names[id(tensor)])
+            if id(tensor) in self._buffer_names and _version(tensor) != version:
+                self.glue_states.add(self._buffer_names[id(tensor)])
         if passive:
             self.batch.passed_on(tensors, tree.tensors(result))
         elif free:
@@ -264,7 +273,10 @@ class _Recorder(StepTracer):
 
     def _is_outside(self, module: nn.Module) -> bool:
         """Whether a module, which is called now, is no unit and in no unit."""
-        return not self._inside and id(module) not in self._paths
+        return not self._inside and self.unit(module) is None
+
+    def unit(self, module: nn.Module) -> str | None:
+        return self.units.path(module)
 
     def _inputs(self, tensors: list[Tensor]) -> tuple[int, ...]:
         found = (self.value_of(t) for t in tensors)
@@ -299,10 +311,11 @@ class _Recorder(StepTracer):
                 )
 
     def find_reassigned_buffers(self) -> None:
-        """A buffer outside of units that the step replaces by a new tensor must be replaced on the last stage only."""
+        """A buffer that glue replaces by a new tensor must be replaced on the last stage only."""
         after = dict(self.module.named_buffers())
-        for name, buffer in self._glue_buffers.items():
-            if after.get(name, buffer) is not buffer:
+        by_units = {name for node in self.nodes if node.kind != "glue" for name in node.states}
+        for name, buffer in self._buffers.items():
+            if name not in by_units and after.get(name, buffer) is not buffer:
                 self.glue_states.add(name)
                 first = next((node.index for node in self.nodes if name in node.states), 0)
                 self.pinned.append((first + 1, _ANYWHERE, f"the step assigns a new tensor to the buffer '{name}'"))
@@ -315,12 +328,10 @@ class _Recorder(StepTracer):
 
     def visiting(self) -> Any:
         """What lies outside of units is on the device while the step is captured."""
-        outside: list[Tensor] = [p for name, p in self.module.named_parameters() if name not in self._inside_units]
-        outside += [b for name, b in self.module.named_buffers() if name not in self._inside_units]
-        return Visit(outside, self._device)
+        return Visit([t for t in _tensors_of(self.module) if id(t) not in self._in_units], self._device)
 
     def _visit(self, module: nn.Module) -> Any:
-        return Visit([*module.parameters(), *module.buffers()], self._device)
+        return Visit(_tensors_of(module), self._device)
 
 
 class _Births(TorchDispatchMode):
@@ -411,9 +422,8 @@ def _copies_of_buffers(module: nn.Module, path: str) -> list[tuple[str, Tensor, 
     return [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
 
 
-def _state_names(module: nn.Module, path: str) -> list[str]:
-    unit = module.get_submodule(path)
-    return [f"{path}.{name}" for name, _ in (*unit.named_parameters(), *unit.named_buffers())]
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -176,6 +176,10 @@ class StepTracer(TorchFunctionMode):
         tracer = _following.tracer
         return None if tracer is None or tracer._inside else tracer
 
+    def unit(self, module: nn.Module) -> str | None:
+        """The path of a unit; None for a module that is followed. Asked when it is called."""
+        return self._units.get(id(module))
+
     # -- known tensors ----------------------------------------------------------------------------------------------
 
     def know(self, tensor: Tensor, value: int) -> None:
@@ -315,7 +319,7 @@ def _follow(module: nn.Module, args: Any, kwargs: Any) -> Any:
     tracer = _following.tracer
     if tracer is None or tracer._inside:
         return _call_module(module, *args, **kwargs)
-    path = tracer._units.get(id(module))
+    path = tracer.unit(module)
     if path is None:
         return _call_module(module, *args, **kwargs)
     if module._forward_hooks:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Sequence
 
+import torch
 from torch import nn
 
 from lightning_avgpipe.errors import PartitionError
 
-__all__ = ["divisible", "initial_units", "is_container", "refine", "split_units"]
+__all__ = ["Units", "divisible", "initial_units", "is_container", "refine", "split_units"]
 
 # Containers are not called by users (or only pass on what they hold), so they are opened from the start.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# These read the parameters of their children without calling them.
-_ATOMS = (nn.MultiheadAttention, nn.RNNBase)
+# These read the parameters of their children without calling them, or call them where nobody sees it.
+_ATOMS = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
 
 
 def initial_units(root: nn.Module, ignore: Collection[nn.Module] = ()) -> tuple[str, ...]:
@@ -32,15 +33,15 @@ def refine(
     """The same units with the chosen ones replaced by their children; a unit without children stays."""
     refined: list[str] = []
     for path in units:
-        parts = list(_open(root.get_submodule(path), path, ignore)) if path in chosen else []
-        refined.extend(parts if parts and _divisible(root.get_submodule(path)) else [path])
+        opens = path in chosen and divisible(root, path, ignore)
+        refined.extend(_open(root.get_submodule(path), path, ignore) if opens else [path])
     return tuple(dict.fromkeys(refined))
 
 
-def divisible(root: nn.Module, path: str) -> bool:
+def divisible(root: nn.Module, path: str, ignore: Collection[nn.Module] = ()) -> bool:
     """Whether a unit has children that it could be replaced by."""
     module = root.get_submodule(path)
-    return _divisible(module) and any(True for _ in module.children())
+    return not isinstance(module, _ATOMS) and any(True for _ in _open(module, path, ignore))
 
 
 def is_container(module: nn.Module) -> bool:
@@ -62,12 +63,58 @@ def split_units(
             close = difflib.get_close_matches(point, names, n=3, cutoff=0.4)
             hint = f"did you mean {' or '.join(repr(c) for c in close)}?" if close else "use a name of named_modules()."
             raise PartitionError(f"split point {point!r} is no submodule of {type(root).__name__}; {hint}")
-        while True:
-            above = [unit for unit in units if point.startswith(f"{unit}.")]
-            if not above or not divisible(root, above[0]):
-                break
+        while above := [unit for unit in units if point.startswith(f"{unit}.") and divisible(root, unit, ignore)]:
             units = refine(root, units, above, ignore)
+        if not any(f"{unit}.".startswith(f"{point}.") or point.startswith(f"{unit}.") for unit in units):
+            units = (*units, point)  # none of the units that an earlier step called
     return tuple(units)
+
+
+class Units:
+    """Which module is a unit when it is called: those that are given, and what else is called outside of them.
+
+    ::
+
+        given     model                  the step calls self.model.features(x), or model.forward(x), never model(x)
+        called    model.blocks.0  model.blocks.1  model.head           become units
+        given     model.blocks.0.linear  ...                           model.blocks.0 is followed, whoever calls it
+
+    Args:
+        root: the module whose step is followed.
+        given: paths of units to start from; modules that hold one are followed.
+        ignore: modules that only observe; they and what they hold are no units.
+    """
+
+    def __init__(self, root: nn.Module, given: Sequence[str], ignore: Collection[nn.Module] = ()) -> None:
+        self._paths = {id(m): path for path, m in root.named_modules()}
+        self._given = tuple(given)
+        self._units = {id(root.get_submodule(path)): path for path in given}
+        self._called: dict[str, None] = {}
+        above = {"", *(above for path in given for above in _above(path))}
+        self._followed = {id(root.get_submodule(path)) for path in above}
+        self._followed.update(id(m) for m in root.modules() if is_container(m))
+        self._followed.update(id(inner) for observer in ignore for inner in observer.modules())
+
+    def path(self, module: nn.Module) -> str | None:
+        """Where the unit lies that is called now; None if the module is followed, or none of the root's."""
+        path = self._units.get(id(module))
+        if path is None and id(module) in self._paths and id(module) not in self._followed:
+            path = self._units[id(module)] = self._paths[id(module)]
+        if path is not None:
+            self._called[path] = None
+        return path
+
+    def found(self) -> tuple[str, ...]:
+        """All units so far: the given ones, unless only parts of them were called, and those parts."""
+        partly = {above for path in self._called for above in _above(path)} - self._called.keys()
+        return tuple(dict.fromkeys((*(path for path in self._given if path not in partly), *self._called)))
+
+
+def _above(path: str) -> Iterable[str]:
+    """Paths of the modules that hold one."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def _open(module: nn.Module, path: str, ignore: Collection[nn.Module]) -> Iterable[str]:
@@ -82,7 +129,3 @@ def _open(module: nn.Module, path: str, ignore: Collection[nn.Module]) -> Iterab
 
 
 _PASS_ON = (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Sequential.forward)
-
-
-def _divisible(module: nn.Module) -> bool:
-    return not isinstance(module, _ATOMS)

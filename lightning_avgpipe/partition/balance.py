@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_avgpipe.capture.costs import Costs
-from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.partition.memory import Memory, nbytes
 from lightning_avgpipe.partition.ranges import Ranges, evenest, least_bottleneck
@@ -33,10 +33,10 @@ _SLACK = 0.01
 
 @dataclass(frozen=True)
 class Gap:
-    """Between two consecutive calls: the best legal position, or why there is none."""
+    """Between two consecutive calls, which are nodes: the best legal position, or why there is none."""
 
-    after: str
-    before: str
+    after: int
+    before: int
     position: int
     nbytes: int
     obstacle: str | None
@@ -45,9 +45,10 @@ class Gap:
 def gaps(graph: CallGraph) -> list[Gap]:
     """One gap between every two consecutive calls of units, in program order.
 
-    A cut without parameters on one of its sides would be of no use: it counts as illegal.
+    Glue with parameters (``F.linear(x, self.fc.weight)``) counts as a call. A cut without parameters on one of its
+    sides would be of no use: it counts as illegal.
     """
-    calls = [node.index for node in graph.nodes if node.kind != "glue"]
+    calls = [node.index for node in _calls(graph)]
     trained = [node.index for node in graph.nodes if node.parameters]
     found = []
     for first, second in itertools.pairwise(calls):
@@ -59,14 +60,18 @@ def gaps(graph: CallGraph) -> list[Gap]:
             obstacle = obstacle or "there are no parameters on one of its sides"
         found.append(
             Gap(
-                graph.nodes[first].name,
-                graph.nodes[second].name,
+                first,
+                second,
                 best,
                 graph.boundary_bytes[best],
                 obstacle,
             )
         )
     return found
+
+
+def _calls(graph: CallGraph) -> list[Node]:
+    return [node for node in graph.nodes if node.kind != "glue" or node.parameters]
 
 
 def cut_balanced(graph: CallGraph, costs: Costs, num_stages: int, memory: Memory | None = None) -> tuple[int, ...]:
@@ -114,26 +119,33 @@ def cut_at(graph: CallGraph, split_points: Sequence[str], num_stages: int) -> tu
             f"split_points names {len(split_points)} units, but num_stages={num_stages} needs {num_stages - 1}: "
             "one for each stage after the first"
         )
-    calls = [node for node in graph.nodes if node.kind != "glue"]
-    before = {gap.before: gap for gap in reversed(gaps(graph))}
+    calls = _calls(graph)
+    called = ", ".join(dict.fromkeys(node.name for node in calls))
+    before = {gap.before: gap for gap in gaps(graph)}
     cuts: list[int] = []
     for name in split_points:
-        first = next((node for node in calls if node.name == name or node.name.startswith(f"{name}.")), None)
+        first = next((node for node in calls if _belongs(node, name)), None)
         if first is None:
-            called = ", ".join(dict.fromkeys(node.name for node in calls))
             raise PartitionError(f"split point {name!r} is never called by {graph.step}; it calls: {called}")
         if first is calls[0]:
             raise PartitionError(f"split point {name!r} is the first call of {graph.step}; stage 0 would be empty")
-        gap = before[first.name]
+        gap = before[first.index]
         if gap.obstacle is not None:
             raise PartitionError(f"no cut may lie before split point {name!r}: {gap.obstacle}")
         if cuts and gap.position <= cuts[-1]:
             raise PartitionError(
                 f"split point {name!r} is called before the one named before it; name split points in the order "
-                f"of their calls: {', '.join(dict.fromkeys(node.name for node in calls))}"
+                f"of their calls: {called}"
             )
         cuts.append(gap.position)
     return tuple(cuts)
+
+
+def _belongs(node: Node, name: str) -> bool:
+    """Whether a node is a call of a module, or of what it holds, or glue with its parameters."""
+    if node.kind == "glue":
+        return any(parameter.startswith(f"{name}.") for parameter in node.parameters)
+    return node.name == name or node.name.startswith(f"{name}.")
 
 
 def cut_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]], num_stages: int) -> tuple[int, ...]:
@@ -222,7 +234,7 @@ def too_few_cuts(graph: CallGraph, num_stages: int) -> PartitionError:
     """The error that says how many cuts are legal, and what forbids the others."""
     all_gaps = gaps(graph)
     count = sum(gap.obstacle is None for gap in all_gaps)
-    calls = sum(node.kind != "glue" for node in graph.nodes)
+    calls = len(_calls(graph))
     obstacles = list(dict.fromkeys(gap.obstacle for gap in all_gaps if gap.obstacle is not None))
     because = "".join(f"\n  - {obstacle}" for obstacle in obstacles[:3])
     return PartitionError(

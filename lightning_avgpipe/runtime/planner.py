@@ -101,7 +101,7 @@ class Planner:
 
     def capture(self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str]) -> CallGraph:
         """The call graph of a step, at the granularity of these units."""
-        return capture(step, run, args, self.module, units, self.device)
+        return capture(step, run, args, self.module, units, self.device, self.observers)
 
     def plan(
         self,
@@ -225,7 +225,9 @@ class Planner:
         for node, cost in zip(graph.nodes, costs.node, strict=True):
             if node.kind == "call":
                 weights[node.name] = weights.get(node.name, 0.0) + cost
-        return [unit for unit, weight in weights.items() if weight >= limit and divisible(self.module, unit)]
+        return [
+            unit for unit, weight in weights.items() if weight >= limit and divisible(self.module, unit, self.observers)
+        ]
 
     def _sizes(self) -> dict[str, int]:
         return {name: parameter.numel() for name, parameter in self.module.named_parameters()}

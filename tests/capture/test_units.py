@@ -1,0 +1,215 @@
+"""Units: modules are opened as far as balance needs it, whichever way their parts are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.recorder import capture
+from lightning_avgpipe.capture.units import initial_units, refine
+from tests.trainers import assert_defaults_equal_accumulation
+
+
+class Net(nn.Module):
+    """Layers that can be reached in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Tensor
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def features(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.features(x)
+
+    def weights_only(self, x: Tensor) -> Tensor:
+        block: Any
+        for block in self.blocks:
+            x = F.linear(x, block.weight, block.bias).relu()
+        return x
+
+
+class Base(L.LightningModule):
+    def __init__(self, net: Any = None) -> None:
+        super().__init__()
+        self.net: Any = net or Net()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class ByMethod(Base):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net.features(batch).square().mean()
+
+
+class BetweenCalls(Base):
+    """Other children are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.head(self.net.features(self.norm(batch))).square().mean()
+
+
+class ByForward(Base):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net.forward(batch).square().mean()
+
+
+class ByClass(Base):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return Net.forward(self.net, batch).square().mean()
+
+
+class OneByOne(Base):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.net.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+
+class ByWeights(Base):
+    """No module is called at all."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net.weights_only(batch).square().mean()
+
+
+class UsesWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net.weights_only(x)
+
+
+class ByWeightsInside(Base):
+    """A module that is called uses the weights of others, which are not."""
+
+    def __init__(self) -> None:
+        super().__init__(UsesWeights())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+
+class Inherits(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+class BySuper(Base):
+    def __init__(self) -> None:
+        super().__init__(Inherits())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+
+class Nested(Base):
+    """A LightningModule in a LightningModule, whose step is called."""
+
+    def __init__(self) -> None:
+        super().__init__(ByMethod())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net.training_step(batch, batch_idx)
+
+
+class Twice(Base):
+    """As a whole, and by parts."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch) + self.net.blocks[0](batch)).square().mean()
+
+
+class UnderTwoNames(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alias = self.net
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.alias(batch).square().mean()
+
+
+class InPlainList(Base):
+    """What is called lies in a list too, which registers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = [self.net.blocks[i] for i in range(8)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.all:
+            batch = block(batch)
+        return batch.square().mean()
+
+
+class Wrapped(Base):
+    def __init__(self) -> None:
+        super().__init__(nn.DataParallel(Net()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+
+MODELS = [
+    ByMethod, BetweenCalls, ByForward, ByClass, OneByOne, ByWeights, ByWeightsInside, BySuper, Nested, Twice,
+    UnderTwoNames, InPlainList, Wrapped,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_parts_that_are_reached_in_any_way_are_divided(model: Callable[[], Base], num_stages: int) -> None:
+    plan = assert_defaults_equal_accumulation(model(), torch.randn(4, 16), num_stages)
+    blocks = [{name.split("blocks.")[1][0] for name in s.parameters if "blocks." in name} for s in plan.stages]
+    # measured, so a little may move; no stage has less than half or more than twice its share of eight
+    assert all(len(found) in range(8 // num_stages - 1, 8 // num_stages + 3) for found in blocks), str(plan)
+
+
+def test_a_capture_stays_coarse_where_it_can() -> None:
+    module = BetweenCalls()
+    units = initial_units(module)
+    graph = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, units)
+    assert units == ("net", "norm", "head")
+    assert graph.units == ("norm", "head", *(f"net.blocks.{i}" for i in range(8)))
+    again = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, graph.units)
+    assert again == graph
+
+
+def test_what_is_called_in_parts_and_as_a_whole_is_a_unit_and_has_units() -> None:
+    module = Twice()
+    graph = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, ["net"])
+    assert graph.units == ("net", "net.blocks.0")
+    finer = capture(
+        "training_step", module.training_step, (torch.randn(4, 16), 0), module, refine(module, graph.units, ["net"])
+    )
+    assert finer.units == tuple(f"net.blocks.{i}" for i in range(8))
+
+
+def test_a_buffer_of_a_module_that_is_not_called_is_changed_on_one_stage() -> None:
+    class Counts(ByMethod):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.net.calls += 1
+            return super().training_step(batch, batch_idx)
+
+    module = Counts()
+    graph = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, initial_units(module))
+    assert graph.nodes[0].states == ("net.calls",)
+    assert float(module.net.calls) == 0
