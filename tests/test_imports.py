@@ -21,6 +21,7 @@ ALLOWED = {
     "capture": {"errors", "tree", "source", "absent", "objects"},
     "partition": {"errors", "capture"},
     "schedule": {"errors"},
+    "planning": {"errors", "schedule"},
     "runtime": {"errors", "tree", "source", "replaced", "absent", "objects", "capture", "partition", "schedule"},
     "elastic": {"errors", "tree", "runtime"},
     "tuning": {"errors", "partition", "schedule"},
@@ -61,7 +62,7 @@ def test_imports_flow_one_way(path: Path) -> None:
             assert there == here or there in ALLOWED[here], f"{here} must not import {there}"
 
 
-@pytest.mark.parametrize("name", ["schedule", "partition", "tuning", "errors"])
+@pytest.mark.parametrize("name", ["schedule", "partition", "planning", "tuning", "errors"])
 def test_schedules_partition_and_tuning_need_no_torch(name: str) -> None:
     for path in modules():
         if part(path) == name:

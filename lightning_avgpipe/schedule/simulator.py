@@ -19,7 +19,7 @@ from lightning_avgpipe.schedule.action import Action, Schedule
 from lightning_avgpipe.schedule.builders import build, check, from_warm_up, stepped_warm_up
 from lightning_avgpipe.schedule.timeline import Span, Timeline, Transfer, peak_stash
 
-__all__ = ["StageCosts", "first_advance", "simulate", "smallest_sufficient_advance"]
+__all__ = ["StageCosts", "first_advance", "least_possible_s", "simulate", "smallest_sufficient_advance"]
 
 # Relative; times that differ by less differ only in the order of their additions.
 _ROUNDING = 1e-12
@@ -183,7 +183,7 @@ def first_advance(steps: Sequence[int], num_microbatches: int, costs: StageCosts
 
 
 def _first_of_the_fastest(schedules: Iterable[Schedule], num_microbatches: int, costs: StageCosts) -> int:
-    bound = _least_possible_s(costs, num_microbatches)
+    bound = least_possible_s(costs, num_microbatches)
     best, best_s = 0, math.inf
     for index, schedule in enumerate(schedules):
         seconds = simulate(schedule, costs).iteration_s
@@ -194,7 +194,7 @@ def _first_of_the_fastest(schedules: Iterable[Schedule], num_microbatches: int, 
     return best
 
 
-def _least_possible_s(costs: StageCosts, num_microbatches: int) -> float:
+def least_possible_s(costs: StageCosts, num_microbatches: int) -> float:
     """No schedule is faster: each stage waits for its first value, does its work, and its last gradient travels home.
 
     ::
