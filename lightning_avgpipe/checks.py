@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +9,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.runtime.memory import parse_limit
 
 if TYPE_CHECKING:
     from lightning_avgpipe.options import Options
@@ -28,102 +27,58 @@ __all__ = [
     "same_checkpoint",
     "trainer",
     "whole",
+    "without_effect",
 ]
-
-_SCHEDULES = ("advance_forward", "1f1b", "afab")
-_COSTS = ("measured", "flops")
-_START_METHODS = ("popen", "spawn", "fork")
 
 
 def options(given: Options) -> None:
-    """Check the strategy's own arguments, as far as they can be judged alone."""
-    if given.num_stages != "auto" and not _is_count(given.num_stages):
-        raise ConfigurationError(f"num_stages={given.num_stages!r}: must be 'auto' or an integer of at least 1")
-    if not _is_count(given.processes_per_device):
+    """Check those of the strategy's own arguments against each other that can be judged alone."""
+    if given.split_points is not None and given.num_stages not in ("auto", len(given.split_points) + 1):
         raise ConfigurationError(
-            f"processes_per_device={given.processes_per_device!r}: must be an integer of at least 1"
+            f"split_points names {len(given.split_points)} units, but num_stages={given.num_stages} needs "
+            f"{int(given.num_stages) - 1}: one for each stage after the first"
         )
-    _check_choice("schedule", given.schedule, _SCHEDULES)
-    _check_counts(given.num_pipelines, given.num_microbatches, given.advance, given.schedule)
-    _check_split_points(given.split_points, given.num_stages)
-    _check_choice("loss_reduction", given.loss_reduction, ("mean", "sum"))
-    _check_choice("reader", given.reader, ("last", "first"))
-    _check_choice("send_batch", given.send_batch, ("needed", "all"))
-    _check_choice("start_method", given.start_method, _START_METHODS)
-    _check_choice("costs", given.costs, _COSTS)
-    _check_cache(given.costs_cache)
-    parse_limit(given.memory_limit)
-    _check_recompute(given.recompute)
-    _check_elasticity(given.alpha, given.outer_lr, given.outer_optimizer, given.average_every)
-
-
-def _check_split_points(split_points: Any, num_stages: Any) -> None:
-    if split_points is None:
-        return
-    if isinstance(split_points, str):
-        raise ConfigurationError(f"split_points={split_points!r}: must be a list of names; use [{split_points!r}]")
-    if num_stages != "auto" and len(split_points) != num_stages - 1:
+    if given.advance not in ("auto", 0) and given.schedule != "advance_forward":
         raise ConfigurationError(
-            f"split_points names {len(split_points)} units, but num_stages={num_stages} needs {num_stages - 1}: "
-            "one for each stage after the first"
+            f"advance={given.advance} has no meaning for schedule={given.schedule!r}; use schedule='advance_forward', "
+            "or advance=0"
         )
-
-
-def _check_counts(num_pipelines: Any, num_microbatches: Any, advance: Any, schedule: str) -> None:
-    if not _is_count(num_pipelines):
-        raise ConfigurationError(f"num_pipelines={num_pipelines!r}: must be an integer of at least 1")
-    if num_microbatches != "auto" and not _is_count(num_microbatches):
-        raise ConfigurationError(f"num_microbatches={num_microbatches!r}: must be 'auto' or an integer of at least 1")
-    if advance != "auto" and (not isinstance(advance, int) or isinstance(advance, bool) or advance < 0):
-        raise ConfigurationError(f"advance={advance!r}: must be 'auto' or an integer of at least 0; 0 is 1F1B")
-    if advance not in ("auto", 0) and schedule != "advance_forward":
+    if given.outer_optimizer is not None and given.outer_lr != "auto":
         raise ConfigurationError(
-            f"advance={advance} has no meaning for schedule={schedule!r}; use schedule='advance_forward', or advance=0"
+            f"outer_lr={given.outer_lr} and an outer_optimizer: both move the reference; give the optimizer its own lr "
+            "and leave outer_lr='auto'"
         )
+    if given.outer_optimizer is not None:
+        _try_outer(given.outer_optimizer)
 
 
-def _check_cache(costs_cache: Any) -> None:
-    if costs_cache is not None and not isinstance(costs_cache, (str, os.PathLike)):
+def _try_outer(outer_optimizer: Any) -> None:
+    """Step a parameter with it that nobody else has."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.zeros(2, 2)
+    asked = "it must make an optimizer from parameters whose step() needs no closure, such as SGD"
+    try:
+        made = outer_optimizer([parameter])
+        if isinstance(made, Optimizer):
+            made.step()
+    except Exception as error:
         raise ConfigurationError(
-            f"costs_cache={costs_cache!r}: must be a directory, 'auto' for the user's cache directory, or None for none"
+            f"outer_optimizer={outer_optimizer!r}: {asked}; tried with one parameter it says {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    if not isinstance(made, Optimizer):
+        raise ConfigurationError(f"outer_optimizer={outer_optimizer!r}: {asked}; it made a {type(made).__name__}")
+
+
+def without_effect(given: Options) -> None:
+    """Say which options have no effect, where one model is trained and nobody may change that."""
+    elastic = {"alpha": None, "outer_lr": "auto", "outer_optimizer": None, "average_every": 1}
+    found = [f"{name}={getattr(given, name)!r}" for name, default in elastic.items() if getattr(given, name) != default]
+    if found:
+        rank_zero_warn(
+            f"AvgPipeStrategy: {', '.join(found)} without effect: there is one pipeline, and nothing to average. Use "
+            "num_pipelines=2 or more, or leave that out"
         )
-
-
-def _check_recompute(recompute: Any) -> None:
-    if isinstance(recompute, str):
-        raise ConfigurationError(f"recompute={recompute!r}: must be a list of names; use [{recompute!r}]")
-    if not isinstance(recompute, bool) and not (
-        isinstance(recompute, (list, tuple)) and recompute and all(isinstance(name, str) for name in recompute)
-    ):
-        raise ConfigurationError(
-            f"recompute={recompute!r}: must be True (whole stages), False, or a list of names of submodules"
-        )
-
-
-def _check_elasticity(alpha: Any, outer_lr: Any, outer_optimizer: Any, average_every: Any) -> None:
-    if alpha is not None and not (_is_number(alpha) and 0 <= alpha <= 1):
-        raise ConfigurationError(
-            f"alpha={alpha!r}: must be a number from 0 (models never meet) to 1 (they become equal), or None for 1/N"
-        )
-    if outer_lr != "auto" and not (_is_number(outer_lr) and outer_lr > 0):
-        raise ConfigurationError(f"outer_lr={outer_lr!r}: must be a number above 0, or 'auto' for the square root of N")
-    if outer_optimizer is not None and not callable(outer_optimizer):
-        raise ConfigurationError(
-            f"outer_optimizer={outer_optimizer!r}: must make an optimizer from parameters, such as "
-            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)"
-        )
-    if outer_optimizer is not None and outer_lr != "auto":
-        raise ConfigurationError(
-            f"outer_lr={outer_lr} and an outer_optimizer: both move the reference; give the optimizer its own lr and "
-            "leave outer_lr='auto'"
-        )
-    if not _is_count(average_every):
-        raise ConfigurationError(f"average_every={average_every!r}: must be an integer of at least 1")
-
-
-def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ConfigurationError(f"{option}={value!r}: must be one of {', '.join(map(repr, choices))}")
 
 
 def processes(num_stages: int, world_size: int) -> None:
@@ -243,14 +198,6 @@ def same_checkpoint(paths: Sequence[str]) -> None:
                 f"rank 0 has loaded {paths[0] or 'no checkpoint'}, rank {rank} {path or 'no checkpoint'}; put "
                 "checkpoints where all processes see them, or give ckpt_path as a path"
             )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def loss(result: Any) -> torch.Tensor:

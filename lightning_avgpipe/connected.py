@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
@@ -19,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 
 from lightning_avgpipe import checks, launch
-from lightning_avgpipe.interrupts import ending_together
+from lightning_avgpipe.interrupts import ending_together, saving_what_is_whole
 from lightning_avgpipe.options import Options
 from lightning_avgpipe.runtime.arrangement import Arrangement
 from lightning_avgpipe.runtime.mesh import Mesh
@@ -38,12 +40,13 @@ class ConnectedStrategy(ParallelStrategy):
     Attributes:
         num_nodes: set by the Trainer.
         failed: whether this run has ended with an error, here or in another process.
+        begun: whether training has begun in this run.
     """
 
     def __init__(self, options: Options, **lightnings: Any) -> None:
         super().__init__(**lightnings)
         self.num_nodes = 1
-        self.failed = False
+        self.failed = self.begun = False
         self._options = options
         self._backend = options.process_group_backend
         self._mesh: Mesh | None = None
@@ -55,6 +58,11 @@ class ConnectedStrategy(ParallelStrategy):
     def processes_per_device(self) -> int:
         """Groups that share the same devices, each with processes of its own."""
         return self._options.processes_per_device
+
+    @property
+    def timeout(self) -> timedelta:
+        """Longest wait for another process."""
+        return self._options.timeout
 
     @property
     def arrangement(self) -> Arrangement:
@@ -144,6 +152,18 @@ class ConnectedStrategy(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
+    def connect(self, model: pl.LightningModule) -> None:
+        """Begin a run with a module, which knows its trainer."""
+        super().connect(model)
+        self.begun = False
+        if not self.plain:
+            self._undo.enter_context(saving_what_is_whole(model.trainer, self))
+
+    def on_train_start(self) -> None:
+        """What the run goes on with is loaded."""
+        super().on_train_start()
+        self.begun = True
+
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
         super().setup_environment()
@@ -151,7 +171,7 @@ class ConnectedStrategy(ParallelStrategy):
             reset_seed()  # as ddp; in one process too, so that it draws what several draw
         self.set_world_ranks()
         if self.world_size == 1:
-            self._mesh = self._mesh or Mesh(self.num_stages, 0, 1, self.root_device, self._options.timeout)
+            self._mesh = self._mesh or Mesh(self.num_stages, 0, 1, self.root_device, self.timeout)
             self._mesh.open()
             return
         self._backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
@@ -163,12 +183,13 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _connect(self, backend: str) -> None:
         assert self.cluster_environment is not None
-        device, timeout = self.root_device, self._options.timeout
+        device, timeout = self.root_device, self.timeout
         if not _distributed_is_initialized():
             # control messages travel on the host, whatever connects the devices
             all_devices = backend if self.processes_per_device == 1 else "gloo"
             both = f"cpu:gloo,cuda:{all_devices}" if backend == "nccl" else backend
-            _init_dist_connection(self.cluster_environment, both, timeout=timeout)
+            kept = launch.kept_store(self.cluster_environment, timeout)
+            _init_dist_connection(self.cluster_environment, both, timeout=timeout, **kept)
         if self._mesh is None:
             self._mesh = Mesh(
                 self.num_stages,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -17,7 +18,7 @@ from lightning_avgpipe.replaced import replaced
 if TYPE_CHECKING:
     from lightning_avgpipe.connected import ConnectedStrategy
 
-__all__ = ["ending_together"]
+__all__ = ["ending_together", "saving_what_is_whole"]
 
 _STOP, _REQUEUE = "stop", "requeue"
 
@@ -52,7 +53,6 @@ def ending_together(trainer: pl.Trainer, strategy: ConnectedStrategy) -> Iterato
         epoch_loop = trainer.fit_loop.epoch_loop
         if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             undo.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", before_batch))
-        undo.enter_context(replaced(trainer, "save_checkpoint", partial(_save, strategy, trainer.save_checkpoint)))
         first = _FirstToKnow()
         trainer.callbacks.insert(0, first)  # type: ignore[attr-defined]
         undo.callback(trainer.callbacks.remove, first)  # type: ignore[attr-defined]
@@ -78,13 +78,30 @@ def _on_sigterm(strategy: ConnectedStrategy, signum: Any, frame: Any) -> None:
     _note(strategy, _STOP)
 
 
-def _save(strategy: ConnectedStrategy, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
-    """Save, unless processes have failed: what they held is gone, or is not of the same iteration."""
-    if not strategy.failed:
-        save(filepath, *args, **kwargs)
-        return
-    rank_zero_warn(
-        f"No checkpoint is saved to {filepath} after the failure: each process holds a part of the model only, and "
-        "the processes did not stop at the same iteration. Save regularly (ModelCheckpoint(every_n_train_steps=...)), "
-        "and resume from the last checkpoint"
-    )
+@contextlib.contextmanager
+def saving_what_is_whole(trainer: pl.Trainer, strategy: ConnectedStrategy) -> Iterator[None]:
+    """Within this context, from the start of a run on, no checkpoint takes the place of a better one after a failure.
+
+    That is what a callback would do that saves in ``on_exception``: before training has begun the module may not even
+    have the weights that the run was to go on with, and after a failure of some process there is no whole model.
+    """
+    save = trainer.save_checkpoint
+
+    def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
+        ended = trainer.state.status == TrainerStatus.INTERRUPTED
+        if strategy.failed:
+            rank_zero_warn(
+                f"No checkpoint is saved to {filepath} after the failure: each process holds a part of the model only, "
+                "and the processes did not stop at the same iteration. Save regularly "
+                "(ModelCheckpoint(every_n_train_steps=...)), and resume from the last checkpoint"
+            )
+        elif ended and not strategy.begun:
+            rank_zero_warn(
+                f"No checkpoint is saved to {filepath}: the run ended before training began, and what may be there "
+                "from a run before is as it was"
+            )
+        else:
+            save(filepath, *args, **kwargs)
+
+    with replaced(trainer, "save_checkpoint", save_checkpoint):
+        yield

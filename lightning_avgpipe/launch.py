@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
+from lightning_avgpipe.attempt import fresh
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.runtime.arrangement import Arrangement
 from lightning_avgpipe.starter import ScriptLauncher, needing_starter
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_avgpipe.connected import ConnectedStrategy
     from lightning_avgpipe.strategy import AvgPipeStrategy
 
-__all__ = ["connecting", "end_with_this_process", "launcher", "register", "register_explanation"]
+__all__ = ["connecting", "end_with_this_process", "kept_store", "launcher", "register", "register_explanation"]
 
 _END_S = 10.0  # how long processes of a failed run may take to end by themselves
 
@@ -94,6 +97,19 @@ def connecting(rank: int, world_size: int) -> Iterator[None]:
                 f"{error}. Either one of them failed before, or not all were started, or they were given different "
                 "MASTER_ADDR, MASTER_PORT or NODE_RANK"
             ) from error
+
+
+def kept_store(environment: ClusterEnvironment, timeout: timedelta) -> dict[str, Any]:
+    """Where the store is one of torchrun's that outlives a restart: ``store`` for ``init_process_group``; else nothing.
+
+    Raises:
+        RuntimeError: not all processes have come within the timeout.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world_size = environment.global_rank(), environment.world_size()
+    store = dist.TCPStore(environment.main_address, environment.main_port, is_master=False, timeout=timeout)
+    return {"store": fresh(store, rank, world_size, timeout)}
 
 
 def end_with_this_process(started_by: Any) -> None:

@@ -3,21 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_avgpipe import checks
-from lightning_avgpipe.capture.cache import CostCache, default_directory
-from lightning_avgpipe.elastic.averaging import Elasticity, OuterOptimizer
-from lightning_avgpipe.runtime.memory import MemoryLimit
+import torch.distributed as dist
 
-__all__ = ["Options", "SplitBatch"]
+from lightning_avgpipe import checks
+from lightning_avgpipe.allowed import Allowed, check, choice, directory, either, flag, names, number, optional, whole
+from lightning_avgpipe.capture.cache import CostCache, default_directory
+from lightning_avgpipe.durations import DURATION
+from lightning_avgpipe.elastic.averaging import Elasticity, OuterOptimizer
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.runtime.memory import MemoryLimit, parse_limit
+
+__all__ = ["ALLOWED", "MEMORY", "Options", "SplitBatch"]
 
 _MICROBATCHES_PER_STAGE = 4
 
 SplitBatch = Callable[[Any, int], Sequence[Any]]
+
+
+def _is_memory(value: Any) -> bool:
+    try:
+        parse_limit(value)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def _is_backend(value: Any) -> bool:
+    """A name that torch.distributed knows, or one for each kind of device: ``cpu:gloo,cuda:nccl``."""
+    known = set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED}
+    return value is None or (
+        isinstance(value, str) and all(part.rpartition(":")[2].lower() in known for part in value.split(","))
+    )
+
+
+MEMORY = Allowed(
+    "a size such as '10GB' or '512MiB', a number of bytes, a fraction of the device's memory up to 1.0, or None for no "
+    "limit",
+    "'10GB'",
+    _is_memory,
+)
+
+ALLOWED = {
+    "num_stages": whole(1, 1024, 4, "auto"),
+    "num_pipelines": whole(1, 1024, 2),
+    "processes_per_device": whole(1, 64, 2),
+    "num_microbatches": whole(1, 1_000_000, 16, "auto"),
+    "schedule": choice("advance_forward", "1f1b", "afab"),
+    "advance": whole(0, 1_000_000, 1, "auto"),
+    "split_points": optional(names("names of submodules", "['layers.4']"), "balanced stages"),
+    "costs": choice("measured", "flops"),
+    "costs_cache": optional(directory("auto"), "no cache"),
+    "memory_limit": MEMORY,
+    "recompute": either(flag(), names("names of submodules, or patterns of such", "['blocks.*']")),
+    "loss_reduction": choice("mean", "sum"),
+    "split_batch": optional(
+        Allowed("a function (batch, num_microbatches) -> list of micro-batches", "my_split", callable), "tensors"
+    ),
+    "reader": choice("last", "first"),
+    "send_batch": choice("needed", "all"),
+    "verify_copies": flag(),
+    "alpha": optional(number(0, 1, 0.5, least=True), "1/N"),
+    "outer_lr": number(0, 1000, 1.0, "auto"),
+    "outer_optimizer": optional(
+        Allowed(
+            "a function that makes an optimizer from parameters",
+            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)",
+            callable,
+        ),
+        "outer_lr",
+    ),
+    "average_every": whole(1, 1_000_000, 4),
+    "save_replicas": flag(),
+    "save_distributed_checkpoint": flag(),
+    "start_method": choice("popen", "spawn", "fork"),
+    "process_group_backend": Allowed(
+        "a backend that torch.distributed knows, one for each kind of device, or None",
+        "'cpu:gloo,cuda:nccl'",
+        _is_backend,
+    ),
+    "timeout": DURATION,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +125,7 @@ class Options:
     timeout: timedelta
 
     def __post_init__(self) -> None:
+        check(ALLOWED, {field.name: getattr(self, field.name) for field in fields(self)})
         checks.options(self)
 
     @property

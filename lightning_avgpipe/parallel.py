@@ -266,9 +266,9 @@ class ParallelModelsStrategy(StatefulStrategy):
         Hooks of training see the model of pipeline 0, as on rank 0 of ddp they see its process; evaluation, prediction
         and checkpoints use the reference. With one pipeline they are the same.
         """
-        assert self.lightning_module is not None
+        module = self._connected_module("reference()")
         with contextlib.nullcontext() if self._division is None else self._division.showing_reference():
-            yield self.lightning_module
+            yield module
 
     @contextlib.contextmanager
     def parallel_model(self, number: int) -> Iterator[nn.Module]:
@@ -277,9 +277,11 @@ class ParallelModelsStrategy(StatefulStrategy):
         Args:
             number: n, 0-based, of this process's group.
         Raises:
-            ConfigurationError: there are not so many.
+            ConfigurationError: there are not so many, or nothing is trained yet.
         """
-        assert self.lightning_module is not None
+        module = self._connected_module(f"parallel_model({number!r})")
+        if not isinstance(number, int):
+            raise ConfigurationError(f"parallel_model({number!r}): must be the number of a pipeline, from 0")
         ensemble = None if self._division is None else self._division.ensemble
         size = 1 if ensemble is None else ensemble.size
         if not 0 <= number < size:
@@ -290,7 +292,14 @@ class ParallelModelsStrategy(StatefulStrategy):
         if ensemble is not None:
             ensemble.marks.forget()
         with contextlib.nullcontext() if ensemble is None else ensemble.placed(number):
-            yield self.lightning_module
+            yield module
+
+    def _connected_module(self, asked: str) -> nn.Module:
+        if self.lightning_module is None:
+            raise ConfigurationError(
+                f"{asked}: there is no model before trainer.fit(model); call it in a hook of training"
+            )
+        return self.lightning_module
 
 
 def _plain_name(optimizer: Optimizer) -> str:

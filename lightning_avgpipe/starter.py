@@ -22,7 +22,7 @@ __all__ = ["ScriptLauncher", "needing_starter"]
 _POLL_S = 0.5
 _VARIABLE = "AVGPIPE_STARTER"
 # read once and removed, so that what this process starts does not take it for its own
-_SCRIPT_STARTER = int(os.environ.pop(_VARIABLE, 0))
+_SCRIPT_STARTER = os.environ.pop(_VARIABLE, "")
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -82,4 +82,4 @@ def _starter() -> int | None:
     parent = multiprocessing.parent_process()
     if parent is not None and getattr(multiprocessing.current_process(), "_start_method", "") in ("spawn", "fork"):
         return parent.pid
-    return _SCRIPT_STARTER or None
+    return int(_SCRIPT_STARTER) if _SCRIPT_STARTER.isdecimal() else None

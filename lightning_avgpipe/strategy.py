@@ -19,13 +19,15 @@ from torchmetrics import Metric
 from lightning_avgpipe import checks, launch
 from lightning_avgpipe.adaptation import adapted
 from lightning_avgpipe.advancing import Advancing
-from lightning_avgpipe.counts import Count, Natural
+from lightning_avgpipe.allowed import documented
+from lightning_avgpipe.counts import Count, Duration, Natural
 from lightning_avgpipe.data import Shipping, batches_wanted, has_transfer_hooks, mirror
 from lightning_avgpipe.division import Division
+from lightning_avgpipe.durations import duration
 from lightning_avgpipe.elastic.averaging import OuterOptimizer
 from lightning_avgpipe.grouping import grouping
 from lightning_avgpipe.metrics import StepLog
-from lightning_avgpipe.options import Options, SplitBatch
+from lightning_avgpipe.options import ALLOWED, Options, SplitBatch
 from lightning_avgpipe.runtime.materialize import on_meta
 from lightning_avgpipe.runtime.memory import MemoryLimit, limit_of
 from lightning_avgpipe.runtime.ownership import to_host
@@ -48,6 +50,7 @@ _STEPS = {
 }
 
 
+@documented(ALLOWED)
 class AvgPipeStrategy(SteppingStrategy):
     """Trains an unmodified LightningModule as a pipeline of stages.
 
@@ -136,7 +139,7 @@ class AvgPipeStrategy(SteppingStrategy):
             and ``"fork"`` start this function only, and ``"fork"`` works in notebooks. The names ``avgpipe_spawn``,
             ``avgpipe_fork`` and ``avgpipe_notebook`` choose one.
         process_group_backend: of torch.distributed. Default: gloo for CPU, NCCL for CUDA.
-        timeout: longest wait for another process, after which training ends with an error.
+        timeout: longest wait for another process, after which training ends with an error. None: 30 minutes.
         accelerator: what computes, as in every Lightning strategy; the Trainer's ``accelerator`` sets it.
         parallel_devices: this node's devices, as in every Lightning strategy; the Trainer's ``devices`` sets them.
         cluster_environment: how processes find each other, as in every Lightning strategy; found by the Trainer.
@@ -180,7 +183,7 @@ class AvgPipeStrategy(SteppingStrategy):
         save_distributed_checkpoint: bool = False,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         process_group_backend: str | None = None,
-        timeout: timedelta | None = _DEFAULT_TIMEOUT,
+        timeout: timedelta | float | Duration | None = _DEFAULT_TIMEOUT,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -196,7 +199,8 @@ class AvgPipeStrategy(SteppingStrategy):
                 verify_copies=verify_copies, alpha=alpha, outer_lr=outer_lr, outer_optimizer=outer_optimizer,
                 average_every=average_every, save_replicas=save_replicas,
                 save_distributed_checkpoint=save_distributed_checkpoint, start_method=start_method,
-                process_group_backend=process_group_backend, timeout=timeout or _DEFAULT_TIMEOUT,
+                process_group_backend=process_group_backend,
+                timeout=_DEFAULT_TIMEOUT if timeout is None else duration(timeout),
             ),
             accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
@@ -223,11 +227,13 @@ class AvgPipeStrategy(SteppingStrategy):
             checks.whole(module, why, self._options, self.world_size)
             if not self.undivided:
                 rank_zero_info(f"{type(module).__name__} {why}: its steps run whole, not in micro-batches")
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self.num_models == 1 and self.tuner is None:
+            checks.without_effect(self._options)
         if self.plain:
             super().setup(trainer)
             return
         assert trainer.state.fn is not None
-        fitting = trainer.state.fn == TrainerFn.FITTING
         checks.trainer(trainer, self.world_size, self.num_pipelines)
         checks.same_checkpoint(self.mesh.world.gather_objects(str(trainer.ckpt_path or "")))
         if fitting:

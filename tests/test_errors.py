@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,25 +21,40 @@ from tests.trainers import pipeline, trainer
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_microbatches": 0}, "num_microbatches=0: must be 'auto' or an integer of at least 1"),
-        ({"num_stages": 0}, "num_stages=0: must be 'auto' or an integer of at least 1"),
-        ({"num_pipelines": 0}, "num_pipelines=0: must be an integer of at least 1"),
-        ({"processes_per_device": 0}, "processes_per_device=0: must be an integer of at least 1"),
-        ({"alpha": 1.5}, r"alpha=1.5: must be a number from 0 .* to 1"),
-        ({"outer_lr": 0}, "outer_lr=0: must be a number above 0, or 'auto'"),
-        ({"outer_optimizer": "SGD"}, "outer_optimizer='SGD': must make an optimizer from parameters"),
+        ({"num_microbatches": 0}, "num_microbatches=0: must be 'auto' or an integer from 1"),
+        ({"num_stages": 0}, "num_stages=0: must be 'auto' or an integer from 1 to 1024; for example num_stages=4"),
+        ({"num_pipelines": 0}, "num_pipelines=0: must be an integer from 1"),
+        ({"processes_per_device": 0}, "processes_per_device=0: must be an integer from 1"),
+        ({"alpha": 1.5}, r"alpha=1.5: must be a number from 0 to 1, or None for 1/N"),
+        ({"outer_lr": 0}, "outer_lr=0: must be 'auto' or a number above 0"),
+        ({"outer_optimizer": "SGD"}, "outer_optimizer='SGD': must be a function that makes an optimizer"),
         ({"outer_optimizer": torch.optim.SGD, "outer_lr": 1.0}, "both move the reference"),
-        ({"average_every": 0}, "average_every=0: must be an integer of at least 1"),
+        ({"average_every": 0}, "average_every=0: must be an integer from 1"),
         ({"schedule": "zigzag"}, "schedule='zigzag': must be one of 'advance_forward', '1f1b', 'afab'"),
-        ({"advance": -1}, "advance=-1: must be 'auto' or an integer of at least 0"),
+        ({"advance": -1}, "advance=-1: must be 'auto' or an integer from 0"),
         ({"schedule": "1f1b", "advance": 1}, "advance=1 has no meaning for schedule='1f1b'"),
         ({"num_stages": 3, "split_points": ["a"]}, "split_points names 1 units, but num_stages=3 needs 2"),
-        ({"split_points": "layers.2"}, r"use \['layers.2'\]"),
+        ({"split_points": "layers.2"}, r"use split_points=\['layers.2'\]"),
         ({"loss_reduction": "max"}, "loss_reduction='max': must be one of 'mean', 'sum'"),
         ({"start_method": "rsh"}, "start_method='rsh'"),
         ({"costs": "guessed"}, "costs='guessed': must be one of 'measured', 'flops'"),
-        ({"costs_cache": False}, "costs_cache=False: must be a directory, 'auto' .*, or None"),
+        ({"costs_cache": False}, "costs_cache=False: must be 'auto' or the path of a directory, or None for no cache"),
         ({"memory_limit": "10"}, "memory_limit='10': must be a size such as '10GB'"),
+        ({"num_stages": 10**6}, "num_stages=1000000: must be 'auto' or an integer from 1 to 1024"),
+        ({"split_points": 5}, r"split_points=5: must be a list of names of submodules, or None .*\['layers.4'\]"),
+        ({"split_points": [3]}, r"split_points=\[3\]: must be a list of names"),
+        ({"split_batch": "rows"}, r"split_batch='rows': must be a function \(batch, num_microbatches\)"),
+        ({"outer_optimizer": torch.optim.LBFGS}, "LBFGS.*needs no closure.*missing 1 required positional argument"),
+        ({"outer_optimizer": lambda parameters: None}, "must make an optimizer .* it made a NoneType"),
+        ({"outer_lr": float("inf")}, "outer_lr=inf: must be 'auto' or a number above 0, at most 1000"),
+        ({"save_replicas": "no"}, "save_replicas='no': must be True or False"),
+        ({"process_group_backend": "glo"}, "process_group_backend='glo': must be a backend that torch.distributed"),
+        ({"average_every": 10**9}, "average_every=1000000000: must be an integer from 1 to 1000000"),
+        ({"timeout": 0}, r"timeout=datetime.timedelta\(0\): must be a timedelta, a number of seconds, or a string"),
+        ({"timeout": timedelta(seconds=-1)}, "timeout=.*: must be a timedelta.* from 1 ms to 365 days"),
+        ({"timeout": float("nan")}, "timeout=nan: must be"),
+        ({"timeout": "soon"}, "timeout='soon': must be .* for example timeout='5min'"),
+        ({"reader": torch.zeros(2)}, "reader=tensor"),
     ],
 )
 def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str) -> None:

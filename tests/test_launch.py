@@ -6,17 +6,21 @@ import json
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from lightning_avgpipe import AvgPipeStrategy, launch
+from lightning_avgpipe.attempt import fresh
 from lightning_avgpipe.errors import ConfigurationError
 from tests.commands import LIMIT_S, Command, started
 from tests.models import MLP, loader
@@ -193,3 +197,57 @@ def test_a_module_of_the_other_package_is_refused_by_the_trainer() -> None:
     assert not issubclass(other.LightningModule, L.LightningModule)
     with pytest.raises(TypeError, match="Please switch to a single import style"):
         pipeline(2).fit(other.LightningModule())
+
+
+def test_a_store_that_outlives_a_restart_gives_each_attempt_a_part_of_its_own() -> None:
+    store = dist.HashStore()
+    limit = timedelta(seconds=20)
+
+    def attempt() -> list[dist.Store]:
+        with ThreadPoolExecutor(3) as threads:
+            return list(threads.map(lambda rank: fresh(store, rank, 3, limit), range(3)))
+
+    first = attempt()
+    first[2].set("address", "of a process that was killed")
+    assert first[0].get("address") == first[1].get("address") == b"of a process that was killed"
+    second = attempt()
+    assert not any(part.check(["address"]) for part in second)
+    second[1].set("address", "new")
+    assert second[0].get("address") == second[2].get("address") == b"new"
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] did not come in time"):
+        fresh(store, 0, 3, timedelta(milliseconds=100))
+
+
+_RESTARTED = """
+import os, signal, sys
+import lightning as L, torch
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning_avgpipe import AvgPipeStrategy
+from tests.models import MLP, loader
+
+def kill(trainer, *_):
+    if trainer.global_step == 3 and os.environ["LOCAL_RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+saving = ModelCheckpoint(".", save_last=True, every_n_train_steps=2, save_top_k=-1)
+trainer = L.Trainer(
+    strategy=AvgPipeStrategy(timeout="30s"), accelerator="cpu", devices=2, max_steps=4, logger=False,
+    enable_progress_bar=False, enable_model_summary=False, callbacks=[LambdaCallback(on_train_batch_end=kill), saving],
+)
+torch.manual_seed(0)
+model = MLP()
+trainer.fit(model, loader(model, 64, 8), ckpt_path="last")
+if trainer.is_global_zero:
+    print("ended at", trainer.global_step, "after", trainer.fit_loop.epoch_loop.batch_progress.total.completed)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_starts_again_and_training_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_RESTARTED)
+    module = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=1")
+    with started(((*module, script), {}), folder=tmp_path) as (process,):
+        printed, errors = process.communicate(timeout=280)
+    assert "ended at 4 after 4" in printed, errors

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import pickle
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import docstring_parser
 import pytest
+import torch
 
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner, PipelineTimeline
+from lightning_avgpipe.durations import duration
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.options import Options
+from lightning_avgpipe.options import ALLOWED, Options
+from tests.commands import run
+from tests.models import MLP, loader
 from tests.test_cli import LIGHTNINGS
+from tests.trainers import pipeline
 
 
 def test_every_option_of_the_strategy_is_there_and_its_defaults_stand_in_one_place() -> None:
     fields = dataclasses.fields(Options)
     assert {field.name for field in fields} == inspect.signature(AvgPipeStrategy).parameters.keys() - LIGHTNINGS
     assert all(field.default is dataclasses.MISSING for field in fields)
+    assert ALLOWED.keys() == {field.name for field in fields}
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"num_pipelines": 2, "num_microbatches": 0}, "num_microbatches=0: must be 'auto' or an integer of at least 1"),
+        ({"num_pipelines": 2, "num_microbatches": 0}, "num_microbatches=0: must be 'auto' or an integer from 1"),
         ({"num_pipelines": 2.0}, r"num_pipelines=2\.0: must be an integer"),
         ({"num_microbatches": 8, "advance": 1}, "advance=1 has no meaning for schedule='1f1b'"),
     ],
@@ -57,3 +67,49 @@ def test_a_copied_strategy_has_the_same_options(again: Any) -> None:
     assert not copied.save_replicas
     copied.reconfigure(num_pipelines=4)
     assert strategy.num_pipelines == 2
+
+
+@pytest.mark.parametrize("kind", [AvgPipeStrategy, AvgPipeTuner, PipelineTimeline])
+def test_the_help_of_each_option_says_what_is_allowed(kind: Any) -> None:
+    helps = {p.arg_name: p.description for p in docstring_parser.parse(kind.__doc__).params}
+    own = inspect.signature(kind).parameters.keys() - LIGHTNINGS
+    assert all(f"for example ``{name}=" in helps[name] and "Allowed: " in helps[name] for name in own)
+    assert len([line for line in kind.__doc__.splitlines() if "Allowed: " in line]) == len(own)
+
+
+def test_examples_of_options_are_allowed() -> None:
+    known = {"functools": functools, "torch": torch, "my_split": lambda batch, count: [batch]}
+    for name, allowed in ALLOWED.items():
+        example = eval(allowed.example, known)
+        assert allowed.accepts(duration(example) if name == "timeout" else example), name
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(30, 30), (0.5, 0.5), ("30s", 30), ("30", 30), ("5min", 300), ("1.5 h", 5400), ("0:02:00", 120), ("250ms", 0.25)],
+)
+def test_a_timeout_may_be_a_number_of_seconds_or_a_string(given: Any, seconds: float) -> None:
+    strategy = AvgPipeStrategy(num_stages=2, timeout=given)
+    assert strategy.timeout == timedelta(seconds=seconds)
+
+
+def test_models_are_shown_while_there_are_some() -> None:
+    strategy = AvgPipeStrategy(num_stages=2, num_pipelines=2)
+    with (
+        pytest.raises(ConfigurationError, match=r"reference\(\): there is no model before trainer.fit"),
+        strategy.reference(),
+    ):
+        pass
+    with pytest.raises(ConfigurationError, match=r"parallel_model\(5\): there is no"), strategy.parallel_model(5):
+        pass
+
+
+def test_options_without_effect_are_said_to_have_none() -> None:
+    model = MLP()
+    with pytest.warns(UserWarning, match="alpha=0.5, average_every=2 without effect: there is one pipeline"):
+        pipeline(strategy={"alpha": 0.5, "average_every": 2}, max_steps=1).fit(model, loader(model, 8, 4))
+
+
+def test_a_strange_mark_of_a_starter_is_none(tmp_path: Path) -> None:
+    printed = run(tmp_path, "-c", "import lightning_avgpipe; print('imported')", AVGPIPE_STARTER="nobody")
+    assert printed.startswith("imported")

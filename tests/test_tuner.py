@@ -399,15 +399,16 @@ def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_num_pipelines": 0}, "max_num_pipelines=0: must be an integer of at least 1"),
+        ({"max_num_pipelines": 0}, "AvgPipeTuner: max_num_pipelines=0: must be an integer from 1"),
         ({"max_num_pipelines": True}, "max_num_pipelines=True"),
-        ({"microbatch_candidates": []}, r"microbatch_candidates=\[\]: must be a list of integers"),
+        ({"microbatch_candidates": []}, r"microbatch_candidates=\[\]: must be a list of numbers"),
         ({"microbatch_candidates": [4, 0]}, r"microbatch_candidates=\[4, 0\]"),
         ({"microbatch_candidates": 8}, "microbatch_candidates=8"),
         ({"memory_limit": "much"}, "memory_limit='much'"),
-        ({"predictor": "oracle"}, "predictor='oracle': must be 'corrected', 'paper' or 'simulator'"),
-        ({"profile_batches": 3}, "profile_batches=3: must be an integer of at least 4"),
-        ({"refine": -1}, "refine=-1: must be an integer of at least 0"),
+        ({"predictor": "oracle"}, "predictor='oracle': must be one of 'corrected', "),
+        ({"profile_batches": 3}, "profile_batches=3: must be an integer from 4"),
+        ({"dirpath": 3}, "dirpath=3: must be the path of a directory"),
+        ({"refine": -1}, "refine=-1: must be an integer from 0"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:

@@ -13,6 +13,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.allowed import check, directory, documented, optional, whole
+from lightning_avgpipe.counts import Count
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.recording import Recorder, assemble
@@ -24,7 +26,13 @@ from lightning_avgpipe.tuning.sharing import iteration_s
 
 __all__ = ["PipelineTimeline"]
 
+_ALLOWED = {
+    "every_n_steps": whole(1, 1_000_000_000, 100),
+    "dirpath": optional(directory(), "'timelines' in the trainer's default_root_dir"),
+}
 
+
+@documented(_ALLOWED)
 class PipelineTimeline(Callback):
     """Records one iteration in ``every_n_steps``: every action, message and wait on every rank, on one clock.
 
@@ -46,9 +54,8 @@ class PipelineTimeline(Callback):
         ConfigurationError: another strategy, no matplotlib, or a number that is none.
     """
 
-    def __init__(self, every_n_steps: int = 100, dirpath: str | Path | None = None) -> None:
-        if every_n_steps < 1:
-            raise ConfigurationError(f"every_n_steps={every_n_steps}: must be at least 1")
+    def __init__(self, every_n_steps: Count = 100, dirpath: str | Path | None = None) -> None:
+        check(_ALLOWED, {"every_n_steps": every_n_steps, "dirpath": dirpath}, "PipelineTimeline")
         self._every_n_steps = every_n_steps
         self._dirpath = dirpath
         self._recorder: Recorder | None = None

@@ -14,12 +14,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_avgpipe import checks
+from lightning_avgpipe.allowed import Allowed, check, choice, directory, documented, optional, whole
 from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.errors import ConfigurationError, MemoryShortage, TuningError
+from lightning_avgpipe.options import ALLOWED, MEMORY
 from lightning_avgpipe.profiler import Profiler
 from lightning_avgpipe.rehearsal import rehearsing
-from lightning_avgpipe.runtime.memory import MemoryLimit, parse_limit
+from lightning_avgpipe.runtime.memory import MemoryLimit
 from lightning_avgpipe.schedule import picture
 from lightning_avgpipe.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning import PREDICTORS, Result, Setting, candidates, microbatch_counts, search
@@ -31,8 +33,28 @@ __all__ = ["AvgPipeTuner"]
 _FEWEST_BATCHES = 4
 _REFINED = 3  # iterations of each candidate that is tried
 _NAME = "avgpipe_tuning"
+_MOST = ALLOWED["num_microbatches"]
 
 
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(m != "auto" and _MOST.accepts(m) for m in value)
+
+
+_ALLOWED = {
+    "max_num_pipelines": whole(1, 64, 2),
+    "microbatch_candidates": optional(
+        Allowed("a list of numbers of micro-batches of at least 1", "[4, 8, 16]", _are_counts),
+        "the divisors of the batch size",
+    ),
+    "memory_limit": MEMORY,
+    "predictor": choice("corrected", "paper", "simulator"),
+    "profile_batches": whole(_FEWEST_BATCHES, 10_000, 20),
+    "refine": whole(0, 1000, 3),
+    "dirpath": optional(directory(), "that of the checkpoints"),
+}
+
+
+@documented(_ALLOWED)
 class AvgPipeTuner(Callback):
     """Chooses ``num_pipelines``, ``num_microbatches`` and ``advance`` of ``strategy="avgpipe"`` by measuring.
 
@@ -80,7 +102,12 @@ class AvgPipeTuner(Callback):
         refine: Natural = 0,
         dirpath: str | Path | None = None,
     ) -> None:
-        _check(max_num_pipelines, microbatch_candidates, memory_limit, predictor, profile_batches, refine)
+        given = {
+            "max_num_pipelines": max_num_pipelines, "microbatch_candidates": microbatch_candidates,
+            "memory_limit": memory_limit, "predictor": predictor, "profile_batches": profile_batches,
+            "refine": refine, "dirpath": dirpath,
+        }  # fmt: skip
+        check(_ALLOWED, given, "AvgPipeTuner")
         self._max_num_pipelines = max_num_pipelines
         self._microbatch_candidates = microbatch_candidates
         self._memory_limit: MemoryLimit = memory_limit
@@ -273,30 +300,3 @@ class AvgPipeTuner(Callback):
         if isinstance(saving, ModelCheckpoint) and saving.dirpath is not None:
             return Path(saving.dirpath)
         return Path(trainer.default_root_dir)
-
-
-def _check(
-    max_num_pipelines: Any, microbatch_candidates: Any, memory_limit: Any, predictor: Any, batches: Any, refine: Any
-) -> None:
-    if not _is_integer(max_num_pipelines, 1):
-        raise ConfigurationError(f"max_num_pipelines={max_num_pipelines!r}: must be an integer of at least 1")
-    if microbatch_candidates is not None and (
-        not isinstance(microbatch_candidates, (list, tuple))
-        or not microbatch_candidates
-        or not all(_is_integer(m, 1) for m in microbatch_candidates)
-    ):
-        raise ConfigurationError(
-            f"microbatch_candidates={microbatch_candidates!r}: must be a list of integers of at least 1, or None for "
-            "the divisors of the batch size"
-        )
-    parse_limit(memory_limit)
-    if predictor not in PREDICTORS:
-        raise ConfigurationError(f"predictor={predictor!r}: must be 'corrected', 'paper' or 'simulator'")
-    if not _is_integer(batches, _FEWEST_BATCHES):
-        raise ConfigurationError(f"profile_batches={batches!r}: must be an integer of at least {_FEWEST_BATCHES}")
-    if not _is_integer(refine, 0):
-        raise ConfigurationError(f"refine={refine!r}: must be an integer of at least 0")
-
-
-def _is_integer(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

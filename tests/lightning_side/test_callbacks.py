@@ -221,6 +221,24 @@ def test_a_checkpoint_is_written_on_an_exception(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 2
 
 
+@pytest.mark.parametrize("moment", ["setup", "prepare_data", "on_fit_start"])
+def test_a_run_that_fails_before_training_leaves_what_a_run_before_it_saved(moment: str, tmp_path: Path) -> None:
+    model = MLP()
+    path = tmp_path / "on_exception.ckpt"
+    before = pipeline(max_steps=1)
+    before.fit(MLP(), loader(model, 8, 4))
+    before.save_checkpoint(path)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not today")
+
+    setattr(model, moment, fail)
+    again = pipeline(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+    with pytest.warns(UserWarning, match="ended before training began"), pytest.raises(RuntimeError, match="not today"):
+        again.fit(model, loader(model, 8, 4))
+    assert torch.load(path, weights_only=True)["global_step"] == 1
+
+
 def moving_average() -> Any:
     kind = getattr(L.pytorch.callbacks, "WeightAveraging", None)
     if kind is None:
