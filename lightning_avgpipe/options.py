@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_avgpipe import checks
 from lightning_avgpipe.allowed import Allowed, check, choice, directory, either, flag, names, number, optional, whole
@@ -144,7 +145,14 @@ class Options:
         """Where measured costs are kept; None if they are not."""
         if self.costs_cache is None:
             return None
-        return CostCache(default_directory() if self.costs_cache == "auto" else self.costs_cache)
+        directory = default_directory() if self.costs_cache == "auto" else self.costs_cache
+        if directory is None:
+            rank_zero_warn(
+                "AvgPipeStrategy: there is no home directory, so measured costs are not kept for the next run. Set "
+                "XDG_CACHE_HOME or costs_cache to a directory, or costs_cache=None to keep none"
+            )
+            return None
+        return CostCache(directory)
 
     @property
     def splits(self) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import platform
+import re
 import shutil
 import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -53,10 +55,8 @@ class LocalCheckpointIO(TorchCheckpointIO):
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        with replacing(target) as new, new.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
+        with replacing(target) as new:
+            _write_file(checkpoint, new, target)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; see Lightning's. Weights and optimizer states are mapped: copy what is to stay."""
@@ -123,10 +123,7 @@ def save_shards(checkpoint: dict[str, Any], path: Any, mesh: Mesh) -> None:
         assert folder is not None
         _write(shards, folder, mesh)
         if mesh.rank == 0:
-            with (folder / _META).open("wb") as file:
-                torch.save(rest, file)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_file(rest, folder / _META, target)
 
 
 def _write(shards: dict[str, Any], folder: Path, mesh: Mesh) -> None:
@@ -172,6 +169,55 @@ def load_shards(path: Any, optimizers: bool, weights_only: bool | None) -> dict[
     return {**found, "state_dict": weights, **({"optimizer_states": states} if states else {})}
 
 
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _write_file(content: Any, path: Path, target: Path) -> None:
+    """Save to a file, down to the disk.
+
+    Raises:
+        OSError: the disk is full, or such; says so of the target, where torch.save says that it is somewhere else than
+            it should be.
+    """
+    file = None
+    try:
+        file = _Noting(path.open("wb"))
+        with contextlib.closing(file.file):
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.file.fileno())
+    except Exception as raised:
+        error = raised if isinstance(raised, OSError) or file is None else file.error
+        if error is None:
+            raise
+        reason = error.strerror or str(error)
+        raise OSError(error.errno, f"cannot write the checkpoint: {reason}", str(target)) from raised
+
+
+class _Noting:
+    """A file that remembers why it could not be written, for a writer that does not pass it on."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        with self._noting():
+            return self.file.write(data)
+
+    def flush(self) -> None:
+        with self._noting():
+            self.file.flush()
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+
 # -- replacing -------------------------------------------------------------------------------------------------------
 
 
@@ -180,11 +226,14 @@ def replacing(target: Path) -> Iterator[Path]:
     """Give a path beside the target; what is written there takes the target's place if no error comes.
 
     Files are replaced in one step. A folder takes two; should the process end between them, readers find what was there
-    before under its other name, see ``_present``.
+    before under its other name, see ``_present``. What a killed process left half-written in the same folder is removed.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    new, previous = _beside(target, "saving"), _beside(target, "previous")
-    _remove(new)
+    host, process = platform.node(), os.getpid()
+    new, previous = _beside(target, f"{host}-{process}.saving"), _beside(target, "previous")
+    for left in target.parent.glob(".*.saving"):
+        if left.name.startswith(f".{target.name}.") or _is_abandoned(left, host):
+            _remove(left)
     if target.exists():
         _remove(previous)
     elif previous.exists():
@@ -192,12 +241,29 @@ def replacing(target: Path) -> Iterator[Path]:
     try:
         yield new
     except BaseException:
-        _remove(new)
+        with contextlib.suppress(OSError):  # the other error says why
+            _remove(new)
         raise
     if target.exists() and (target.is_dir() or new.is_dir()):
         os.rename(target, previous)
     os.replace(new, target)
     _remove(previous)
+
+
+def _is_abandoned(path: Path, host: str) -> bool:
+    """Whether a process of this host has begun to write it that is not there any more."""
+    found = re.search(rf"\.{re.escape(host)}-(\d+)\.saving$", path.name)
+    return found is not None and not _is_alive(int(found[1]))
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # it belongs to somebody else
+        return True
+    return True
 
 
 def _present(path: Any) -> Path | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,36 @@ def test_an_interrupted_writing_leaves_the_checkpoint_before(
     assert [left.name for left in tmp_path.iterdir()] == ["last.ckpt"]
     trained.save_checkpoint(path)
     assert holds(path, list(trained.lightning_module.parameters()))
+
+
+def test_what_killed_processes_left_half_written_is_removed_with_the_next_checkpoint(tmp_path: Path) -> None:
+    dead = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
+    dead.start()
+    dead.join()
+    here, living = platform.node(), os.getppid()
+    (tmp_path / f".epoch=0.ckpt.{here}-{dead.pid}.saving").write_text("half a file")
+    (tmp_path / f".epoch=1.ckpt.{here}-{dead.pid}.saving").mkdir()
+    (tmp_path / ".last.ckpt.elsewhere-1.saving").write_text("of the same checkpoint")
+    kept = {f".epoch=2.ckpt.{here}-{living}.saving", ".epoch=3.ckpt.elsewhere-1.saving"}
+    for name in kept:
+        (tmp_path / name).write_text("may still be written")
+    LocalCheckpointIO().save_checkpoint({"state_dict": {}}, tmp_path / "last.ckpt")
+    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", *kept}
+
+
+def test_a_full_disk_is_named_with_the_path_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    io = LocalCheckpointIO()
+    io.save_checkpoint({"state_dict": {}, "of": "before"}, path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot write the checkpoint: File too large: '.*last.ckpt'"):
+            io.save_checkpoint({"state_dict": {"w": torch.zeros(100_000)}}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert io.load_checkpoint(path)["of"] == "before"
+    assert [left.name for left in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def die_while_saving(runner: Any, path: Path, where: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import tempfile
@@ -24,10 +25,18 @@ _FORMAT = 1
 _log = logging.getLogger(__name__)
 
 
-def default_directory() -> Path:
-    """``lightning_avgpipe`` in the user's cache directory: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+def default_directory() -> Path | None:
+    """``lightning_avgpipe`` in the user's cache directory: ``$XDG_CACHE_HOME``, or ``~/.cache``; None without a home.
+
+    The system knows no home of some users, as in containers.
+    """
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache") / "lightning_avgpipe"
+    if home and Path(home).is_absolute():
+        return Path(home) / "lightning_avgpipe"
+    try:
+        return Path.home() / ".cache" / "lightning_avgpipe"
+    except RuntimeError:
+        return None
 
 
 class CostCache:
@@ -39,6 +48,7 @@ class CostCache:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
+        self._writable = True
 
     def load(self, key: str, num_nodes: int) -> Costs | None:
         """Costs with this fingerprint; None if there are none that can be used."""
@@ -47,19 +57,22 @@ class CostCache:
             found = json.loads(path.read_text())
             if found["format"] != _FORMAT or found["key"] != key:
                 raise ValueError("it was written by another version")
-            forward, backward = (tuple(float(s) for s in found[name]) for name in ("forward_s", "backward_s"))
-            stash = tuple(int(b) for b in found["stash_bytes"])
-            if not len(forward) == len(backward) == len(stash) == num_nodes or min((*forward, *backward, *stash)) < 0:
-                raise ValueError("its numbers do not fit the step")
-        except FileNotFoundError:
+            forward, backward = (_numbers(found, name, num_nodes) for name in ("forward_s", "backward_s"))
+            stash = tuple(map(int, _numbers(found, "stash_bytes", num_nodes)))
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             _log.info("ignoring the measured costs in %s: %s: %s", path, type(error).__name__, error)
             return None
         return Costs(forward, backward, stash, measured=True)
 
     def save(self, key: str, costs: Costs, about: dict[str, Any]) -> None:
-        """Write costs; whoever reads at the same time finds the old file or the new one."""
+        """Write costs; whoever reads at the same time finds the old file or the new one.
+
+        What cannot be written is not tried again.
+        """
+        if not self._writable:
+            return
         content = {
             "format": _FORMAT,
             "key": key,
@@ -76,13 +89,24 @@ class CostCache:
                 json.dump(content, file)
             os.replace(temporary, path)
         except OSError as error:  # a full or read-only disk: the next run measures again
-            _log.warning("cannot keep the measured costs in %s: %s", path, error)
+            self._writable = False
+            _log.warning("cannot keep the measured costs for the next run in %s: %s", path, error)
             if temporary is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
 
     def _path(self, key: str) -> Path:
         return self.directory / f"costs-{key}.json"
+
+
+def _numbers(found: dict[str, Any], name: str, count: int) -> tuple[float, ...]:
+    """A list of finite numbers from 0, one for each node of the step."""
+    numbers = found[name]
+    if not isinstance(numbers, list) or len(numbers) != count:
+        raise ValueError(f"{name} is no list of {count} numbers")
+    if not all(type(n) in (int, float) and n >= 0 and math.isfinite(n) for n in numbers):
+        raise ValueError(f"{name} has something else than finite numbers from 0")
+    return tuple(map(float, numbers))
 
 
 def fingerprint(graph: CallGraph, module: nn.Module, device: torch.device) -> tuple[str, dict[str, Any]]:

@@ -16,6 +16,8 @@ from lightning_avgpipe.capture.cache import CostCache, default_directory, finger
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.units import initial_units
+from tests.models import MLP, loader
+from tests.trainers import pipeline
 
 COSTS = Costs((0.5, 0.25), (1.0, 1e-7), (10, 0), measured=True)
 
@@ -59,6 +61,13 @@ def test_costs_come_back_as_they_were(tmp_path: Path) -> None:
         lambda content: json.dumps({**content, "forward_s": [1.0]}),
         lambda content: json.dumps({**content, "backward_s": [1.0, -1.0]}),
         lambda content: json.dumps({**content, "stash_bytes": ["many", 1]}),
+        lambda content: json.dumps({**content, "stash_bytes": [float("inf"), 1]}),
+        lambda content: json.dumps({**content, "forward_s": [float("nan"), 1.0]}),
+        lambda content: json.dumps({**content, "forward_s": [10**400, 1.0]}),
+        lambda content: json.dumps({**content, "forward_s": "12"}),
+        lambda content: json.dumps({**content, "forward_s": ["1", True]}),
+        lambda content: json.dumps(content)[:-30],
+        lambda content: "[" * 100_000,
         lambda content: json.dumps({k: v for k, v in content.items() if k != "stash_bytes"}),
     ],
 )
@@ -76,8 +85,27 @@ def test_a_file_that_cannot_be_used_is_ignored(
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
-    CostCache(tmp_path / "file").save("key", COSTS, {})
-    assert "cannot keep the measured costs" in caplog.text
+    cache = CostCache(tmp_path / "file")
+    for key in ("one", "another"):
+        assert cache.load(key, 2) is None
+        cache.save(key, COSTS, {})
+    assert caplog.text.count("cannot keep the measured costs") == 1
+
+
+def test_without_a_home_nothing_is_kept_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    model = MLP()
+    runner = pipeline(strategy={"costs": "measured"}, max_steps=1)
+    with pytest.warns(UserWarning, match="no home directory, so measured costs are not kept") as caught:
+        runner.fit(model, loader(model, 8, 4))
+    assert runner.global_step == 1
+    assert sum("no home directory" in str(warning.message) for warning in caught) == 1
 
 
 def test_the_cache_is_where_the_platform_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
