@@ -226,7 +226,7 @@ def replacing(target: Path) -> Iterator[Path]:
     """Give a path beside the target; what is written there takes the target's place if no error comes.
 
     Files are replaced in one step. A folder takes two; should the process end between them, readers find what was there
-    before under its other name, see ``_present``. What a killed process left half-written in the same folder is removed.
+    before under its other name, see ``_present``. What a killed process left half-written in this folder is removed.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     host, process = platform.node(), os.getpid()
