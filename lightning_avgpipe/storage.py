@@ -12,7 +12,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -179,15 +179,14 @@ def _write_file(content: Any, path: Path, target: Path) -> None:
         OSError: the disk is full, or such; says so of the target, where torch.save says that it is somewhere else than
             it should be.
     """
-    file = None
+    failed: list[OSError] = []
     try:
-        file = _Noting(path.open("wb"))
-        with contextlib.closing(file.file):
-            torch.save(content, file)
+        with path.open("wb") as file:
+            torch.save(content, cast(IO[bytes], _Noting(file, failed)))
             file.flush()
-            os.fsync(file.file.fileno())
+            os.fsync(file.fileno())
     except Exception as raised:
-        error = raised if isinstance(raised, OSError) or file is None else file.error
+        error = raised if isinstance(raised, OSError) else failed[0] if failed else None
         if error is None:
             raise
         reason = error.strerror or str(error)
@@ -195,26 +194,26 @@ def _write_file(content: Any, path: Path, target: Path) -> None:
 
 
 class _Noting:
-    """A file that remembers why it could not be written, for a writer that does not pass it on."""
+    """A file that notes why it could not be written, for a writer that does not pass it on."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.error: OSError | None = None
+    def __init__(self, file: IO[bytes], failed: list[OSError]) -> None:
+        self._file = file
+        self._failed = failed
 
     def write(self, data: Any) -> int:
         with self._noting():
-            return self.file.write(data)
+            return self._file.write(data)
 
     def flush(self) -> None:
         with self._noting():
-            self.file.flush()
+            self._file.flush()
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self.error = self.error or error
+            self._failed.append(error)
             raise
 
 
