@@ -59,6 +59,8 @@ def adapted(
     with contextlib.ExitStack() as undo:
         undo.enter_context(intercepting())
         undo.enter_context(replaced(module, "log", step_log))
+        if is_overridden("log_dict", module):
+            undo.enter_context(replaced(module, "log_dict", step_log.dictionary(module.log_dict)))
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         undo.enter_context(
             local_metrics(metrics, step_log.batch_values, strategy.mesh.heads, lambda: bool(trainer.training))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "contents",
     "loss",
+    "loss_in",
     "optimizers",
     "options",
     "processes",
@@ -201,11 +202,32 @@ def same_checkpoint(paths: Sequence[str]) -> None:
 
 
 def loss(result: Any) -> torch.Tensor:
-    """The loss in what training_step returned."""
-    found = result.get("loss") if isinstance(result, dict) else result
+    """The loss in what training_step returned for a micro-batch, from which a backward can start.
+
+    Raises:
+        ConfigurationError: there is none, it is no single number, or it needs no gradient.
+    """
+    found = loss_in(result)
+    if found.numel() != 1:
+        raise ConfigurationError(
+            f"training_step returned a loss of shape {tuple(found.shape)}, and a backward starts from one number; "
+            "reduce it, for instance by loss.mean()"
+        )
+    if not found.requires_grad:
+        raise ConfigurationError(
+            "training_step returned a loss that needs no gradient, so that nothing would be trained: it was detached "
+            "(.detach(), .item(), torch.no_grad()), or no parameter that it depends on has requires_grad=True. Return "
+            "the loss with its graph and unfreeze what is to be trained, or return None to skip the batch"
+        )
+    return found
+
+
+def loss_in(result: Any) -> torch.Tensor:
+    """The loss in what training_step returned, as it is."""
+    found = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(found, torch.Tensor):
         raise ConfigurationError(
             f"training_step returned {type(result).__name__} without a loss for one micro-batch; it must return a "
-            "tensor, or a dict with the key 'loss', every time"
+            "tensor, or a dict with the key 'loss', or None to skip it"
         )
     return found

@@ -25,6 +25,7 @@ from lightning_avgpipe.checkpoint import (
 )
 from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.ensemble import Ensemble
+from lightning_avgpipe.errors import SkippedStepError
 from lightning_avgpipe.partition import Plan, cut_like
 from lightning_avgpipe.runtime.lending import Lender
 from lightning_avgpipe.runtime.link import measure_links
@@ -88,7 +89,7 @@ class Division:
         self,
         step: str,
         run: Callable[..., Any],
-        args: Sequence[Any],
+        examples: Sequence[Sequence[Any]],
         decides: bool,
         schedule: Schedule,
         num_pipelines: int = 1,
@@ -98,7 +99,8 @@ class Division:
         Args:
             step: name of the step function.
             run: executes it.
-            args: arguments of one micro-batch.
+            examples: arguments of micro-batches, of which the first is followed that training does not skip. If it
+                skips all of them, the step stays as it is.
             decides: whether the plan is made for this step. In training ``training_step`` decides; a validation that
                 comes before it (a sanity check) runs on a provisional plan, for which nobody gives anything up.
             schedule: that it will run with.
@@ -109,28 +111,45 @@ class Division:
         if step in self.pipeline.steps and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
-            self._divide(step, run, args, decides, schedule, num_pipelines)
-            return decides
+            return self._divide(step, run, examples, decides, schedule, num_pipelines) and decides
         units = self.plan.graph.units
-        graph = self._lender.on_rank_zero(lambda: self._planner.capture(step, run, args, units))
-        self.pipeline.load(graph, cut_like(graph, self.plan.stages_of, self.plan.num_stages))
+        graph = self._on_first(examples, lambda args: self._planner.capture(step, run, args, units))
+        if graph is not None:
+            self.pipeline.load(graph, cut_like(graph, self.plan.stages_of, self.plan.num_stages))
         return False
+
+    def _on_first(self, examples: Sequence[Sequence[Any]], make: Callable[[Sequence[Any]], Any]) -> Any:
+        """What is made of the first example that is not skipped; None if all are. Every process calls it."""
+
+        def attempt(args: Sequence[Any]) -> Any:
+            try:
+                return make(args)
+            except SkippedStepError:
+                return None
+
+        for args in examples:
+            made = self._lender.on_rank_zero(partial(attempt, args))
+            if made is not None:
+                return made
+        return None
 
     def _divide(
         self,
         step: str,
         run: Callable[..., Any],
-        args: Sequence[Any],
+        examples: Sequence[Sequence[Any]],
         final: bool,
         schedule: Schedule,
         num_pipelines: int,
-    ) -> None:
+    ) -> bool:
         units = self.plan.graph.units if self.plan is not None else ()
         planner = self._planner if final else replace(self._planner, costs="flops")
         links = measure_links(self._mesh) if planner.measures else ()
         copies, groups = state_copies(self._optimizers()), self._mesh.num_groups
         conditions = Conditions(schedule, links, copies, num_pipelines, groups)
-        plan: Plan = self._lender.on_rank_zero(lambda: planner.plan(step, run, args, units, conditions))
+        plan: Plan | None = self._on_first(examples, lambda args: planner.plan(step, run, args, units, conditions))
+        if plan is None:
+            return False
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         self.pipeline.unload()
         self.plan, self._final = plan, final
@@ -141,6 +160,7 @@ class Division:
         for graph in others:
             if graph.units == plan.graph.units:  # of others a new capture is made when they are run
                 self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
+        return True
 
     def _begin_alike(self) -> None:
         """All groups begin with the weights and buffers of the first."""
@@ -206,10 +226,10 @@ class Division:
             return None
         return full_ensemble_state(self.ensemble, self._mesh, self._owner)
 
-    def dissolve(self) -> None:
-        """Go on with one model: the reference."""
+    def dissolve(self, average: bool = True) -> None:
+        """Go on with one model: the reference, after a last averaging if that is wanted. Every process calls it."""
         if self.ensemble is not None:
-            self.ensemble.dissolve()
+            self.ensemble.dissolve(average)
         self.ensemble = self.pipeline.place = None
         self._pipelines = [self.pipeline]
 
@@ -217,7 +237,7 @@ class Division:
         """Go on with one model after a failure, without waiting for anybody."""
         if self.ensemble is not None:
             self.ensemble.abandon()
-        self.dissolve()
+        self.dissolve(average=False)
 
     @contextlib.contextmanager
     def showing_reference(self, reference: bool = True) -> Iterator[None]:
@@ -237,7 +257,7 @@ class Division:
         try:
             yield
         finally:
-            self.dissolve()
+            self.dissolve(average=False)
             self._saved_ensemble = saved
 
     # -- who holds what ----------------------------------------------------------------------------------------------

@@ -21,6 +21,10 @@ class CaptureError(AvgPipeError):
     """A step function that cannot be followed, or that cannot be pipelined at all."""
 
 
+class SkippedStepError(CaptureError):
+    """A training step returned None for the micro-batch that it was to be followed on; another one may do."""
+
+
 class PartitionError(AvgPipeError, ValueError):
     """A model that cannot be divided into the wanted stages."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.trainer import call
 from torch.optim import Optimizer
 
 from lightning_avgpipe.metrics import SyncedLoggerConnector
@@ -23,7 +24,13 @@ class _PipelineClosure(Closure):
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        return self._step_fn()
+        result = self._step_fn()
+        if result.closure_loss is None:
+            self.warning_cache.warn(
+                "training_step returned None for all micro-batches of a batch, which is skipped. If this was on "
+                "purpose, ignore this warning"
+            )
+        return result
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -55,11 +62,18 @@ class PipelineOptimization(_AutomaticOptimization):
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
             news, decided = self._strategy.mesh.news.relay(news, decided)  # advances are decided in each group
             connector.accept(news["metrics"])
-            result = {**result, "loss": news["loss"]}
+            if news["loss"] is not None:
+                result = {**result, "loss": news["loss"]}
         self._strategy.settle_models()  # when rank 0's news, for which other stages wait, have left
         advancing.accept(decided)
         advancing.log(self.trainer)
         return result
+
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        """As Lightning's, but all processes may skip a batch together."""
+        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        self._strategy.post_training_step()
+        return ClosureResult.from_training_step_output(output, self.trainer.accumulate_grad_batches)
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         step: Callable[[], ClosureResult] = self._make_step_fn(kwargs)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -101,14 +101,12 @@ class StepLog:
         self.batch_values = BatchValues()
         self._heads = heads
         self._module = module
-        self._log = module.log
-        self._signature = inspect.signature(module.log)
+        self._log = module.log  # which the user's class may have overridden
         self._hosts_last = hosts_last
         self._size: int | None = None
         self._position = (0, 0)
         self._muted = False
         self._collected: list[_Entry] = []
-        self._checked: set[tuple[str | None, str]] = set()
         self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -129,6 +127,18 @@ class StepLog:
                 f"self.log({args[0] if args else kwargs.get('name')!r}) is called inside a submodule that runs on "
                 "another stage than the loss; return the value and log it in the step"
             )
+
+    def dictionary(self, log_dict: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's ``log_dict``, which may compute with what it logs: where that is."""
+
+        def observed(*args: Any, **kwargs: Any) -> None:
+            tracer = StepTracer.current()
+            if tracer is None:
+                log_dict(*args, **kwargs)
+            else:
+                tracer.observe(log_dict, args, kwargs)
+
+        return observed
 
     @contextlib.contextmanager
     def micro_batch(self, size: int, position: tuple[int, int] = (0, 0)) -> Iterator[None]:
@@ -175,11 +185,13 @@ class StepLog:
         for name, logged in entries.items():
             if any(entry.given == 1 < entry.size for entry in logged):
                 self._alike.add(name)
+            last, results = logged[-1], self._module.trainer._results
+            assert results is not None
             for entry in logged:
-                if entry.options != logged[-1].options:  # Lightning refuses the second one, with an explanation
-                    self._log(name, entry.value, **{**entry.options, "batch_size": 1})
+                if entry.options != last.options:  # Lightning refuses the second one, with an explanation
+                    results.log(entry.fx, name, entry.value, **entry.options, batch_size=1)
             value, batch_size = self._merged(logged, name in self._alike)
-            self._log(name, value, **{**logged[-1].options, "batch_size": batch_size})
+            results.log(last.fx, name, value, **last.options, batch_size=batch_size)
 
     def _of_all_groups(self) -> list[_Entry]:
         """Own entries and those of other groups, as far as they can travel: metric objects stay where they are."""
@@ -194,8 +206,11 @@ class StepLog:
         for logged in of_metrics.values():  # of this group's batches together; then the mean over groups
             value, size = self._merged(logged, False)
             numbers.append(replace(logged[-1], value=value, size=size, given=size, metric=None))
+        reduce = self._module.trainer.strategy.reduce
         for group in self._heads.exchange_objects([_portable(entry) for entry in numbers]):
-            found += [replace(entry, options=options.get(entry.name, entry.options)) for entry in group]
+            for entry in group:
+                known = options.get(entry.name, {**entry.options, "sync_dist_fn": reduce})
+                found.append(replace(entry, options=known))
         return found
 
     def _merged(self, logged: list[_Entry], alike: bool) -> tuple[Any, int]:
@@ -210,26 +225,21 @@ class StepLog:
             return self.batch_values.of(last.metric), batch_size
         return _reduce([entry.value for entry in logged], sizes, last.options.get("reduce_fx", "mean")), batch_size
 
-    def _check(self, name: str, args: Any, kwargs: Any) -> None:
-        """Let Lightning refuse what it would refuse later, while the user's line is on the stack."""
-        key = (self._module._current_fx_name, name)
-        trainer = self._module.trainer
-        if key in self._checked or trainer.barebones:
-            return
-        results = trainer._results
-        with contextlib.nullcontext() if results is None else replaced(results, "log", _nothing):
-            self._log(*args, **kwargs)
-        self._checked.add(key)
-
     def _collect(self, *args: Any, **kwargs: Any) -> None:
-        options = dict(self._signature.bind(*args, **kwargs).arguments)
-        name, value = options.pop("name"), options.pop("value")
-        self._check(name, args, kwargs)
-        metric = self.batch_values.metric_of(value)
+        """Run ``log``, Lightning's or the user's, as far as to where its values would be stored."""
+        results = self._module.trainer._results
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        metric = next(((v, m) for v in given if (m := self.batch_values.metric_of(v)) is not None), None)
+        with contextlib.nullcontext() if results is None else replaced(results, "log", partial(self._take, metric)):
+            self._log(*args, **kwargs)
+
+    def _take(self, returned: tuple[Tensor, Metric] | None, fx: str, name: str, value: Any, **options: Any) -> None:
         if isinstance(value, Tensor) and not options.get("enable_graph", False):
             value = value.detach()
         given = options.pop("batch_size", None)
-        self._collected.append(_Entry(name, self._position, value, self._size or 1, given, options, metric))
+        # an override may log something else than the metric's value
+        metric = returned[1] if returned is not None and _same_number(returned[0], value) else None
+        self._collected.append(_Entry(fx, name, self._position, value, self._size or 1, given, options, metric))
 
 
 @dataclass(frozen=True)
@@ -237,15 +247,17 @@ class _Entry:
     """What one micro-batch logs under one name.
 
     Attributes:
+        fx: the step function.
         name: what it is logged as.
         position: pipeline and micro-batch.
         value: a number, a tensor or a metric object.
         size: samples of the micro-batch.
         given: the ``batch_size`` that the step gave, if it did.
-        options: the other arguments of ``self.log``.
+        options: the other arguments of Lightning's store of values.
         metric: the metric object whose ``forward`` returned the value.
     """
 
+    fx: str
     name: str
     position: tuple[int, int]
     value: Any
@@ -260,6 +272,12 @@ def _portable(entry: _Entry) -> _Entry:
     value = entry.value.detach().cpu() if isinstance(entry.value, Tensor) else entry.value
     options = {name: given for name, given in entry.options.items() if isinstance(given, (bool, int, str))}
     return replace(entry, value=value, options=options, metric=None)
+
+
+def _same_number(returned: Tensor, logged: Any) -> bool:
+    if not isinstance(logged, Tensor) or returned.numel() != logged.numel():
+        return False
+    return torch.allclose(returned.detach().reshape(-1), logged.detach().to(returned).reshape(-1), equal_nan=True)
 
 
 def _reduce(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:

@@ -32,6 +32,7 @@ class ParallelModelsStrategy(StatefulStrategy):
 
     Attributes:
         observed: whether user code may look at the weights between steps.
+        skipped: pipelines whose last batch had no loss, the same on every rank.
     """
 
     _log: StepLog | None
@@ -41,6 +42,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         """Begin a run of the trainer."""
         self._beside: list[Any] = []  # batches of pipelines 1.. of this iteration
         self._fed = 0  # pipelines that had a batch since gradients were cleared
+        self.skipped: frozenset[int] = frozenset()
         self.observed = True
 
     @property
@@ -138,12 +140,15 @@ class ParallelModelsStrategy(StatefulStrategy):
     def after_backwards(self, loss: torch.Tensor, count: int) -> None:
         """What follows a backward, for each of so many pipelines: hooks may change the gradients of the model they see.
 
-        They log for pipeline 0.
+        They log for pipeline 0. A batch that was skipped had no backward.
         """
         module, division, step_log = self.lightning_module, self._division, self._log
         assert module is not None and division is not None and step_log is not None
-        self.precision_plugin.post_backward(loss, module)
+        if 0 not in self.skipped:
+            self.precision_plugin.post_backward(loss, module)
         for n in range(1, count):
+            if n in self.skipped:
+                continue
             assert division.ensemble is not None
             with division.ensemble.placed(n), step_log.muted():
                 self.precision_plugin.post_backward(loss, module)
@@ -174,8 +179,8 @@ class ParallelModelsStrategy(StatefulStrategy):
             result = super().optimizer_step(optimizer, run, model, **kwargs)
         if self._division is not None and self._division.ensemble is not None:
             with self._recorded("step"):
-                self._step_others(results, kwargs)
-            if steps:
+                others = self._step_others(results, kwargs)
+            if steps or others:
                 with self._recorded("averaging"):
                     self._division.ensemble.stepped(self._fed)
             if is_overridden("optimizer_step", self.lightning_module):  # whose code after the step may look
@@ -205,22 +210,30 @@ class ParallelModelsStrategy(StatefulStrategy):
         recorder = None if self._mesh is None else self._mesh.recorder
         return contextlib.nullcontext() if recorder is None else recorder.activity(kind)
 
-    def _step_others(self, results: list[Any], kwargs: dict[str, Any]) -> None:
+    def _step_others(self, results: list[Any], kwargs: dict[str, Any]) -> bool:
+        """Step the optimizers of pipelines 1..; tells whether one has."""
         module, division, step_log = self.lightning_module, self._division, self._log
         assert module is not None and division is not None and step_log is not None
         ensemble = division.ensemble
         assert ensemble is not None
+        loss = next((result for result in results if result is not None), torch.zeros((), device=self.root_device))
+        stepped = False
         for n in range(1, self._fed):
+            closure = functools.partial(_given, None if n in self.skipped else loss)
             with ensemble.placed(n), step_log.muted():
                 for made in ensemble.optimizers(n):
-                    self.precision_plugin.optimizer_step(made, model=module, closure=lambda: results[-1], **kwargs)
+                    with _noticing(made) as steps:
+                        self.precision_plugin.optimizer_step(made, model=module, closure=closure, **kwargs)
+                    stepped |= bool(steps)
+        return stepped
 
     def together_with(self, optimizer: Optimizer) -> list[Optimizer]:
         """The optimizers of other pipelines that step in this iteration, if this is that of pipeline 0."""
         division = self._division
         if division is None or division.ensemble is None or not any(optimizer is known for known in self.optimizers):
             return []
-        return [made for n in range(1, self._fed) for made in division.ensemble.optimizers(n)]
+        stepping = (n for n in range(1, self._fed) if n not in self.skipped)
+        return [made for n in stepping for made in division.ensemble.optimizers(n)]
 
     def follow_optimizers(self, optimizer: Optimizer) -> None:
         """The other pipelines' optimizers take over the hyper-parameters of pipeline 0's, before any of them steps.
@@ -300,6 +313,11 @@ class ParallelModelsStrategy(StatefulStrategy):
                 f"{asked}: there is no model before trainer.fit(model); call it in a hook of training"
             )
         return self.lightning_module
+
+
+def _given(result: Any) -> Any:
+    """A closure whose work is done."""
+    return result
 
 
 def _plain_name(optimizer: Optimizer) -> str:

@@ -168,7 +168,7 @@ class StatefulStrategy(ConnectedStrategy):
         module = self.lightning_module
         assert module is not None
         if self._division is not None:
-            self._division.dissolve()  # parallel models begin anew, from what is loaded
+            self._division.dissolve(average=False)  # parallel models begin anew, from what is loaded
         if on_meta(module):
             self._loaded_weights = dict(checkpoint["state_dict"])
         with warnings.catch_warnings():

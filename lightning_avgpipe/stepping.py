@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -22,8 +22,8 @@ from lightning_avgpipe.grouping import recount
 from lightning_avgpipe.options import SplitBatch
 from lightning_avgpipe.parallel import ParallelModelsStrategy
 from lightning_avgpipe.partition import Plan
-from lightning_avgpipe.runtime.microbatch import MicroBatch, merge, split, split_with
-from lightning_avgpipe.runtime.pipeline import run_together
+from lightning_avgpipe.runtime.microbatch import MicroBatch, mean, merge, split, split_with
+from lightning_avgpipe.runtime.pipeline import Outcome, run_together
 from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
 from lightning_avgpipe.schedule import Schedule, build
@@ -141,8 +141,10 @@ class SteppingStrategy(ParallelModelsStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run all forwards and backwards of a batch, and of those of the other pipelines.
 
+        A micro-batch for which the step returns None has no backward. With none left the batch is skipped.
+
         Returns:
-            What the step would have returned for the batch, detached.
+            What the step would have returned for the batch, detached; None if it is skipped.
         """
         if self.plain:
             return super().training_step(*args, **kwargs)
@@ -159,29 +161,42 @@ class SteppingStrategy(ParallelModelsStrategy):
             zero_grad()
             zero_grad = None
 
-        def finish(n: int, i: int, result: Any) -> Tensor:
-            loss = checks.loss(result)
+        started: list[Tensor] = []
+
+        def finish(n: int, i: int, result: Any) -> Tensor | None:
             if i == 0 and zero_grad is not None:  # after a forward, as on one device, and before all backwards
                 zero_grad()
+            if result is None:
+                return None
+            loss = checks.loss(result)
             if accumulate > 1:
                 loss = loss / accumulate
             # a batch deserves its hooks once: with the first micro-batch's loss, before anything else is known
-            first = n == i == 0
+            first = n == 0 and not started
             with contextlib.nullcontext() if first else quiet_hooks(module.trainer, "on_before_backward"):
                 loss = precision.pre_backward(loss, module)
+            if n == 0:
+                started.append(loss.detach())
             return loss * works[n][i].weight if weighted and len(works[n]) > 1 else loss
 
         # Lightning's weight averaging passes over the data once more without training
         trains = not module.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
-        outputs = self._run("training_step", precision.train_step_context, works, args[1:], finish if trains else None)
+        context = precision.train_step_context
+        outcomes = self._run("training_step", context, works, args[1:], finish if trains else None)
+        if not outcomes:  # all is skipped, and nothing is known of the step yet
+            self.skipped = frozenset(range(len(works)))
+            return None
+        skips = (n for n, outcome in enumerate(outcomes) if len(outcome.skipped) == len(works[n]))
+        self.skipped = frozenset(skips)
         result: Any = {"loss": torch.zeros((), device=self.root_device)}
-        if outputs is not None:
-            result = self._merge_training(outputs, works[0])
+        if outcomes[0].results is not None:
+            result = self._merge_training(outcomes[0].results, works[0])
         if trains:
             if not module.trainer.fit_loop._should_accumulate():
                 self._division.sum_copied_gradients()
-            self.after_backwards(checks.loss(result), len(works))
-        return result
+            loss = torch.zeros((), device=self.root_device) if result is None else checks.loss_in(result)
+            self.after_backwards(loss, len(works))
+        return None if 0 in self.skipped else result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run validation_step; on the last stage's rank the merged result, None elsewhere."""
@@ -199,8 +214,8 @@ class SteppingStrategy(ParallelModelsStrategy):
         if self.plain:
             return getattr(super(), step)(*args)
         parts = self._split(args[0])
-        outputs = self._run(step, context, [parts], args[1:], None)
-        return None if outputs is None else merge(outputs, [part.size for part in parts])
+        (outcome,) = self._run(step, context, [parts], args[1:], None)
+        return None if outcome.results is None else merge(outcome.results, [part.size for part in parts])
 
     def _run(
         self,
@@ -208,9 +223,9 @@ class SteppingStrategy(ParallelModelsStrategy):
         context: Callable[[], Any],
         works: Sequence[Sequence[MicroBatch]],
         rest: Sequence[Any],
-        finish: Callable[[int, int, Any], Tensor] | None,
-    ) -> list[Any] | None:
-        """Run the micro-batches of one pipeline or several; returns what the step returned for those of the first."""
+        finish: Callable[[int, int, Any], Tensor | None] | None,
+    ) -> list[Outcome]:
+        """Run the micro-batches of one pipeline or several; returns nothing if a first batch is skipped altogether."""
         module, division, step_log = self.lightning_module, self._division, self._log
         assert module is not None and division is not None and step_log is not None
 
@@ -222,9 +237,12 @@ class SteppingStrategy(ParallelModelsStrategy):
         first = self.mesh.group_number * self.num_pipelines if step == "training_step" else 0
         decides = step == "training_step" or module.trainer.state.fn != TrainerFn.FITTING
         schedules = [self._schedule(parts, training=finish is not None) for parts in works]
-        example, trains = (works[0][0].data, *rest), self.num_pipelines if step == "training_step" else 1
-        if division.prepare(step, partial(run, 0, 0), example, decides, schedules[0], trains):
+        examples = [(part.data, *rest) for parts in works for part in parts]
+        trains = self.num_pipelines if step == "training_step" else 1
+        if division.prepare(step, partial(run, 0, 0), examples, decides, schedules[0], trains):
             self._announce(division.plan)
+        if step not in division.pipeline.steps:
+            return []
         self.plan = division.plan
         pipelines = self.pipelines_for(step, len(works))
         step_log.begin(sum(map(len, works)))
@@ -242,16 +260,13 @@ class SteppingStrategy(ParallelModelsStrategy):
         self.advancing.beside = self.tensors_beside
         with self.advancing.iteration(tasks[0], works, self.plan, schedules[0], self.num_pipelines):
             try:
-                if len(tasks) == 1:
-                    outputs = pipelines[0].run(step, schedules[0], tasks[0])
-                else:
-                    outputs = run_together(pipelines, step, schedules, tasks)[0]
+                outcomes = run_together(pipelines, step, schedules, tasks)
             finally:
                 if division.ensemble is not None:
                     division.ensemble.place(0)
         with context():  # which may decide what a number is
             step_log.issue(over_groups=step == "training_step")
-        return outputs
+        return outcomes
 
     def _announce(self, plan: Plan | None) -> None:
         groups = f", {self.mesh.num_groups} groups of them" if self.mesh.num_groups > 1 else ""
@@ -280,12 +295,20 @@ class SteppingStrategy(ParallelModelsStrategy):
         )
 
     def _merge_training(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
-        detached = [tree.map_tensors(Tensor.detach, output) for output in outputs]
-        merged = merge(detached, [part.size for part in parts])
-        if self._options.loss_reduction == "sum":
-            total = torch.stack([checks.loss(output) for output in detached]).sum()
-            merged = {**merged, "loss": total} if isinstance(merged, dict) else total
-        return merged
+        """The result of those that were not skipped; None if all were."""
+        given = [(output, part) for output, part in zip(outputs, parts, strict=True) if output is not None]
+        if not given:
+            return None
+        detached = [tree.map_tensors(Tensor.detach, output) for output, _ in given]
+        losses, sizes = [checks.loss_in(output) for output in detached], [part.size for _, part in given]
+        loss = torch.stack(losses).sum(0) if self._options.loss_reduction == "sum" else mean(losses, sizes)
+        if not all(isinstance(output, Mapping) for output in detached):
+            return loss
+        merged = {}
+        for name in dict.fromkeys(name for output in detached for name in output):
+            having = [(output[name], size) for output, size in zip(detached, sizes, strict=True) if name in output]
+            merged[name] = merge(*map(list, zip(*having, strict=True)))
+        return {**merged, "loss": loss}
 
     def _iteration(self, step: str) -> int:
         """A number that no other batch of this step function has, and the same after a resume."""

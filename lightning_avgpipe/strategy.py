@@ -130,7 +130,9 @@ class AvgPipeStrategy(SteppingStrategy):
         outer_optimizer: makes the optimizer of the reference model, whose gradient is the mean update with the other
             sign, from its parameters: ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. In the place
             of ``outer_lr``.
-        average_every: optimizer steps from one averaging to the next. In between the reference stays where it is.
+        average_every: optimizer steps from one averaging to the next. In between the reference stays where it is, and
+            evaluation and checkpoints use it as it is; training ends with an averaging, so that the module holds all of
+            it. A resume goes on as if training had not ended.
         save_replicas: whether checkpoints hold the parallel models and their optimizers, so that training goes on with
             the same bits; else, or with another N, they start from the reference.
         save_distributed_checkpoint: whether each process writes its own part of a checkpoint, all at once into a

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.capture.units import Units
 from lightning_avgpipe.capture.visit import Visit
-from lightning_avgpipe.errors import CaptureError
+from lightning_avgpipe.errors import CaptureError, SkippedStepError
 from lightning_avgpipe.source import source_line
 
 __all__ = ["capture", "owned_tensors"]
@@ -51,7 +51,8 @@ def capture(
         ignore: modules that only observe.
 
     Raises:
-        CaptureError: the step returned no result in training.
+        SkippedStepError: the step returned None in training.
+        CaptureError: the step returned no loss in training.
     """
     glue_states: set[str] = set()
     while True:
@@ -99,12 +100,13 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
 
 
 def _check_loss(result: Any) -> None:
-    loss = result.get("loss") if isinstance(result, dict) else result
+    if result is None:
+        raise SkippedStepError("training_step returned None, so it has not shown what leads to a loss")
+    loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
         raise CaptureError(
-            f"training_step returned {'None' if result is None else type(result).__name__} instead of a loss; "
-            "a pipeline cannot skip a step on one stage only. Return a tensor, or a dict with the key 'loss'; to skip "
-            "a batch, filter it in the dataloader, or return a loss multiplied by zero"
+            f"training_step returned {type(result).__name__} instead of a loss; return a tensor, or a dict with the "
+            "key 'loss', or None to skip a micro-batch"
         )
 
 

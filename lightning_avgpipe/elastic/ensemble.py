@@ -170,8 +170,15 @@ class Ensemble:
                             "parameter of a submodule, or use num_pipelines=1"
                         )
 
-    def dissolve(self) -> None:
-        """Leave the reference in the module, and keep nothing else."""
+    def dissolve(self, average: bool = True) -> None:
+        """Leave the reference in the module, and keep nothing else.
+
+        Args:
+            average: whether what was trained since the last averaging goes into the reference before.
+        """
+        if average and self.steps:
+            self.show_reference(False)
+            self._begin()
         self.show_reference(True)
         shown, own = self._shown, self._placement.own
         assert shown is not None

@@ -21,7 +21,8 @@ class Message:
         tensors: values in the order of the program, or one gradient for each value that asked for one; a gradient
             is None if the value did not matter.
         requires_grad: for values, which of them ask for a gradient.
-        entries: for values, what the nodes before the cut returned.
+        entries: for values, what the nodes before the cut returned: fewer if the step has ended before. For gradients
+            whether the step has skipped the micro-batch: there is no loss.
     """
 
     micro_batch: int

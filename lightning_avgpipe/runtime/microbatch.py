@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_avgpipe import tree
 from lightning_avgpipe.errors import BatchError
 
-__all__ = ["MicroBatch", "batch_size", "merge", "split", "split_with"]
+__all__ = ["MicroBatch", "batch_size", "mean", "merge", "split", "split_with"]
 
 _WAY_OUT = (
     "define split_batch(batch, num_microbatches) on the LightningModule, or pass it to the strategy as "
@@ -150,6 +150,15 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     return _merge(outputs, sizes)
 
 
+def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The weighted mean of tensors of one shape and type."""
+    if len(tensors) == 1:
+        return tensors[0]
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)  # half precision sums would lose digits
+    total: Tensor = _mean([tensor.to(wide) for tensor in tensors], weights)
+    return total.to(tensors[0].dtype)
+
+
 # -- splitting -------------------------------------------------------------------------------------------------------
 
 
@@ -276,8 +285,7 @@ def _merge_leaves(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         if _can_be_joined(parts, sizes):
             return torch.cat(tuple(parts))
         if all(part.ndim == 0 and part.dtype == first.dtype and _is_inexact(part) for part in parts):
-            wide = torch.promote_types(first.dtype, torch.float32)  # half precision sums would lose digits
-            return _mean([part.to(wide) for part in parts], sizes).to(first.dtype)
+            return mean(parts, sizes)
     elif all(isinstance(part, float) for part in parts):
         return _mean(parts, sizes)
     return first if all(_equal(first, part) for part in parts[1:]) else list(parts)
@@ -292,7 +300,7 @@ def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _mean(values: Sequence[Any], sizes: Sequence[float]) -> Any:
     """Weight by sizes; with Python numbers, so that nothing is copied to a device."""
     weights = sizes if sum(sizes) else [1] * len(sizes)
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

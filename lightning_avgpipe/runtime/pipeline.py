@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,20 @@ from lightning_avgpipe.runtime.recompute import Recompute
 from lightning_avgpipe.runtime.stage import Stage, Task
 from lightning_avgpipe.schedule import Schedule
 
-__all__ = ["Pipeline", "run_together"]
+__all__ = ["Outcome", "Pipeline", "run_together"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an iteration of a pipeline has given.
+
+    Attributes:
+        results: on the process of the last stage what the step returned for each micro-batch; None elsewhere.
+        skipped: micro-batches that were to train and have no loss, the same on every process.
+    """
+
+    results: list[Any] | None
+    skipped: frozenset[int]
 
 
 class Pipeline:
@@ -126,7 +140,7 @@ class Pipeline:
         Returns:
             On the process of the last stage what the step returned for each micro-batch; None elsewhere.
         """
-        return run_together([self], step, [schedule], [task])[0]
+        return run_together([self], step, [schedule], [task])[0].results
 
     def lanes(self, step: str, schedule: Schedule, task: Task) -> list[Lane]:
         """Those of this process, ready to begin an iteration."""
@@ -139,15 +153,16 @@ class Pipeline:
             stage.begin(schedule.rows[stage.program.stage])
         return lanes
 
-    def results(self, step: str, num_microbatches: int) -> list[Any] | None:
-        """What the step returned, see :meth:`run`."""
+    def outcome(self, step: str, num_microbatches: int) -> Outcome:
+        """What the iteration that has ended gave."""
         last = self._stages[step][-1]
-        return [last.results[i] for i in range(num_microbatches)] if last.program.is_last else None
+        results = [last.results[i] for i in range(num_microbatches)] if last.program.is_last else None
+        return Outcome(results, frozenset(last.skipped))
 
 
 def run_together(
     pipelines: Sequence[Pipeline], step: str, schedules: Sequence[Schedule], tasks: Sequence[Task]
-) -> list[list[Any] | None]:
+) -> list[Outcome]:
     """Run one iteration of several pipelines of a mesh, mixed as they have work.
 
     Args:
@@ -156,7 +171,7 @@ def run_together(
         schedules: one for each pipeline.
         tasks: one for each pipeline; their keys say which it is.
     Returns:
-        For each pipeline what :meth:`Pipeline.run` returns.
+        One for each pipeline.
     """
     mesh = pipelines[0]._mesh
     lanes = [
@@ -172,7 +187,7 @@ def run_together(
         if mesh.guard is not None:
             mesh.guard.agree(mesh.world)
         counts = [schedule.num_microbatches for schedule in schedules]
-        return [pipeline.results(step, count) for pipeline, count in zip(pipelines, counts, strict=True)]
+        return [pipeline.outcome(step, count) for pipeline, count in zip(pipelines, counts, strict=True)]
     finally:
         for lane in lanes:
             lane.stage.clear()

@@ -96,7 +96,7 @@ def replay(
         units: ``id(module) -> path``.
         owned: ``id -> full name`` of parameters, and of buffers that glue changes.
         received: tensors for ``program.receives``, in its order.
-        entries: what the nodes of earlier stages returned.
+        entries: what the nodes of earlier stages returned; fewer if the step returned None on one of them.
         key: names this execution, for random numbers.
         drawing: the modules that draw; None if nothing does.
         device: of this stage.
@@ -122,7 +122,7 @@ def replay(
         except _StageEnd:
             result = None
         else:
-            replayer.check_finished()
+            replayer.check_finished(result)
     return Replayed(result, replayer.sent(), replayer.entries())
 
 
@@ -147,6 +147,7 @@ class _Replayer(StepTracer):
         self._resident = program.graph.resident
         self._received = dict(zip(program.receives, received, strict=True))
         self._upstream = entries
+        self._ended = len(entries) if len(entries) < program.start else None
         self._own: list[Entry] = []
         self._objects: dict[int, Tensor] = {}  # values of earlier stages, as the tensors that stand for them here
         self._sends = frozenset(program.sends)
@@ -185,6 +186,8 @@ class _Replayer(StepTracer):
         self, kind: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]
     ) -> Any:
         position, program = self._position, self._program
+        if position == self._ended:
+            raise self._changed(kind, name, None)
         if position == program.end and not program.is_last:
             raise _StageEnd
         node = self._nodes[position] if position < program.end else None
@@ -278,23 +281,26 @@ class _Replayer(StepTracer):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def sent(self) -> tuple[Tensor, ...]:
-        """Tensors for ``program.sends``."""
+        """Tensors for ``program.sends``; empty ones for what was not made because the step ended before."""
         found = []
         for value in self._program.sends:
-            tensor = self._made.get(value)
-            if tensor is None:
-                tensor = self._objects.get(value)
-            found.append(self._received[value] if tensor is None else tensor)
+            for known in (self._made, self._objects, self._received):
+                tensor = known.get(value)
+                if tensor is not None:
+                    break
+            found.append(torch.empty(0, device=self._device) if tensor is None else tensor)
         return tuple(found)
 
     def entries(self) -> tuple[Entry, ...]:
         """What all nodes up to the end of this stage returned."""
         return (*self._upstream, *self._own) if self._own else self._upstream
 
-    def check_finished(self) -> None:
-        """The step must have come as far as it did when it was captured."""
-        if self._position < (self._program.start if self._program.is_last else self._program.end):
-            raise self._changed(None, None, self._nodes[self._position])
+    def check_finished(self, result: Any) -> None:
+        """The step must have come as far as it did when it was captured, or have returned None, and on all stages."""
+        position, program = self._position, self._program
+        expected = program.start if program.is_last else program.end
+        if position < expected and (result is not None or position != (self._ended or position)):
+            raise self._changed(None, None, self._nodes[position])
 
     def _changed(self, kind: str | None, name: str | None, node: Node | None) -> StepChangedError:
         now = "it ended" if kind is None else f"it came to {_called(kind, name)} at {source_line()}"

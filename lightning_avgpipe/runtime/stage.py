@@ -42,13 +42,13 @@ class Task:
         run: ``run(i, *args[i])`` executes the step function on micro-batch i.
         args: arguments per micro-batch.
         finish: turns the result of micro-batch i on the last stage into the tensor to start its backward from;
-            None if there is no backward.
+            None if there is no backward. It may return None for a micro-batch that does not count.
         key: random numbers of this iteration.
     """
 
     run: Callable[..., Any]
     args: Sequence[Sequence[Any]]
-    finish: Callable[[int, Any], Tensor] | None = None
+    finish: Callable[[int, Any], Tensor | None] | None = None
     key: RandomKey = RandomKey(0)  # noqa: RUF009
 
     @property
@@ -75,6 +75,11 @@ class _Stash:
     gates: tuple[_Gate, ...]
     roots: tuple[Tensor, ...]
 
+    @property
+    def is_skipped(self) -> bool:
+        """Of the last stage, whether there is no loss."""
+        return not self.roots
+
 
 @dataclass(frozen=True)
 class _Inputs:
@@ -94,7 +99,12 @@ class _Inputs:
     versions: tuple[int, ...]
     surroundings: Surroundings
     observations: Observations
-    ending: tuple[Tensor, tuple[Tensor | None, ...]] | None
+    ending: tuple[Tensor | None, tuple[Tensor | None, ...]] | None
+
+    @property
+    def is_skipped(self) -> bool:
+        """Of the last stage, whether there is no loss."""
+        return self.ending is not None and self.ending[0] is None
 
 
 class _Enter(torch.autograd.Function):
@@ -125,6 +135,7 @@ class Stage:
     Attributes:
         stash: micro-batch -> what its forward keeps for its backward.
         results: on the last stage, what the step returned for each micro-batch.
+        skipped: micro-batches without a loss, which had a backward nevertheless: it brought no gradients.
     """
 
     def __init__(
@@ -151,6 +162,7 @@ class Stage:
         self._overwritten = overwritten(program) if recompute.stages else frozenset()
         self.stash: dict[int, _Stash | _Inputs] = {}
         self.results: dict[int, Any] = {}
+        self.skipped: set[int] = set()
 
     def begin(self, row: Sequence[Action]) -> None:
         """An iteration with these actions begins."""
@@ -180,7 +192,7 @@ class Stage:
                 # of a result with its graph the received values would stay until the iteration ends
                 self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
                 loss = task.finish(micro_batch, replayed.result)
-                self.stash[micro_batch] = _Stash(gates, (loss,))
+                self.stash[micro_batch] = _Stash(gates, () if loss is None else (loss,))
             return None
         if task.trains:
             self.stash[micro_batch] = _Stash(gates, _roots(replayed))
@@ -274,8 +286,10 @@ class Stage:
             return _Stash(gates, _roots(again)), gradients.tensors
         loss, leaves = kept.ending
         wanted = [leaf for leaf in leaves if leaf is not None]
-        trains = loss.requires_grad and bool(wanted)
-        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True) if trains else [None] * len(wanted))
+        gradients_of: Sequence[Tensor | None] = [None] * len(wanted)
+        if loss is not None and loss.requires_grad and wanted:
+            gradients_of = torch.autograd.grad(loss, wanted, allow_unused=True)
+        found = iter(gradients_of)
         return _Stash(gates, tuple(tree.tensors(again.result))), [None if t is None else next(found) for t in leaves]
 
     def _check_unchanged(self, kept: _Inputs) -> None:
@@ -304,6 +318,9 @@ class Stage:
         """
         stash = self.stash.pop(micro_batch)
         gradients: Sequence[Tensor | None] = (None,) if message is None else message.tensors
+        skipped = stash.is_skipped if message is None else bool(message.entries)
+        if skipped:
+            self.skipped.add(micro_batch)
         alone = message is None  # a loss needs no gradient
         # copies are in place for what is recomputed
         with (
@@ -315,19 +332,20 @@ class Stage:
                 alone = False
             pairs = [
                 (root, gradient)
-                for root, gradient in zip(stash.roots, gradients, strict=True)
+                for root, gradient in zip(stash.roots, gradients, strict=not skipped)
                 if root.requires_grad and (gradient is not None or alone)
             ]
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         if self.program.is_first:
             return None
-        return Message(micro_batch, tuple(gate.gradient for gate in stash.gates))
+        return Message(micro_batch, tuple(gate.gradient for gate in stash.gates), entries=skipped)
 
     def clear(self) -> None:
         """Forget everything about unfinished micro-batches."""
         self.stash.clear()
         self.results.clear()
+        self.skipped.clear()
 
 
 def _roots(replayed: Replayed) -> tuple[Tensor, ...]:

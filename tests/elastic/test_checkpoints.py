@@ -54,7 +54,7 @@ def test_a_resume_after_any_iteration_is_bitwise(never_stopped: Any, step: int, 
 def test_a_checkpoint_is_an_ordinary_one_of_the_reference(never_stopped: Any) -> None:
     expected, folder = never_stopped
     path = folder / "step=8.ckpt"
-    assert_equal(state(Net.load_from_checkpoint(path, weights_only=True)), expected.left)
+    assert_equal(state(Net.load_from_checkpoint(path, weights_only=True)), expected.reference)
     again = Net("adamw", warm_up=True)
     runner = trainer(max_epochs=3)
     runner.fit(again, ResumableLoader(Net, 56, 8), ckpt_path=path)

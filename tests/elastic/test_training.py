@@ -236,6 +236,19 @@ def test_averaging_every_second_step_leaves_the_reference_in_between() -> None:
             reference_is_mean(found)
 
 
+@pytest.mark.parametrize("outer_lr", [1.0, 1.5])
+def test_after_training_the_module_holds_what_was_learned_since_the_last_averaging(outer_lr: float) -> None:
+    torch.manual_seed(3)
+    model = MLP().double()
+    found = train(model, loader(MLP, 64, 8), average_every=3, outer_lr=outer_lr, trainer={"precision": "64-true"})
+    assert found.trainer.global_step == 4
+    for name, p in model.named_parameters():
+        mean = torch.stack([weights[name] for weights in found.models]).mean(0)
+        expected = found.reference[name] + outer_lr * (mean - found.reference[name])
+        torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-12)
+        assert not torch.equal(p, found.reference[name])
+
+
 def test_a_step_that_the_user_skips_averages_nothing() -> None:
     class Skips(MLP):
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:

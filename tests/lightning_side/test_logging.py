@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,58 @@ def test_all_ranks_know_what_rank_zero_logs(single: tuple[Path, Any], tmp_path: 
     assert_same_files(single[0], tmp_path)
     assert [is_zero for _, is_zero, _ in ranks] == [True, False]
     assert [printed.count("begins on rank") for _, _, printed in ranks] == [1, 0]
+
+
+class Overrides(ConvNet):
+    """Overrides ``log`` and ``log_dict`` as libraries do: with any signature, other names, further values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned = MulticlassF1Score(5)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        name, value, *rest = [*args, *(kwargs.pop(name) for name in ("name", "value") if name in kwargs)]
+        super().log(f"mine/{name}", value, *rest, **kwargs)
+        if name == "positional":
+            super().log("scaled", float(value) * 100, on_epoch=True)
+
+    def log_dict(self, values: Any, **kwargs: Any) -> None:
+        super().log_dict({f"{name}_{float(value) >= 0}": value for name, value in values.items()}, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        label = batch["label"]
+        logits = self(batch["image"])
+        loss = torch.nn.functional.cross_entropy(logits, label)
+        self.log("positional", loss, True, None, True, True)
+        self.log(value=loss, name="keywords", on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("metric", self.returned(logits, label), on_epoch=True)
+        self.log_dict({"a": loss, "b": 2 * loss}, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        label = batch.pop("label")
+        self.log("val", torch.nn.functional.cross_entropy(self(batch["image"]), label))
+
+
+class Signature(Overrides):
+    def log(self, key: str, number: Any, *, stage: str = "s", **kwargs: Any) -> None:
+        L.LightningModule.log(self, f"{stage}/{key}", number, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, stage="train", prog_bar=True)
+        return loss
+
+
+@pytest.mark.parametrize("model", [Overrides, Signature])
+def test_an_overridden_log_takes_part_whatever_its_signature(model: Any) -> None:
+    found = []
+    for make in (trainer, partial(pipeline, 2, strategy={"num_microbatches": 3})):
+        torch.manual_seed(3)
+        runner = make()
+        runner.fit(model(), loader(ConvNet, 22, 8), loader(ConvNet, 11, 8, seed=1))
+        found.append({name: float(value) for name, value in runner.callback_metrics.items()})
+    if model is Overrides:
+        for one in found:  # the largest mean of a batch, or of a micro-batch
+            assert one.pop("mine/keywords") > 0
+    assert found[1] == pytest.approx(found[0], abs=1e-6) and len(found[0]) > 1

@@ -61,9 +61,11 @@ class Subject:
         self.module = copy.deepcopy(module)
         self.num_microbatches = num_microbatches
         self.logged: list[tuple[str, Any]] = []
-        self.module.log = lambda name, value, **_: self.logged.append((name, value))  # type: ignore[method-assign]
-        self.trainer = SimpleNamespace(barebones=True, current_epoch=0, global_step=0)
+        results = SimpleNamespace(log=lambda _, name, value, **options: self.logged.append((name, value)))
+        self.trainer = SimpleNamespace(barebones=True, current_epoch=0, global_step=0, _results=results)
         self.module.trainer = self.trainer
+        # what Lightning's does in the end
+        self.module.log = lambda name, value, **options: results.log("", name, value, **options)  # type: ignore
         self.heads = SimpleNamespace(world_size=1)
         self.log = StepLog(self.module, hosts_last=True, heads=self.heads)
         self.module.log = self.log  # type: ignore[method-assign]
