@@ -26,6 +26,7 @@ __all__ = [
     "options",
     "processes",
     "same_checkpoint",
+    "same_options",
     "trainer",
     "whole",
     "without_effect",
@@ -199,6 +200,21 @@ def same_checkpoint(paths: Sequence[str]) -> None:
                 f"rank 0 has loaded {paths[0] or 'no checkpoint'}, rank {rank} {path or 'no checkpoint'}; put "
                 "checkpoints where all processes see them, or give ckpt_path as a path"
             )
+
+
+def same_options(options: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all ranks were given the same options.
+
+    Args:
+        options: by rank.
+    """
+    for rank, given in enumerate(options):
+        for name, value in given.items():
+            if value != options[0][name]:
+                raise ConfigurationError(
+                    f"{name} is {options[0][name]!r} on rank 0, but {value!r} on rank {rank}; give AvgPipeStrategy the "
+                    "same options in all processes"
+                )
 
 
 def loss(result: Any) -> torch.Tensor:

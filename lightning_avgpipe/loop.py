@@ -67,6 +67,7 @@ class PipelineOptimization(_AutomaticOptimization):
         self._strategy.settle_models()  # when rank 0's news, for which other stages wait, have left
         advancing.accept(decided)
         advancing.log(self.trainer)
+        self._strategy.end_iteration()
         return result
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:

@@ -136,6 +136,12 @@ class Options:
         return {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
 
     @property
+    def shared(self) -> dict[str, Any]:
+        """Those that must be the same in all processes, and can be compared."""
+        own = {"costs_cache", "split_batch", "outer_optimizer", "timeout"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in own}
+
+    @property
     def elasticity(self) -> Elasticity:
         """How parallel models are held together."""
         return Elasticity(self.alpha, self.outer_lr, self.outer_optimizer, self.average_every)

@@ -33,6 +33,7 @@ class ParallelModelsStrategy(StatefulStrategy):
     Attributes:
         observed: whether user code may look at the weights between steps.
         skipped: pipelines whose last batch had no loss, the same on every rank.
+        in_iteration: whether one goes on: from its batch to the optimizer's step.
     """
 
     _log: StepLog | None
@@ -44,6 +45,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         self._fed = 0  # pipelines that had a batch since gradients were cleared
         self.skipped: frozenset[int] = frozenset()
         self.observed = True
+        self.in_iteration = False
 
     @property
     def num_pipelines(self) -> int:
@@ -63,6 +65,9 @@ class ParallelModelsStrategy(StatefulStrategy):
         assert module is not None
         if self._mesh is None or self._division is None:
             return super().batch_to_device(batch, device, dataloader_idx)
+        if module.trainer.training:
+            self.end_iteration()  # of a batch that a hook has skipped
+            self.in_iteration = True
         batch = self._to_device(batch, device, dataloader_idx, 0)
         loader = module.trainer.fit_loop._combined_loader
         if module.trainer.training and isinstance(loader, GroupedLoader):
@@ -71,6 +76,10 @@ class ParallelModelsStrategy(StatefulStrategy):
                 for n, other in enumerate(loader.take(), 1)
             ]
         return batch
+
+    def end_iteration(self) -> None:
+        """Its batches are used up."""
+        self.in_iteration = False
 
     def ends(self, here: bool) -> bool:
         """Whether data of unknown length has ended in any group, for it ends in all of them then. All processes ask."""

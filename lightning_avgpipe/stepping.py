@@ -41,6 +41,7 @@ class SteppingStrategy(ParallelModelsStrategy):
     """
 
     plan: Plan | None = None
+    _asked: dict[str, Any] = {}  # by reconfigure, within an iteration
     _zero_grad: Callable[[], None] | None = None
     tuner: Callable[[Any], bool] | None = None
 
@@ -60,20 +61,22 @@ class SteppingStrategy(ParallelModelsStrategy):
         num_microbatches: Count | Literal["auto"] | None = None,
         advance: Natural | None = None,
     ) -> None:
-        """Change how training runs, between two iterations, and from the next one on. Every rank calls it.
+        """Change how training runs, from the next iteration on. Every rank calls it, in a hook of a callback.
 
-        New parallel models start from the reference. Those with the highest numbers go when there are to be fewer, and
-        the reference stays; with ``num_pipelines=1`` it is the model.
+        Within an iteration, from ``on_train_batch_start`` to the optimizer's step, everything stays as it is; what was
+        asked for comes when it has ended. New parallel models start from the reference. Those with the highest numbers
+        go when there are to be fewer, and the reference stays; with ``num_pipelines=1`` it is the model.
 
         Args:
             num_pipelines: N; None leaves it.
             num_microbatches: M, or ``"auto"``; None leaves it.
             advance: h, which adapts no more; None leaves it.
         Raises:
-            ConfigurationError: a number that cannot work, or a callback that knows one model only.
+            ConfigurationError: a number that cannot work, or a callback that knows one model only; on several processes
+                also when, at the end of the iteration, it turns out that not all have asked for the same.
         """
         numbers = {"num_pipelines": num_pipelines, "num_microbatches": num_microbatches, "advance": advance}
-        asked: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
+        asked = {**self._asked, **{name: number for name, number in numbers.items() if number is not None}}
         wanted = replace(self._options, **asked)
         module = self.lightning_module
         if self.plain and module is not None:
@@ -84,10 +87,29 @@ class SteppingStrategy(ParallelModelsStrategy):
             )
         if module is not None:
             checks.trainer(module.trainer, self.world_size, wanted.num_pipelines)
-        changed = wanted.num_pipelines != self.num_pipelines
-        self._options = wanted
-        if advance is not None and self.advancing is not None:
-            self.advancing.fix(advance)
+        self._asked = asked
+        if not self.in_iteration:
+            self._take_over()
+
+    def end_iteration(self) -> None:
+        """What was asked for within the iteration comes now."""
+        super().end_iteration()
+        self._take_over()
+
+    def _take_over(self) -> None:
+        asked, self._asked = self._asked, {}
+        if not asked:
+            return
+        if self._mesh is not None and self._mesh.wiring:
+            call = f"reconfigure({', '.join(f'{name}={number!r}' for name, number in asked.items())})"
+            self.mesh.agreement.confirm(
+                call, "in a hook of a callback, such as on_train_batch_end, and not only if is_global_zero"
+            )
+        changed = asked.get("num_pipelines", self.num_pipelines) != self.num_pipelines
+        self._options = replace(self._options, **asked)
+        if "advance" in asked and self.advancing is not None:
+            self.advancing.fix(asked["advance"])
+        module = self.lightning_module
         if changed and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             recount(module.trainer)
 

@@ -216,6 +216,7 @@ class AvgPipeStrategy(SteppingStrategy):
         self.failed = False
         self._log: StepLog | None = None
         self.forget_models()
+        self._asked = {}
 
     # -- set-up and teardown -----------------------------------------------------------------------------------------
 
@@ -237,7 +238,9 @@ class AvgPipeStrategy(SteppingStrategy):
             return
         assert trainer.state.fn is not None
         checks.trainer(trainer, self.world_size, self.num_pipelines)
-        checks.same_checkpoint(self.mesh.world.gather_objects(str(trainer.ckpt_path or "")))
+        everywhere = self.mesh.world.gather_objects((str(trainer.ckpt_path or ""), self._options.shared))
+        checks.same_checkpoint([path for path, _ in everywhere])
+        checks.same_options([options for _, options in everywhere])
         if fitting:
             self._share_data(trainer)
         checks.contents(module)

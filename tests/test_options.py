@@ -14,11 +14,13 @@ from typing import Any
 import docstring_parser
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.durations import duration
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.options import ALLOWED, Options
+from tests import processes
 from tests.commands import run
 from tests.models import MLP, loader
 from tests.test_cli import LIGHTNINGS
@@ -113,3 +115,27 @@ def test_options_without_effect_are_said_to_have_none() -> None:
 def test_a_strange_mark_of_a_starter_is_none(tmp_path: Path) -> None:
     printed = run(tmp_path, "-c", "import lightning_avgpipe; print('imported')", AVGPIPE_STARTER="nobody")
     assert printed.startswith("imported")
+
+
+class Alone(Callback):
+    """Asks for other numbers, on one rank only."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            trainer.strategy.reconfigure(num_microbatches=2)
+
+
+def asking_alone(rank: int) -> str:
+    with pytest.raises(AvgPipeError, match="num_microbatches is 2 on rank 0, but 4 on rank 1; give"):
+        pipeline(2, 2, {"num_microbatches": 2 + 2 * rank}).fit(MLP(), loader(MLP, 32, 8))
+    with pytest.raises(AvgPipeError) as raised:
+        pipeline(2, 2, {"timeout": 6}, callbacks=[Alone()]).fit(MLP(), loader(MLP, 32, 8))
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_what_one_rank_alone_asks_for_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = processes.results(processes.run(2, asking_alone, folder=tmp_path))
+    message = "reconfigure(num_microbatches=2) was called on rank 0 (stage 1), but not on rank 1 (stage 0) within 3 s"
+    assert first.startswith(f"ConfigurationError: {message}; every rank must call it: in a hook of a callback")
+    assert second.startswith("PeerError")
+    assert message in second

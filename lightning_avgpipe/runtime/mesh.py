@@ -27,6 +27,7 @@ import torch.distributed as dist
 from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.runtime.accounting import Meter
+from lightning_avgpipe.runtime.agreement import Agreement
 from lightning_avgpipe.runtime.arrangement import Arrangement
 from lightning_avgpipe.runtime.channel import Arrivals, NetworkInbox, NetworkOutbox, Wire
 from lightning_avgpipe.runtime.collectives import Collectives
@@ -73,6 +74,7 @@ class Mesh(Collectives):
         connections: of the processes.
         news: from rank 0 to all, while it is open.
         feed: of batches, while it is open.
+        agreement: of all processes, while it is open.
     """
 
     def __init__(
@@ -212,7 +214,10 @@ class Mesh(Collectives):
         if self.wiring:
             return
         self.arrivals = Arrivals()
-        self.watch = self._make_watch()
+        store = self._make_store()
+        self.watch = self._make_watch(store)
+        timeout_s = self.timeout.total_seconds() / 2
+        self.agreement = Agreement(self.world.rank, self._names, store, timeout_s, self.watch)
         self.news = News(
             self.rank,
             self.num_groups,
@@ -277,13 +282,15 @@ class Mesh(Collectives):
                 if isinstance(end, (NetworkInbox, NetworkOutbox)):
                     end.recorder = recorder
 
-    def _make_watch(self) -> Watch:
-        store = None
-        if self.world.world_size > 1:
-            shared = dist.distributed_c10d._get_default_store()
-            # a connection of its own, where torch can make one: others may wait in the store for long
-            shared = shared.clone() if hasattr(shared, "clone") else shared
-            store = dist.PrefixStore(f"avgpipe/{self._number}/{next(self._openings)}", shared)
+    def _make_store(self) -> dist.Store | None:
+        if self.world.world_size == 1:
+            return None
+        shared = dist.distributed_c10d._get_default_store()
+        # a connection of its own, where torch can make one: others may wait in the store for long
+        shared = shared.clone() if hasattr(shared, "clone") else shared
+        return dist.PrefixStore(f"avgpipe/{self._number}/{next(self._openings)}", shared)
+
+    def _make_watch(self, store: dist.Store | None) -> Watch:
         announces = self.leads or (self.reads and self.num_groups == 1)
         return Watch(
             self.world.rank, self._names, store, self.timeout.total_seconds(), lambda: self.arrivals.notify(), announces

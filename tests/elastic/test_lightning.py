@@ -143,6 +143,36 @@ class Reconfigures(L.Callback):
             trainer.strategy.reconfigure(**self.settings[batch_idx])
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step"])
+def test_other_numbers_asked_for_within_an_iteration_come_with_the_next(hook: str) -> None:
+    def trained(hook: str) -> tuple[list[int], dict[str, Tensor]]:
+        used: list[int] = []
+
+        def ask(trainer: Any, *_: Any) -> None:
+            wanted = {1: {"num_pipelines": 3}, 3: {"num_pipelines": 1}, 4: {"num_microbatches": 4}}
+            step = trainer.global_step - (hook == "on_train_batch_end")
+            if step in wanted:
+                trainer.strategy.reconfigure(**wanted[step])
+
+        class Notes(L.Callback):
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                used.append(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+        class Asks(L.Callback):
+            pass
+
+        setattr(Asks, hook, lambda self, trainer, *_: ask(trainer))
+        torch.manual_seed(3)
+        model = MLP()
+        train(model, loader(MLP, 80, 8), num_pipelines=2, trainer={"callbacks": [Notes(), Asks()]})
+        return used, model.state_dict()
+
+    used, weights = trained(hook)
+    expected, alike = trained("on_train_batch_end")
+    assert used == expected
+    assert all(torch.equal(weights[name], alike[name]) for name in alike)
+
+
 def test_pipelines_come_and_go_between_iterations() -> None:
     class Notes(MLP):
         def __init__(self) -> None:
