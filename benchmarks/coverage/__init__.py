@@ -1,0 +1,1 @@
+"""Coverage: which models of other libraries train as they do without stages."""

@@ -1,0 +1,55 @@
+"""Try every architecture of other libraries with two, three and four stages, and write down what works.
+
+Usage::
+
+    python -m benchmarks.coverage [--source transformers] [--kind "causal language model"] [--only Llama] [--again]
+
+Each architecture runs in a process of its own, with a time limit. What was found is kept in ``docs/coverage.json``, so
+that an interrupted run goes on where it was; ``--again refused`` tries once more what had this outcome.
+``docs/coverage.md`` shows all as a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from pathlib import Path
+
+from benchmarks.coverage.runner import Results, run
+from benchmarks.coverage.table import write
+
+SOURCES = {"transformers": "benchmarks.coverage.transformers_source"}
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", choices=SOURCES, nargs="*", default=list(SOURCES))
+    parser.add_argument("--kind", help="a regular expression of kinds")
+    parser.add_argument("--only", help="a regular expression of names")
+    parser.add_argument("--again", nargs="*", default=[], help="outcomes that are tried once more, or 'all'")
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--costs", default="measured", help="'flops' is faster")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=90.0, help="for each architecture")
+    parser.add_argument("--json", type=Path, default=DOCS / "coverage.json")
+    parser.add_argument("--table", type=Path, default=DOCS / "coverage.md")
+    options = parser.parse_args()
+    results = Results(options.json)
+    for name in options.source:
+        source = importlib.import_module(SOURCES[name]).Source()
+        cases = [
+            case
+            for case in source.cases()
+            if re.search(options.kind or "", case.kind)
+            and re.search(options.only or "", case.name)
+            and results.wants(source.name, case.name, options.again)
+        ]
+        run(source, cases, results, options.stages, options.costs, options.workers, options.limit_s)
+    write(results, options.table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""One model without stages and with them: losses, weights and buffers after a few steps."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from benchmarks.coverage.case import Case
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.runtime.microbatch import split
+
+__all__ = ["compare"]
+
+STEPS, RATE, SEED = 3, 0.05, 1
+# Gradients of tied parameters are summed in another order, so weights may differ by rounding; the rest is exact.
+TOLERANCE = 1e-4
+
+
+class Subject(L.LightningModule):
+    """What anybody would write around a model."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss: Tensor = self.loss(self.model(**batch))
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=RATE, momentum=0.9)
+
+
+def compare(case: Case, stages: Sequence[int], costs: str) -> dict[str, Any]:
+    """Train without stages, then with each number of stages.
+
+    Returns:
+        ``status`` (``works``, ``wrong``, ``refused`` or ``plain``: it does not train without stages), ``reason``, and a
+        row for each number of stages.
+    """
+    warnings.simplefilter("ignore")
+    model, batch, reason, size = None, {}, "", 0
+    for candidate in case.candidates:
+        torch.manual_seed(SEED)
+        try:
+            model, batch = candidate()
+            subject = Subject(model, case.loss)
+            size = batch_size(batch)
+            first = plain(copy.deepcopy(subject), batch, size, 0)
+            break
+        except Exception as error:
+            model, reason = None, reason or f"{type(error).__name__}: {error}"
+    if model is None:
+        return {"status": "plain", "reason": shortened(reason)}
+    subject.eval()
+    draws = bool(different(first, plain(copy.deepcopy(subject), batch, size, 1), exact=True))
+    rows: dict[str, Any] = {}
+    if draws:  # random numbers of layers are those of seed, micro-batch and layer: the same with one stage
+        first = with_stages(copy.deepcopy(subject), batch, size, 1, costs)
+    for number in stages:
+        begin = time.perf_counter()
+        row: dict[str, Any] = {"status": "works"}
+        try:
+            found = with_stages(copy.deepcopy(subject), batch, size, number, costs)
+            wrong = different(first, found, exact=False)
+            if wrong:
+                row = {"status": "wrong", "reason": wrong}
+            row["exact"] = not different(first, found, exact=True)
+        except Exception as error:
+            row = {"status": "refused", "reason": shortened(f"{type(error).__name__}: {error}")}
+            row["traceback"] = traceback.format_exc()[-3000:]
+        row["seconds"] = round(time.perf_counter() - begin, 2)
+        rows[str(number)] = row
+    order = ("wrong", "refused", "works")
+    worst = min(rows.values(), key=lambda row: order.index(row["status"]))
+    return {"status": worst["status"], "reason": worst.get("reason", ""), "draws": draws, "stages": rows}
+
+
+def batch_size(batch: dict[str, Any]) -> int:
+    """Of all tensors."""
+    return int(next(t.shape[0] for t in batch.values() if isinstance(t, Tensor)))
+
+
+def plain(subject: Subject, batch: dict[str, Any], parts: int, seed: int) -> dict[str, Tensor]:
+    """Accumulate micro-batches in order; raise if nothing learns."""
+    subject.train()
+    optimizer = subject.configure_optimizers()
+    losses = []
+    before = {name: p.detach().clone() for name, p in subject.named_parameters()}
+    torch.manual_seed(seed)
+    for _ in range(STEPS):
+        total = torch.zeros(())
+        for part in split(copy.deepcopy(batch), parts):
+            loss = subject.loss(subject.model(**part.data))
+            (loss * part.weight).backward()
+            total += loss.detach().float() * part.weight
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    if not torch.isfinite(torch.stack(losses)).all():
+        raise ValueError("the loss is not finite")
+    if all(torch.equal(p, before[name]) for name, p in subject.named_parameters()):
+        raise ValueError("no parameter learns")
+    return state_of(subject, torch.stack(losses))
+
+
+def with_stages(subject: Subject, batch: dict[str, Any], parts: int, number: int, costs: Any) -> dict[str, Tensor]:
+    """Train with a Trainer, with all defaults but the number of stages; costs are measured, and not kept."""
+    size = batch_size(batch)
+    data = [{key: value[i] if isinstance(value, Tensor) else value for key, value in batch.items()} for i in range(size)]
+    loader = torch.utils.data.DataLoader(data * STEPS, batch_size=size)
+    strategy = AvgPipeStrategy(num_stages=number, num_microbatches=parts, costs=costs, costs_cache=None)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, max_epochs=1, default_root_dir=folder,
+        )  # fmt: skip
+        L.seed_everything(0, verbose=False)
+        trainer.fit(subject, loader)
+    return state_of(subject, torch.tensor(subject.losses))
+
+
+def state_of(subject: Subject, losses: Tensor) -> dict[str, Tensor]:
+    """Losses, and all weights and buffers by name."""
+    return {"loss": losses, **{name: t.detach().clone() for name, t in subject.state_dict().items()}}
+
+
+def different(expected: dict[str, Tensor], found: dict[str, Tensor], exact: bool) -> str:
+    """What differs, or nothing."""
+    if expected.keys() != found.keys():
+        return f"other names: {sorted(expected.keys() ^ found.keys())[:4]}"
+    for name, one in expected.items():
+        other = found[name]
+        if one.shape != other.shape:
+            return f"the shape of {name}"
+        if name != "loss" and exact and not torch.equal(one, other):
+            return name
+        if not torch.allclose(one.double(), other.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+            return f"{name} by {float((one.double() - other.double()).abs().max()):.2e}"
+    return ""
+
+
+def shortened(text: str) -> str:
+    """On one line."""
+    return " ".join(text.split())[:400]
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")

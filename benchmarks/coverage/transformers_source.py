@@ -1,0 +1,301 @@
+"""Every architecture of transformers with a head that has a loss, made small by rule.
+
+A configuration is the default one with smaller numbers: heads, sizes of heads, and widths keep their ratios, so that
+products which must agree still do; there are four layers (two and two of encoder and decoder), short vocabularies and
+small images, and no dropout. All else, ``use_cache=True`` included, is as it comes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto import configuration_auto, modeling_auto
+
+from benchmarks.coverage.case import Case
+
+BATCH, LENGTH, VOCABULARY, LABELS, IMAGE, SECONDS = 4, 16, 128, 3, 32, 4000
+
+KINDS = {
+    "causal language model": "CAUSAL_LM",
+    "masked language model": "MASKED_LM",
+    "sequence to sequence": "SEQ_TO_SEQ_CAUSAL_LM",
+    "sequence classification": "SEQUENCE_CLASSIFICATION",
+    "token classification": "TOKEN_CLASSIFICATION",
+    "question answering": "QUESTION_ANSWERING",
+    "multiple choice": "MULTIPLE_CHOICE",
+    "image classification": "IMAGE_CLASSIFICATION",
+    "semantic segmentation": "SEMANTIC_SEGMENTATION",
+    "audio classification": "AUDIO_CLASSIFICATION",
+    "speech recognition": "CTC",
+    "speech to text": "SPEECH_SEQ_2_SEQ",
+    "image and text to text": "IMAGE_TEXT_TO_TEXT",
+}
+
+
+class Source:
+    """transformers."""
+
+    name = "transformers"
+    version = transformers.__version__
+
+    def cases(self) -> Iterator[Case]:
+        """All heads, each class once."""
+        seen: set[str] = set()
+        for kind, key in KINDS.items():
+            mapping = getattr(modeling_auto, f"MODEL_FOR_{key}_MAPPING_NAMES")
+            for model_type, names in mapping.items():
+                for name in (names,) if isinstance(names, str) else names:
+                    if name not in seen and model_type in configuration_auto.CONFIG_MAPPING_NAMES:
+                        seen.add(name)
+                        rules = (scaled, fixed, shallow)
+                        yield Case(name, kind, [partial(made, model_type, name, kind, rule) for rule in rules])
+
+
+def made(model_type: str, name: str, kind: str, rule: Callable[[Any], None]) -> tuple[nn.Module, dict[str, Any]]:
+    """A model and a batch for it."""
+    cls = getattr(transformers, name)
+    config = cls.config_class()
+    for part in parts_of(config):
+        rule(part)
+        common(part, has_decoder(config))
+        if kind == "causal language model" and getattr(part, "is_decoder", None) is False:
+            part.is_decoder = True
+    if getattr(config, "num_labels", None) is not None:
+        config.num_labels = LABELS
+    model = cls(config)
+    size = sum(p.numel() for p in model.parameters())
+    if size > 30e6:
+        raise ValueError(f"the rule made a model of {size / 1e6:.0f} million parameters")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model, batch_for(model, kind)
+
+
+# -- small configurations --------------------------------------------------------------------------------------------
+
+
+def parts_of(config: Any) -> Iterator[Any]:
+    """The configuration and those inside of it."""
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, transformers.PretrainedConfig):
+            yield from parts_of(value)
+
+
+def has_decoder(config: Any) -> bool:
+    """Whether layers come twice."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+_HEADS = re.compile(r"(^|_)(num|n)_.*head(s)?$|heads$|^n_head$|^num_heads$")
+_HEAD_SIZE = re.compile(r"head_?(dim|size)|d_head|d_kv|kv_channels|attention_head_size|head_dim")
+_LAYERS = re.compile(r"layers$|^n_layer$|^num_hidden_layers$|^depth$|num_blocks$|_depth$|^num_layers")
+_WIDTH = re.compile(
+    r"(hidden|embed|embedding|intermediate|model|inner|ffn|mlp|projection|conv|out|in|q|kv|state|lru|channels?|proj)"
+    r".*(size|dim|dims|rank|width|channels?)$|^(d_model|d_ff|dim|n_embd|n_inner|d_inner|width|ffn_dim|filter_size)$"
+    r"|_(dim|dims|rank|width)$|^dim_|hidden_sizes?$|hidden_channels$|^(mamba_)?d_ssm$|^encoder_ffn|^decoder_ffn"
+)
+_KEEP = re.compile(
+    r"vocab|patch|image|position|kernel|stride|ratio|factor|num_labels|num_channels|in_channels|window|token|conv_dim$"
+    r"|chunk|block_size|max_|axes|sections"
+)
+
+
+def numbers(part: Any) -> Iterator[tuple[str, int]]:
+    """Its integers."""
+    for name, value in list(vars(part).items()):
+        if type(value) is int and not name.startswith("_"):
+            yield name, value
+
+
+def change(part: Any, name: str, value: Any) -> None:
+    """Set an attribute, if the configuration lets it be set."""
+    if name in part.attribute_map:
+        name = part.attribute_map[name]
+    setattr(part, name, value)
+
+
+def scaled(part: Any) -> None:
+    """Divide heads, head sizes and widths such that ratios stay."""
+    found = dict(numbers(part))
+    heads = next((v for n, v in found.items() if _HEADS.search(n) and "key_value" not in n and v > 0), 4)
+    of_heads = heads // max((d for d in (4, 3, 2, 1) if heads % d == 0))
+    sizes = [v for n, v in found.items() if _HEAD_SIZE.search(n) and v > 0]
+    width = next((found[n] for n in ("hidden_size", "d_model", "n_embd", "dim", "embed_dim") if n in found), 0)
+    size = sizes[0] if sizes else max(width // heads, 1)
+    of_sizes = max(size // 8, 1)
+    for name, value in found.items():
+        if _HEADS.search(name):
+            change(part, name, max(value // of_heads, 1))
+        elif _HEAD_SIZE.search(name):
+            change(part, name, max(value // of_sizes, 4) if value >= 4 else value)
+        elif _WIDTH.search(name) and not _KEEP.search(name) and value > 16:
+            change(part, name, max(value // (of_heads * of_sizes), 8))
+
+
+def fixed(part: Any) -> None:
+    """Give the same numbers to all."""
+    found = dict(numbers(part))
+    for name, value in found.items():
+        if _HEADS.search(name):
+            few = "key_value" in name and value < max(found.get("num_attention_heads", 0), 2)
+            change(part, name, min(value, 2 if few else 4))
+        elif _HEAD_SIZE.search(name):
+            change(part, name, min(value, 8))
+        elif _WIDTH.search(name) and not _KEEP.search(name) and value > 16:
+            large = re.search(r"intermediate|ffn|inner|mlp|d_ff", name) is not None
+            change(part, name, 64 if large else 32)
+
+
+def shallow(part: Any) -> None:
+    """Leave widths as they are."""
+
+
+def common(part: Any, twice: bool) -> None:
+    """Few layers, short vocabularies, small images, few experts, no chance."""
+    layers = 2 if twice else 4
+    before = next((v for n, v in numbers(part) if _LAYERS.search(n) and v > layers), 0)
+    for name, value in numbers(part):
+        if _LAYERS.search(name):
+            change(part, name, min(value, layers))
+        elif name.endswith("vocab_size") or name.startswith("vocab_size"):
+            change(part, name, min(value, VOCABULARY))
+        elif re.search(r"experts_per_tok|top_?k(_experts)?$|num_selected", name):
+            change(part, name, min(value, 2))
+        elif re.search(r"^(n_group|topk_group|num_expert_groups?)$", name):
+            change(part, name, 1)
+        elif re.search(r"experts$", name):
+            change(part, name, min(value, 4))
+        elif name == "image_size":
+            change(part, name, min(value, IMAGE))
+        elif name == "patch_size":
+            change(part, name, min(value, 8))
+        elif name in ("window_size", "sliding_window"):
+            change(part, name, min(value, 4 if name == "window_size" else 8))
+        elif re.search(r"max_.*positions?(_embeddings)?$|^n_positions$|^n_ctx$", name):
+            change(part, name, min(value, 128))
+        elif re.search(r"first_k_dense|num_shared_layers|kv_shared_layers", name):
+            change(part, name, min(value, layers // 2))
+    for name, value in list(vars(part).items()):
+        if isinstance(value, list) and value and before and len(value) == before:
+            change(part, name, value[-layers:])
+        elif name == "depths" and isinstance(value, list):
+            change(part, name, [min(v, 2) for v in value])
+        elif name == "image_size" and isinstance(value, (list, tuple)):
+            change(part, name, type(value)(min(v, IMAGE) for v in value))
+        elif isinstance(value, list) and before and re.search(r"indices|_idxs?$|_ids$|_layers$|indexes", name):
+            kept = [v for v in value if isinstance(v, int) and v < layers]
+            change(part, name, kept or value[:0] or [layers - 1])
+        elif isinstance(value, float) and re.search(r"drop|jitter|noise|mask_.*prob", name):
+            change(part, name, 0.0)
+        elif name == "apply_spec_augment":
+            change(part, name, False)
+    special_tokens(part)
+
+
+def special_tokens(part: Any) -> None:
+    """Ids of special tokens lie in the vocabulary: usual ones at its beginning, others at its end."""
+    end = getattr(part, "vocab_size", None)
+    end = end if isinstance(end, int) else VOCABULARY
+    usual = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2}
+    for name, value in list(vars(part).items()):
+        if re.search(r"token_(id|index)$", name) is None:
+            continue
+        if name in usual:
+            change(part, name, usual[name])
+        elif type(value) is int and value >= end - 16:
+            end -= 1
+            change(part, name, end)
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def batch_for(model: nn.Module, kind: str) -> dict[str, Any]:
+    """One example input per kind."""
+    config: Any = model.config
+    takes = inspect.signature(model.forward).parameters
+    batch: dict[str, Any] = inputs(model, kind)
+    tokens = batch.get("input_ids")
+    if kind in ("causal language model", "masked language model", "image and text to text"):
+        assert tokens is not None, "no text goes in"
+        labels: Tensor = tokens.clone()
+    elif kind in ("sequence to sequence", "speech recognition", "speech to text"):
+        labels = torch.randint(3, vocabulary(config) - 16, (BATCH, 8))
+    elif kind == "token classification":
+        labels = torch.randint(0, LABELS, (BATCH, LENGTH))
+    elif kind == "semantic segmentation":
+        labels = torch.randint(0, LABELS, (BATCH, *batch["pixel_values"].shape[-2:]))
+    elif kind == "question answering":
+        batch["start_positions"] = torch.randint(0, LENGTH, (BATCH,))
+        batch["end_positions"] = torch.randint(0, LENGTH, (BATCH,))
+        return batch
+    elif kind == "multiple choice":
+        batch["input_ids"] = torch.randint(3, vocabulary(config) - 16, (BATCH, 2, LENGTH))
+        labels = torch.randint(0, 2, (BATCH,))
+    else:
+        labels = torch.randint(0, LABELS, (BATCH,))
+    if "labels" not in takes:
+        raise ValueError("it takes no labels")
+    return {**batch, "labels": labels}
+
+
+def vocabulary(config: Any) -> int:
+    """Of its text."""
+    text = config.get_text_config(decoder=True)
+    return int(getattr(text, "vocab_size", VOCABULARY))
+
+
+def inputs(model: nn.Module, kind: str) -> dict[str, Any]:
+    """What goes in besides labels."""
+    config: Any = model.config
+    main = model.main_input_name
+    text = {"input_ids": torch.randint(3, max(vocabulary(config) - 16, 8), (BATCH, LENGTH))}
+    if kind == "image and text to text":
+        return image_and_text(model, text["input_ids"])
+    if main == "pixel_values":
+        return {"pixel_values": image_for(config)}
+    if main == "input_values":
+        return {"input_values": torch.randn(BATCH, SECONDS)}
+    if main == "input_features":
+        features = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None) or 80
+        frames = 2 * getattr(config, "max_source_positions", 50) if "whisper" in type(config).__name__.lower() else 100
+        features_last = not isinstance(next((m for m in model.modules() if isinstance(m, nn.Conv1d)), None), nn.Conv1d)
+        shape = (BATCH, frames, features) if features_last else (BATCH, features, frames)
+        return {"input_features": torch.randn(shape)}
+    if main != "input_ids":
+        raise ValueError(f"there is no rule for {main}")
+    return text
+
+
+def image_for(config: Any) -> Tensor:
+    """Random pixels."""
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", None) or IMAGE
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return torch.randn(BATCH, getattr(vision, "num_channels", 3), height, width)
+
+
+def image_and_text(model: Any, tokens: Tensor) -> dict[str, Any]:
+    """As many placeholders in the text as the image has features."""
+    config = model.config
+    pixels = image_for(config)
+    token = next(
+        getattr(config, name) for name in ("image_token_id", "image_token_index") if getattr(config, name, None) is not None
+    )
+    with torch.no_grad():
+        features = model.get_image_features(pixels)
+    features = getattr(features, "pooler_output", features)
+    if isinstance(features, (list, tuple)):
+        features = torch.cat([f.reshape(-1, f.shape[-1]) for f in features])
+    count = features.numel() // features.shape[-1] // BATCH
+    images = torch.full((BATCH, count), token)
+    return {"input_ids": torch.cat([tokens[:, :2], images, tokens[:, 2:]], dim=1), "pixel_values": pixels}
