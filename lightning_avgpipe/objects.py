@@ -1,4 +1,4 @@
-"""Objects: what Python objects hold, found through containers, attributes and closures, and put back."""
+"""Objects: what Python objects hold, found through containers, attributes and closures, compared and put back."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Objects", "is_open"]
+__all__ = ["Change", "Objects", "is_open"]
 
 # What holds no values of a step, and leads to everything else. Of the standard library only containers are opened.
 _CLOSED = (
@@ -38,6 +39,25 @@ class _State(NamedTuple):
         return _same(self.items, other.items) and _same(self.attributes, other.attributes)
 
 
+@dataclass(frozen=True)
+class Change:
+    """What became of an object.
+
+    Attributes:
+        index: of the object among all owners.
+        type: its name.
+        items: what it holds now; None if that is as it was.
+        attributes: those that are new or changed.
+        removed: names of those that are gone.
+    """
+
+    index: int
+    type: str
+    items: Any
+    attributes: dict[str, Any]
+    removed: tuple[str, ...]
+
+
 class Objects:
     """The mutable objects that are reached from some roots, and what each of them holds now.
 
@@ -45,17 +65,22 @@ class Objects:
 
     Args:
         roots: where to begin.
+        modules: whose attributes are looked at nevertheless.
         contents: whether the numbers in tensors are kept as well, except for parameters.
 
     Attributes:
         tensors: that the objects hold, each once, in the order in which they are reached.
+        owners: the objects that can change, in this order, which is the same for objects that are alike.
     """
 
-    def __init__(self, roots: Iterable[Any], contents: bool = False) -> None:
+    def __init__(self, roots: Iterable[Any], modules: Iterable[nn.Module] = (), contents: bool = False) -> None:
         self.tensors: list[Tensor] = []
+        self.owners: list[Any] = []
         self._states: list[tuple[Any, _State]] = []
+        self._indices: dict[int, int] = {}
+        opened = {id(module): module for module in modules}
         seen: set[int] = set()
-        waiting = list(roots)[::-1]
+        waiting = [*opened.values(), *roots][::-1]
         while waiting:
             obj = waiting.pop()
             cls: Any = type(obj)
@@ -64,9 +89,12 @@ class Objects:
             seen.add(id(obj))
             if isinstance(obj, Tensor):
                 self.tensors.append(obj)
-            elif is_open(cls):
+            elif is_open(cls) or id(obj) in opened:
                 state = _state(obj)
                 self._states.append((obj, state))
+                if cls not in _FIXED:
+                    self._indices[id(obj)] = len(self.owners)
+                    self.owners.append(obj)
                 waiting.extend(list(state.children())[::-1])
         numbers = [t for t in self.tensors if contents and not isinstance(t, nn.Parameter)]
         self._contents = [(t, t.detach().clone()) for t in numbers]
@@ -88,6 +116,50 @@ class Objects:
             if not tensor.is_meta and not torch.equal(tensor, copy.to(tensor.device)):  # it may have moved meanwhile
                 tensor.detach().copy_(copy)
 
+    @classmethod
+    def only(cls, owner: Any) -> Objects:
+        """One object, and not what it holds."""
+        objects = cls(())
+        objects.owners, objects._indices, objects._states = [owner], {id(owner): 0}, [(owner, _state(owner))]
+        return objects
+
+    def index(self, obj: Any) -> int | None:
+        """The number of an owner; None if it is none."""
+        return self._indices.get(id(obj))
+
+    def changes(self) -> list[Change]:
+        """What has become of the objects since they were found."""
+        found = []
+        for obj, before in self._states:
+            now = _state(obj)
+            if now.is_same(before):
+                continue
+            old = before.attributes
+            found.append(
+                Change(
+                    self._indices[id(obj)],
+                    type(obj).__qualname__,
+                    None if _same(now.items, before.items) else now.items,
+                    {k: v for k, v in now.attributes.items() if k not in old or old[k] is not v},
+                    tuple(name for name in old if name not in now.attributes),
+                )
+            )
+        return found
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        """Let objects that are like those of which the changes are become what those became.
+
+        Raises:
+            LookupError: these are other objects.
+        """
+        for change in changes:
+            obj = self.owners[change.index] if change.index < len(self.owners) else None
+            if type(obj).__qualname__ != change.type:
+                raise LookupError(f"a {change.type} was expected, a {type(obj).__qualname__} was found")
+            now = _state(obj)
+            attributes = {k: v for k, v in now.attributes.items() if k not in change.removed} | change.attributes
+            _put(obj, _State(now.items if change.items is None else change.items, attributes))
+
     def replace_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Put ``fn(tensor)`` in the place of every tensor."""
         for obj, state in self._states:
@@ -96,9 +168,18 @@ class Objects:
                 _put(obj, new)
 
 
-@functools.cache
 def is_open(cls: type) -> bool:
     """Whether objects of a type are looked into."""
+    found = _OPENED.get(cls)
+    if found is None:
+        found = _OPENED[cls] = _opens(cls)
+    return found
+
+
+_OPENED: dict[type, bool] = {}
+
+
+def _opens(cls: type) -> bool:
     if issubclass(cls, (Tensor, nn.Module, type, types.ModuleType)):
         return False
     if cls in (types.FunctionType, types.MethodType, types.CellType):
@@ -115,6 +196,9 @@ def is_open(cls: type) -> bool:
 
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _ITEMS = (list, dict, set, deque)
+# What holds others for ever.
+_FIXED = frozenset((tuple, frozenset, types.FunctionType, types.MethodType, functools.partial))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 def _state(obj: Any) -> _State:
@@ -124,6 +208,8 @@ def _state(obj: Any) -> _State:
             return _State(None, {"cell_contents": obj.cell_contents})
         except ValueError:  # not assigned yet
             return _State(None, {})
+    if isinstance(obj, nn.Module):
+        return _State(None, {name: held for name, held in vars(obj).items() if name not in _OF_EVERY_MODULE})
     if cls is types.MethodType:
         return _State((obj.__self__, obj.__func__), {})
     if cls is types.FunctionType:
@@ -151,6 +237,11 @@ def _put(obj: Any, state: _State) -> None:
             obj.cell_contents = state.attributes["cell_contents"]
         else:
             del obj.cell_contents
+        return
+    if isinstance(obj, nn.Module):
+        for name in vars(obj).keys() - state.attributes.keys() - _OF_EVERY_MODULE:
+            del vars(obj)[name]
+        vars(obj).update(state.attributes)
         return
     if isinstance(obj, dict):
         kind = _dict_type(cls)

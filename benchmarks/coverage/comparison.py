@@ -123,7 +123,9 @@ def plain(subject: Subject, batch: dict[str, Any], parts: int, seed: int) -> dic
 def with_stages(subject: Subject, batch: dict[str, Any], parts: int, number: int, costs: Any) -> dict[str, Tensor]:
     """Train with a Trainer, with all defaults but the number of stages; costs are measured, and not kept."""
     size = batch_size(batch)
-    data = [{key: value[i] if isinstance(value, Tensor) else value for key, value in batch.items()} for i in range(size)]
+    data = [
+        {key: value[i] if isinstance(value, Tensor) else value for key, value in batch.items()} for i in range(size)
+    ]
     loader = torch.utils.data.DataLoader(data * STEPS, batch_size=size)
     strategy = AvgPipeStrategy(num_stages=number, num_microbatches=parts, costs=costs, costs_cache=None)
     with tempfile.TemporaryDirectory() as folder:

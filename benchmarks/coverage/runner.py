@@ -90,7 +90,10 @@ def run(
             del running[connection]
             done += 1
             results.add(source, case, {**row, "seconds": round(took, 1)})
-            print(f"{done}/{len(cases)} {case.name}: {row['status']} {row.get('reason', '')[:150]} ({took:.0f} s)", flush=True)
+            print(
+                f"{done}/{len(cases)} {case.name}: {row['status']} {row.get('reason', '')[:150]} ({took:.0f} s)",
+                flush=True,
+            )
 
 
 def _work(case: Case, stages: Sequence[int], costs: str, limit_s: float, connection: Connection) -> None:

@@ -52,7 +52,12 @@ def _page(found: dict[str, Any]) -> list[str]:
             if of_status:
                 lines += ["", f"### {_NAMES[status].capitalize()}", "", "| architecture | reason |", "| --- | --- |"]
                 lines += [f"| {name} | {row['reason'].replace('|', ' ')[:300]} |" for name, row in of_status.items()]
-        lines += ["", "### Works", "", ", ".join(sorted(name for name, row in cases.items() if row["status"] == "works"))]
+        lines += [
+            "",
+            "### Works",
+            "",
+            ", ".join(sorted(name for name, row in cases.items() if row["status"] == "works")),
+        ]
         left = sorted(name for name, row in cases.items() if row["status"] == "plain")
         lines += ["", "### Does not train plainly with the example of the rules", "", ", ".join(left)]
     return lines

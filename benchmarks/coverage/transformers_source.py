@@ -127,7 +127,7 @@ def scaled(part: Any) -> None:
     """Divide heads, head sizes and widths such that ratios stay."""
     found = dict(numbers(part))
     heads = next((v for n, v in found.items() if _HEADS.search(n) and "key_value" not in n and v > 0), 4)
-    of_heads = heads // max((d for d in (4, 3, 2, 1) if heads % d == 0))
+    of_heads = heads // max(d for d in (4, 3, 2, 1) if heads % d == 0)
     sizes = [v for n, v in found.items() if _HEAD_SIZE.search(n) and v > 0]
     width = next((found[n] for n in ("hidden_size", "d_model", "n_embd", "dim", "embed_dim") if n in found), 0)
     size = sizes[0] if sizes else max(width // heads, 1)
@@ -288,9 +288,8 @@ def image_and_text(model: Any, tokens: Tensor) -> dict[str, Any]:
     """As many placeholders in the text as the image has features."""
     config = model.config
     pixels = image_for(config)
-    token = next(
-        getattr(config, name) for name in ("image_token_id", "image_token_index") if getattr(config, name, None) is not None
-    )
+    names = ("image_token_id", "image_token_index")
+    token = next(found for found in (getattr(config, name, None) for name in names) if found is not None)
     with torch.no_grad():
         features = model.get_image_features(pixels)
     features = getattr(features, "pooler_output", features)

@@ -64,6 +64,10 @@ class Node:
         draws: whether it draws random numbers.
         drawn: calls inside of it of modules that draw, by path.
         flops: forward floating-point operations, an estimate.
+        opens: whether it writes into objects among its arguments, or returns objects that hold tensors. Tensors in its
+            arguments are then followed by those in objects there, and its outputs are those of a parcel.
+        exports: whether attributes of the unit's modules count as such objects.
+        lasting: the objects that it writes into and that were there before the step, by their numbers.
     """
 
     index: int
@@ -78,6 +82,9 @@ class Node:
     draws: bool = False
     drawn: tuple[str, ...] = ()
     flops: float = 0.0
+    opens: bool = False
+    exports: bool = False
+    lasting: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         names = {"call": f"unit '{self.name}'", "glue": f"{self.name}()", "region": f"checkpoint of '{self.name}'"}
@@ -172,7 +179,10 @@ class CallGraph:
         """For each value the last node that needs it; ``len(nodes)`` if the result does."""
         last = [-1] * len(self.values)
         for node in self.nodes:
-            for value in (*node.inputs, *self._made_by(node)):
+            # an object may hold values of earlier nodes, which nobody needs for that
+            made = (value for value in self._made_by(node) if self.born[value] == node.index)
+            written = (value for _, value, _ in node.writes)
+            for value in (*node.inputs, *written, *made):
                 last[value] = node.index
         for value in self.kept:
             last[value] = len(self.nodes)

@@ -36,6 +36,7 @@ from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_a
 from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.objects import Objects
+from lightning_avgpipe.parcel import Packer
 
 __all__ = ["Samples", "measure"]
 
@@ -111,7 +112,7 @@ def measure(
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
             timer.exclude(tree.tensors(batch))
             timer.calibrate()
-            with untouched(module), timer.visiting(), timer.following():
+            with untouched(module), Objects(batch).restored(), timer.visiting(), timer.following():
                 run(*batch)
             timer.check_finished()
             if number == 0:
@@ -155,6 +156,7 @@ class _Timer(StepTracer):
         self._bar = bar
         self._call_s = 0.0
         self._position = 0
+        self._packer = Packer(module)
         self._measured: dict[Hashable, int] = defaultdict(int)
         self._excluded = {_storage(t) for t in _tensors_of(module)}
         self._homes: dict[int, tuple[Tensor, int]] = {}  # storage -> a tensor that keeps it alive, its value
@@ -241,8 +243,11 @@ class _Timer(StepTracer):
         self._bar.update()
         if kind == "call" or (kind == "glue" and not (node.writes or node.states)):
             self._measure(node, module, run, lambda copy: map_tensors(copy, (args, kwargs)))
+            objects = self._objects(node, module, args, kwargs)
             with saved_tensors_hooks(_drop, _dropped):
                 result = run(*args, **kwargs)
+            tensors = tensors if objects is None else [*tensors, *objects.tensors]
+            given = self._given(result, objects)
         else:
             # What glue writes to may be a view of anything, so there is no copy to practise on; and the gradients of a
             # checkpointed region cannot be asked for. The backwards are estimated.
@@ -253,11 +258,21 @@ class _Timer(StepTracer):
             self._samples.found[self._kinds[index]].append(Sample(seconds, factor * seconds if trains else 0.0))
             if kind == "region" and trains:
                 self.saved.update(node.inputs)
-        self._remember(node, result, tensors)
+            given = tree.tensors(result)
+        self._remember(node, given, tensors)
         return result
 
-    def _remember(self, node: Node, result: Any, tensors: Sequence[Tensor]) -> None:
-        for leaf, value in zip(tree.tensors(result), node.outputs, strict=True):
+    def _objects(self, node: Node, module: nn.Module | None, args: Any, kwargs: Any) -> Objects | None:
+        """What a node that writes into objects may write into."""
+        if not node.opens:
+            return None
+        return Objects((args, kwargs), module.modules() if node.exports and module is not None else ())
+
+    def _given(self, result: Any, objects: Objects | None) -> list[Tensor]:
+        return tree.tensors(result) if objects is None else self._packer.pack(result, objects)[1]
+
+    def _remember(self, node: Node, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        for leaf, value in zip(given, node.outputs, strict=True):
             if value >= 0 and not self.is_known(leaf):
                 self._learn(leaf, value)
         for i, value, base in node.writes:
@@ -312,18 +327,23 @@ class _Timer(StepTracer):
         copies: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # id -> original, leaf, what the node gets
 
         def copy(tensor: Tensor) -> Tensor:
+            if id(tensor) in given:
+                return tensor
             if id(tensor) not in copies:
                 leaf = tensor.detach()
                 if tensor.requires_grad:
                     leaf.requires_grad_()
                 # a node that writes gets a tensor that is nobody else's, and no leaf
                 copies[id(tensor)] = (tensor, leaf, leaf.clone() if node.writes else leaf)
+                given.add(id(copies[id(tensor)][2]))
             return copies[id(tensor)][2]
 
-        objects = Objects(arguments(_keep))
+        given: set[int] = set()
+        args, kwargs = arguments(copy)
+        objects = Objects((args, kwargs))
         with untouched(module) if module is not None else random_state(), objects.restored():
-            args, kwargs = arguments(copy)
             objects.replace_tensors(copy)  # what units collect in them has a history, which is not this node's
+            written = self._objects(node, module, args, kwargs)
             torch.clear_autocast_cache()  # in training every micro-batch casts the weights anew
             kept: list[Tensor] = []
 
@@ -336,8 +356,8 @@ class _Timer(StepTracer):
                 result, forward_s = self._timed(lambda: run(*args, **kwargs))
             if counts:
                 aliases = {_storage(given): self._storage_value(tensor) for tensor, _, given in copies.values()}
-                self._count(node, module, kept, tree.tensors(result), aliases)
-            outputs = list({id(t): t for t in tree.tensors(result) if t.requires_grad}.values())
+                self._count(node, module, kept, self._given(result, written), aliases)
+            outputs = list({id(t): t for t in self._given(result, written) if t.requires_grad}.values())
             sources = [leaf for _, leaf, _ in copies.values() if leaf.requires_grad] + weights
             if not outputs or not sources:
                 return Sample(forward_s, 0.0)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_avgpipe import tree
@@ -20,11 +18,14 @@ from lightning_avgpipe.capture.batch import BatchUse
 from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.draws import DrawWatch, random_bits
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
-from lightning_avgpipe.capture.snapshot import untouched
+from lightning_avgpipe.capture.provenance import Provenance
+from lightning_avgpipe.capture.snapshot import attribute_values, untouched
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.capture.units import Units
 from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.errors import CaptureError, SkippedStepError
+from lightning_avgpipe.objects import Objects
+from lightning_avgpipe.parcel import Packer
 from lightning_avgpipe.source import source_line
 
 __all__ = ["capture", "owned_tensors"]
@@ -54,19 +55,33 @@ def capture(
         SkippedStepError: the step returned None in training.
         CaptureError: the step returned no loss in training.
     """
-    glue_states: set[str] = set()
+    foresight = Foresight()
     while True:
-        recorder = _Recorder(module, units, device, glue_states, ignore)
+        recorder = _Recorder(module, units, device, foresight, ignore)
         try:
             # a step may change its batch
             graph = _record(recorder, step, run, tree.map_tensors(torch.clone, tuple(args)))
         except Exception as error:
             error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
             raise
-        # Whether an operation on a buffer is a node must be known before the buffer is first changed.
-        if recorder.glue_states <= glue_states:
+        if recorder.foresight == foresight:
             return graph
-        glue_states |= recorder.glue_states
+        foresight = recorder.foresight
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """What must be known of a step before it is followed: it is found out by following it once more.
+
+    Attributes:
+        glue_states: buffers that glue changes: whether an operation on one is a node, before the first change.
+        exports: units in whose attributes others find tensors.
+        readers: units that find values in objects, and may have nothing else that makes them nodes.
+    """
+
+    glue_states: frozenset[str] = frozenset()
+    exports: frozenset[str] = frozenset()
+    readers: frozenset[str] = frozenset()
 
 
 def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Sequence[Any]) -> CallGraph:
@@ -74,7 +89,7 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
     batch = [(leaf, _version(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
-    with untouched(module), recorder.visiting():
+    with untouched(module), Objects(args).restored(), recorder.visiting():
         with recorder.following(), watching(recorder.calls):
             result = run(*args)
         recorder.watch.look()
@@ -129,7 +144,7 @@ class _Recorder(StepTracer):
         module: nn.Module,
         units: Sequence[str],
         device: torch.device | None,
-        glue_states: Collection[str],
+        foresight: Foresight,
         ignore: Collection[nn.Module],
     ) -> None:
         self.module = module
@@ -139,64 +154,106 @@ class _Recorder(StepTracer):
         # a unit that is not called itself may have buffers that glue changes
         self._buffers = dict(module.named_buffers())
         self._buffer_names = {id(b): name for name, b in self._buffers.items()}
-        self.glue_states = set(glue_states)
-        super().__init__({}, owned_tensors(module, glue_states))
+        self.glue_states = set(foresight.glue_states)
+        self._exports = set(foresight.exports)
+        self._readers = set(foresight.readers)
+        super().__init__({}, owned_tensors(module, foresight.glue_states))
         self.watch = DrawWatch(module, device)
         self.calls = Calls(self.watch, self._is_outside, lambda: len(self.nodes))
         self.batch = BatchUse(device)
         self.nodes: list[Node] = []
         self.values: list[Value] = []
         self.kept: set[int] = set()
-        self.resident: set[str] = set()
+        self.resident: set[str] = set(foresight.readers)
         self.pinned: list[tuple[int, int, str]] = []
         self._storages: dict[int, int] = {}
-        self._births = _Births()
+        self._provenance = Provenance()
+        self._written: dict[int, tuple[Tensor, int]] = {}  # tensors that are nobody's arguments -> node that writes
+        self._packer = Packer(module)
+        self._lasting = Objects(attribute_values(module))
+        self._writers: dict[int, list[int]] = defaultdict(list)  # lasting object -> nodes that write into it
         self._held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        tensors = tree.tensors((args, kwargs))
-        inputs = self._inputs(tensors)
-        parameters = tuple(self._owned[id(p)] for p in module.parameters())
+        exports = path in self._exports
+        objects = Objects((args, kwargs), module.modules() if exports else ())
+        visible = tree.tensors((args, kwargs))
+        tensors = [*visible, *objects.tensors]
         versions, calls = [_version(t) for t in tensors], len(self.watch.calls)
         buffers = _copies_of_buffers(module, path)
         random_before = random_bits(self._device)
-        with self._visit(module), self._births, _Flops() as counter:
+        with self._visit(module), self._provenance.at(len(self.nodes)), _Flops() as counter:
             result = run(*args, **kwargs)
         draws = not torch.equal(random_before, random_bits(self._device))
-        states = self._changed(buffers)
+        states, used = self._changed(buffers), self._provenance.used
+        inputs = self._inputs([*visible, *used])
+        parameters = self._parameters([*module.parameters(), *used])
+        free = not (inputs or parameters or states or draws or path in self.resident)
+        self._find_hidden(used, f"unit '{path}'", free, path)
         if parameters or states or draws:
             self.resident.add(path)
-        elif not inputs:
-            self.batch.computed(tensors, len(self.nodes))
+        elif free:
+            self.batch.computed([*visible, *used], len(self.nodes))
+            self._provenance.forget()
             return result
+        elif not self._inputs(visible):
+            self._readers.add(path)
         flops = float(counter.get_total_flops()) or _recurrent_flops(module, result)
-        self._add(
-            Node(len(self.nodes), "call", path, source_line(), inputs, parameters=parameters, states=states,
-                 draws=draws, drawn=tuple(self.watch.calls[calls:]),
-                 flops=flops + sum(t.numel() for t in tree.tensors(result))),
-            result, tensors, versions,
+        node = Node(
+            len(self.nodes), "call", path, source_line(), inputs, parameters=parameters, states=states, draws=draws,
+            drawn=tuple(self.watch.calls[calls:]), flops=flops + sum(t.numel() for t in tree.tensors(result)),
         )  # fmt: skip
+        self.batch.taken([*visible, *used], node.index)
+        changed = [t for t, version in zip(tensors, versions, strict=True) if _version(t) != version]
+        seen = {id(t) for t in visible}
+        writes = any(id(t) not in seen for t in changed)
+        node, given = self._opened(node, result, objects, exports, writes)
+        self._note_writes(node, [self._buffer(name) for name in states], {id(t) for t in changed})
+        self._add(node, given, tensors if node.opens else visible, versions)
         return result
+
+    def _opened(
+        self, node: Node, result: Any, objects: Objects, exports: bool, writes: bool
+    ) -> tuple[Node, list[Tensor]]:
+        """The node, and the tensors that it gave: in its result, or in all that it wrote into objects as well."""
+        if not writes and not self._packer.is_needed(result, objects):
+            return node, tree.tensors(result)
+        try:
+            given = self._packer.pack(result, objects)[1]
+        except Exception as error:  # of any type: pickling runs code of the objects
+            reason = f"{node} leaves in an object what cannot be sent to another stage: {error}"
+            self.pinned.append((node.index + 1, _ANYWHERE, reason))
+            return node, tree.tensors(result)
+        written = [change.index for change in objects.changes()]
+        lasting = tuple(i for i in written if self._lasting.index(objects.owners[i]) is not None)
+        for owner in (objects.owners[i] for i in lasting):
+            first = self._writers[id(owner)][:1]
+            self._writers[id(owner)].append(node.index)
+            if first and not isinstance(owner, nn.Module):
+                reason = f"an object of type {type(owner).__name__} that outlives the step is written to on both sides"
+                self.pinned.append((first[0] + 1, node.index, reason))
+        return replace(node, opens=True, exports=exports, lasting=lasting), given
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tensor_arguments(args, kwargs)
         versions, calls = [_version(t) for t in tensors], len(self.watch.calls)
-        outer, used = _Outermost(self.watch, self._visit), _Used()
+        outer = _Outermost(self.watch, self._visit)
         random_before = random_bits(self._device)
-        with watching(outer), self._births, used, _Flops() as counter:
+        with watching(outer), self._provenance.at(len(self.nodes)), _Flops() as counter:
             result = run(*args, **kwargs)
-        parameters = tuple(dict.fromkeys(self._owned[id(t)] for t in used.tensors if id(t) in self._owned))
+        used, given = self._provenance.used, tree.tensors(result)
         names = dict.fromkeys(self.watch.path(module) for module in outer.modules)
-        self._add(
-            Node(len(self.nodes), "region", ", ".join(names) or "a function", source_line(),
-                 self._inputs([*tensors, *used.tensors]), parameters=parameters, states=self._changed(outer.buffers),
-                 draws=not torch.equal(random_before, random_bits(self._device)), drawn=tuple(self.watch.calls[calls:]),
-                 flops=float(counter.get_total_flops()) + sum(t.numel() for t in tree.tensors(result))),
-            result, tensors, versions,
+        self._find_hidden(used, "a checkpointed region", False)
+        node = Node(
+            len(self.nodes), "region", ", ".join(names) or "a function", source_line(),
+            self._inputs([*tensors, *used]), parameters=self._parameters(used), states=self._changed(outer.buffers),
+            draws=not torch.equal(random_before, random_bits(self._device)), drawn=tuple(self.watch.calls[calls:]),
+            flops=float(counter.get_total_flops()) + sum(t.numel() for t in given),
         )  # fmt: skip
-        self.batch.taken(used.tensors, len(self.nodes) - 1)
+        self.batch.taken([*tensors, *used], node.index)
+        self._add(node, given, tensors, versions)
         return result
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
@@ -221,7 +278,7 @@ class _Recorder(StepTracer):
         inputs = self._inputs(tensors)
         parameters = tuple(dict.fromkeys(self._owned[id(t)] for t in tensors if id(t) in self._owned))
         name = function_name(func)
-        self._refuse_hidden(tensors, name)
+        self._find_hidden(tensors, f"{name}()", True)
         versions = [_version(t) for t in tensors]
         free = not inputs and not parameters
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
@@ -241,11 +298,12 @@ class _Recorder(StepTracer):
         parameters = tuple(name for name in parameters if name not in self.glue_states)
         if name in ("backward", "grad"):
             self.pinned.append((0, _ANYWHERE, f"the step calls {name}() itself at {source_line()}"))
+        self.batch.taken(tensors, len(self.nodes))
         self._add(
             Node(len(self.nodes), "glue", name, source_line(), inputs, parameters=parameters, states=states,
                  draws=not torch.equal(random_before, random_bits(self._device)),
                  flops=float(sum(t.numel() for t in tree.tensors(result)))),
-            result, tensors, versions,
+            tree.tensors(result), tensors, versions,
         )  # fmt: skip
         return result
 
@@ -254,10 +312,10 @@ class _Recorder(StepTracer):
         self.keep(tree.tensors((args, kwargs)))
         return run(*args, **kwargs)
 
-    def _add(self, node: Node, result: Any, tensors: list[Tensor], versions: list[int]) -> None:
-        self.batch.taken(tensors, node.index)
+    def _add(self, node: Node, given: list[Tensor], tensors: list[Tensor], versions: list[int]) -> None:
+        """Note a node that gave these tensors and may have written into those that it took."""
         writes: list[tuple[int, int, bool]] = []
-        for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+        for i, (tensor, version) in enumerate(zip(tensors, versions, strict=False)):
             if _version(tensor) == version:
                 continue
             for target, base in ((tensor, False), (tensor._base, True)):
@@ -265,7 +323,7 @@ class _Recorder(StepTracer):
                     known = self.value_of(target) if self.is_known(target) else None
                     writes.append((i, self._new_value(target, node.name) if known is None else known, base))
         outputs = []
-        for leaf in tree.tensors(result):
+        for leaf in given:
             if self.is_known(leaf):
                 outputs.append(self._known[id(leaf)][1])
                 continue
@@ -304,13 +362,46 @@ class _Recorder(StepTracer):
         self.kept.update(self._inputs(tensors))
         self.batch.kept(tensors)
 
-    def _refuse_hidden(self, tensors: list[Tensor], name: str) -> None:
-        """A tensor that was made inside a unit and came out of no node was left behind, say in an attribute."""
+    def _find_hidden(self, tensors: list[Tensor], name: str, everywhere: bool, unit: str = "") -> None:
+        """A tensor that was made inside a unit and came out of no node was left behind, say in a global variable.
+
+        Args:
+            tensors: that something takes.
+            name: of that.
+            everywhere: whether each stage behind the unit executes it.
+            unit: path, if it is a unit.
+        """
+        end = _ANYWHERE if everywhere else len(self.nodes)
         for tensor in tensors:
-            if self._births.include(tensor) and self.value_of(tensor) is None:
-                self.pinned.append(
-                    (0, len(self.nodes), f"{name}() at {source_line()} reads a tensor that a unit left in an attribute")
-                )
+            birth = self._provenance.birth(tensor)
+            wrote = self._written.get(id(tensor))
+            if wrote is not None and wrote[0] is tensor:
+                writer = self.nodes[wrote[1]]
+                if writer.name != unit or id(tensor) not in self._buffer_names:  # whose changes are known
+                    reason = f"{name} at {source_line()} reads a tensor that {writer} writes into"
+                    self.pinned.append((wrote[1] + 1, end, reason))
+            if birth is None or birth >= len(self.nodes) or self.value_of(tensor) is not None:
+                continue
+            writer = self.nodes[birth]
+            if writer.kind == "call":
+                self._exports.add(writer.name)
+            reason = f"{name} at {source_line()} reads a tensor that {writer} left where it cannot be followed"
+            self.pinned.append((birth + 1, end, reason))
+
+    def _note_writes(self, node: Node, buffers: Sequence[Tensor | None], followed: Collection[int]) -> None:
+        """What a unit writes into besides its arguments is not sent to other stages."""
+        for tensor in (*self._provenance.written(), *(b for b in buffers if b is not None)):
+            if id(tensor) not in followed:
+                self._written.setdefault(id(tensor), (tensor, node.index))
+
+    def _parameters(self, tensors: list[Tensor]) -> tuple[str, ...]:
+        names = dict.fromkeys(self._owned[id(t)] for t in tensors if id(t) in self._owned)
+        return tuple(name for name in names if name not in self.glue_states)
+
+    @property
+    def foresight(self) -> Foresight:
+        """What has been found out."""
+        return Foresight(frozenset(self.glue_states), frozenset(self._exports), frozenset(self._readers))
 
     def find_reassigned_buffers(self) -> None:
         """A buffer that glue replaces by a new tensor must be replaced on the last stage only."""
@@ -334,26 +425,6 @@ class _Recorder(StepTracer):
 
     def _visit(self, module: nn.Module) -> Any:
         return Visit(_tensors_of(module), self._device)
-
-
-class _Births(TorchDispatchMode):
-    """Remembers the tensors that are made inside units, as long as they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, weakref.ref[Tensor]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self._made[id(tensor)] = weakref.ref(tensor)
-        return result
-
-    def include(self, tensor: Tensor) -> bool:
-        """Whether this very tensor was made inside a unit."""
-        made = self._made.get(id(tensor))
-        return made is not None and made() is tensor
 
 
 class _Outermost(CallWatcher):
@@ -386,18 +457,6 @@ class _Outermost(CallWatcher):
         self._depth -= 1
         if self._depth == 0:
             self._visits.pop().__exit__()
-
-
-class _Used(TorchFunctionMode):
-    """Collects the tensors that torch functions take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.tensors += tensor_arguments(args, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
 
 class _Flops(FlopCounterMode):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.objects import Objects
 
-__all__ = ["Attributes", "random_state", "unchanged", "untouched"]
+__all__ = ["Attributes", "attribute_values", "random_state", "unchanged", "untouched"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _CONTAINERS = (list, dict, set, deque)
@@ -48,8 +48,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
     """
     saved = [(m, _save(m)) for m in module.modules()]
     classes = [(kind, _save_class(kind)) for kind in _own_classes(module)]
-    own = (held for m in module.modules() for name, held in vars(m).items() if name not in _OF_EVERY_MODULE)
-    objects = Objects((held for held in own if not isinstance(held, Tensor)), contents=True)
+    objects = Objects((held for held in attribute_values(module) if not isinstance(held, Tensor)), contents=True)
     with random_state(), objects.restored():
         try:
             yield
@@ -58,6 +57,11 @@ def untouched(module: nn.Module) -> Iterator[None]:
                 _restore(m, state)
             for kind, attributes in classes:
                 _restore_class(kind, attributes)
+
+
+def attribute_values(module: nn.Module) -> list[Any]:
+    """What all submodules hold besides parameters, buffers, modules and hooks."""
+    return [held for m in module.modules() for name, held in vars(m).items() if name not in _OF_EVERY_MODULE]
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ from lightning_avgpipe.absent import Absent, Constant, TensorMeta
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.objects import Objects
+from lightning_avgpipe.parcel import Packer, Parcel
 from lightning_avgpipe.runtime.program import StageProgram
 from lightning_avgpipe.runtime.randomness import Drawing, Draws, RandomKey, host_stream, stream
 from lightning_avgpipe.source import source_line
@@ -44,8 +46,8 @@ class Spec:
         return self.num_leaves
 
 
-# What a node returned: one tensor's description, or a tree of descriptions and constants.
-Entry = TensorMeta | tuple[Spec, tuple[TensorMeta | Constant, ...]]
+# What a node gave: one tensor's description, a tree of descriptions and constants, or what it wrote into objects too.
+Entry = TensorMeta | Parcel | tuple[Spec, tuple[TensorMeta | Constant, ...]]
 
 Observe = Callable[[Callable[..., Any], Any, Any], Any]
 Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
@@ -86,6 +88,7 @@ def replay(
     device: torch.device = torch.device("cpu"),  # noqa: B008
     observe: Observe | None = None,
     repeat: Repeat | None = None,
+    packer: Packer | None = None,
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
 
@@ -102,13 +105,14 @@ def replay(
         device: of this stage.
         observe: calls ``self.log`` and metrics on the last stage; None: as they are.
         repeat: makes what executes a unit into what keeps less for the backward.
+        packer: of the module; None if no unit writes into objects.
     Raises:
         StepChangedError: the step did something else than when it was captured.
         AbsentValueError: the step needs a value that was not sent.
     """
     key = key or RandomKey(0)
     draws = Draws(drawing, key, device) if drawing else None
-    replayer = _Replayer(program, units, owned, received, entries, draws, device, observe, repeat)
+    replayer = _Replayer(program, units, owned, received, entries, draws, device, observe, repeat, packer)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
     with (
@@ -123,6 +127,8 @@ def replay(
             result = None
         else:
             replayer.check_finished(result)
+        finally:
+            replayer.restore()
     return Replayed(result, replayer.sent(), replayer.entries())
 
 
@@ -138,10 +144,13 @@ class _Replayer(StepTracer):
         device: torch.device,
         observe: Observe | None,
         repeat: Repeat | None,
+        packer: Packer | None,
     ) -> None:
         super().__init__(units, owned)
         self._observe = observe
         self._repeat = repeat
+        self._packer = packer
+        self._written: list[tuple[Any, Objects, Objects]] = []  # lasting objects, before and after units were skipped
         self._program = program
         self._nodes = program.graph.nodes
         self._resident = program.graph.resident
@@ -163,7 +172,7 @@ class _Replayer(StepTracer):
         tensors = tree.tensors((args, kwargs))
         if path not in self._resident and not any(self.value_of(t) is not None for t in tensors):
             return run(*args, **kwargs)
-        return self._at_node("call", path, run, args, kwargs, tensors)
+        return self._at_node("call", path, run, args, kwargs, tensors, module)
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors, name = tensor_arguments(args, kwargs), function_name(func)
@@ -183,7 +192,14 @@ class _Replayer(StepTracer):
         return run(*args, **kwargs) if self._observe is None else self._observe(run, args, kwargs)
 
     def _at_node(
-        self, kind: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]
+        self,
+        kind: str,
+        name: str,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
+        module: nn.Module | None = None,
     ) -> Any:
         position, program = self._position, self._program
         if position == self._ended:
@@ -197,12 +213,16 @@ class _Replayer(StepTracer):
                 raise self._changed(kind, name, node)
             node = None
         self._position += 1
+        objects = None
+        if node is not None and node.opens:
+            objects = Objects((args, kwargs), module.modules() if module is not None and node.exports else ())
+            tensors = [*tensors, *objects.tensors]
         if position < program.start:
             assert node is not None
-            return self._skip(node, tensors)
-        return self._execute(node, kind, name, run, args, kwargs, tensors)
+            return self._skip(node, tensors, objects)
+        return self._execute(node, kind, name, run, args, kwargs, tensors, objects)
 
-    def _skip(self, node: Node, tensors: list[Tensor]) -> Any:
+    def _skip(self, node: Node, tensors: list[Tensor], objects: Objects | None) -> Any:
         if self._draws is not None and node.drawn:
             self._draws.skip(node.drawn)
         for i, value, of_base in node.writes:
@@ -216,6 +236,8 @@ class _Replayer(StepTracer):
         entry = self._upstream[node.index]
         if isinstance(entry, TensorMeta):
             return self._stand_in(node, 0, entry, tensors)
+        if isinstance(entry, Parcel):
+            return self._open(node, entry, tensors, objects)
         spec, leaves = entry
         filled, i = [], 0
         for leaf in leaves:
@@ -225,6 +247,28 @@ class _Replayer(StepTracer):
             else:
                 filled.append(leaf.value)
         return tree.unflatten(filled, spec.spec)
+
+    def _open(self, node: Node, parcel: Parcel, tensors: list[Tensor], objects: Objects | None) -> Any:
+        """Let happen to the objects of this stage what the unit did to those of its own."""
+        assert objects is not None and self._packer is not None
+        given = [self._stand_in(node, i, meta, tensors) for i, meta in enumerate(parcel.tensors)]
+        lasting = [objects.owners[i] for i in node.lasting if i < len(objects.owners)]
+        before = [Objects.only(owner) for owner in lasting]
+        try:
+            result = self._packer.unpack(parcel, given, objects)
+        except LookupError as error:
+            raise StepChangedError(
+                f"{node} was given other objects than when {self._program.graph.step} was captured (stage "
+                f"{self._program.stage}): {error}. Pass the same objects for every batch"
+            ) from error
+        self._written += zip(lasting, before, map(Objects.only, lasting), strict=True)
+        return result
+
+    def restore(self) -> None:
+        """Objects that outlive the step are again as this stage's own units left them."""
+        for _, before, after in reversed(self._written):
+            if not after.changes():
+                before.restore()
 
     def _stand_in(self, node: Node, i: int, meta: TensorMeta, tensors: list[Tensor]) -> Tensor:
         value = node.outputs[i]
@@ -245,6 +289,7 @@ class _Replayer(StepTracer):
         args: Any,
         kwargs: Any,
         tensors: list[Tensor],
+        objects: Objects | None,
     ) -> Any:
         if self._repeat is not None and kind == "call" and node is not None:
             run = self._repeat(node, run)
@@ -255,7 +300,11 @@ class _Replayer(StepTracer):
                 result = run(*args, **kwargs)
         if node is None:
             return result
-        leaves = [result] if type(result) is Tensor else tree.tensors(result)
+        entry = None
+        if objects is not None and self._packer is not None:
+            entry, leaves = self._packer.pack(result, objects)
+        else:
+            leaves = [result] if type(result) is Tensor else tree.tensors(result)
         if len(leaves) != len(node.outputs):
             raise StepChangedError(
                 f"{node} returned {len(node.outputs)} tensors when {self._program.graph.step} was captured, and "
@@ -270,7 +319,7 @@ class _Replayer(StepTracer):
             if target is not None:
                 self._register(target, value)
         if not self._program.is_last:
-            self._own.append(_entry(result))
+            self._own.append(_entry(result) if entry is None else entry)
         return result
 
     def _register(self, tensor: Tensor, value: int) -> None:

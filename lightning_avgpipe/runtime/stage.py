@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_avgpipe import tree
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.parcel import Packer
 from lightning_avgpipe.runtime.copies import Copies
 from lightning_avgpipe.runtime.inspection import Inspection, Strangers
 from lightning_avgpipe.runtime.message import Message
@@ -154,6 +155,7 @@ class Stage:
         self._units = {id(module.get_submodule(path)): path for path in program.graph.units}
         self._module = module
         self._owned = owned_tensors(module, ())
+        self._packer = Packer(module) if any(node.opens for node in program.graph.nodes) else None
         self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
         self._repeats: frozenset[int] = frozenset()
         self._recompute = recompute
@@ -233,6 +235,7 @@ class Stage:
                 self._device,
                 observe,
                 self._repeat_units if task.trains else None,
+                self._packer,
             )
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])

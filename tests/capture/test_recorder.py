@@ -153,7 +153,7 @@ def test_a_buffer_that_is_changed_on_both_sides_of_a_cut_forbids_it() -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_tensor_that_a_unit_leaves_behind_forbids_cuts_before_its_use(grad: bool) -> None:
+def test_a_tensor_that_a_unit_leaves_in_an_attribute_is_a_value(grad: bool) -> None:
     class Leaves(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -167,7 +167,24 @@ def test_a_tensor_that_a_unit_leaves_behind_forbids_cuts_before_its_use(grad: bo
     module.a = Leaves()
     with torch.set_grad_enabled(grad):
         graph = graph_of(module, lambda x: module.b(module.a(x)).sum() + module.a.penalty * 2, torch.randn(3, 4))
-    assert "reads a tensor that a unit left in an attribute" in str(graph.obstacles[1])
+    assert set(graph.obstacles) == {None}
+    assert graph.nodes[0].exports and [graph.values[v].shape for v in graph.live(2)] == [(), (3, 4)]
+
+
+def test_a_tensor_that_a_unit_leaves_where_nobody_looks_forbids_cuts_before_its_use() -> None:
+    left = []
+
+    class Leaves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            left.append(x.square().mean())
+            return x * 2
+
+    module = Two()
+    module.act = Leaves()
+    graph = graph_of(module, lambda x: module.b(module.act(module.a(x))).sum() + left.pop() * 2, torch.randn(3, 4))
+    assert graph.obstacles[1] is None
+    for position in range(2, len(graph.nodes)):
+        assert "reads a tensor that unit 'act'" in str(graph.obstacles[position])
 
 
 def test_what_the_result_needs_is_kept_to_the_end() -> None:
