@@ -34,7 +34,7 @@ ALLOWED = {
         "capture",
         "partition",
         "schedule",
-    },  # fmt: skip
+    },
     "elastic": {"errors", "tree", "runtime"},
     "tuning": {"errors", "partition", "schedule"},
 }
