@@ -25,8 +25,9 @@ from lightning_avgpipe.runtime.scaling import scaling_together
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy import AvgPipeStrategy
+    from lightning_avgpipe.whole import WholeSteps
 
-__all__ = ["adapted", "quiet_hooks"]
+__all__ = ["adapted", "adapted_to_whole_steps", "quiet_hooks"]
 
 # Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
 _LAST_STAGE_HOOKS = tuple(
@@ -69,11 +70,52 @@ def adapted(
             undo.enter_context(_optimization(trainer, strategy))
             undo.enter_context(_parallel_models(trainer, module, strategy))
         if fitting or strategy.world_size > 1:
-            for value in vars(strategy.precision_plugin).values():
-                if isinstance(value, GradScaler):
-                    undo.enter_context(scaling_together(value, strategy.mesh, strategy.together_with))
+            undo.enter_context(_scaling(strategy))
         if strategy.world_size > 1:
             undo.enter_context(_several_processes(trainer, module, strategy))
+            if not strategy.mesh.hosts_last:
+                for hook in _LAST_STAGE_HOOKS:
+                    undo.enter_context(replaced(module, hook, _nothing))
+            for owner, name in _clipping_hooks(trainer, module) if strategy.mesh.world_size > 1 else ():
+                undo.enter_context(replaced(owner, name, _with_norms(getattr(owner, name), module, strategy)))
+            undo.enter_context(_known_at_epoch_end(trainer, module))
+        yield
+
+
+@contextlib.contextmanager
+def adapted_to_whole_steps(
+    trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy, steps: WholeSteps
+) -> Iterator[None]:
+    """The same for steps that run whole, on several processes: all of them run the step and the module's hooks."""
+    with (
+        steps.adapted(),
+        _scaling(strategy),
+        _several_processes(trainer, module, strategy),
+        _known_at_epoch_end(trainer, module),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _scaling(strategy: AvgPipeStrategy) -> Iterator[None]:
+    with contextlib.ExitStack() as undo:
+        for value in vars(strategy.precision_plugin).values():
+            if isinstance(value, GradScaler):
+                undo.enter_context(scaling_together(value, strategy.mesh, strategy.together_with))
+        yield
+
+
+@contextlib.contextmanager
+def _known_at_epoch_end(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    """After the module's last hook of an epoch all ranks know the metrics; callbacks that monitor one come next."""
+    connector, epoch_end = trainer._logger_connector, module.on_train_epoch_end
+    assert isinstance(connector, SyncedLoggerConnector)
+
+    def on_train_epoch_end() -> None:
+        epoch_end()
+        connector.sync()
+
+    with replaced(module, "on_train_epoch_end", on_train_epoch_end):
         yield
 
 
@@ -124,22 +166,10 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
     # Only rank 0 logs, so there is nothing to synchronise.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(", category=UserWarning)
     connector = SyncedLoggerConnector(trainer._logger_connector, strategy.mesh)
-    epoch_end = module.on_train_epoch_end if strategy.mesh.hosts_last else _nothing
-
-    def on_train_epoch_end() -> None:
-        epoch_end()
-        connector.sync()  # callbacks that monitor a metric come next, on every rank
-
     with contextlib.ExitStack() as undo:
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
         undo.enter_context(_without_comparing_contents())
-        if strategy.mesh.world_size > 1:
-            for owner, name in _clipping_hooks(trainer, module):
-                undo.enter_context(replaced(owner, name, _with_norms(getattr(owner, name), module, strategy)))
-        if not strategy.mesh.hosts_last:
-            for hook in _LAST_STAGE_HOOKS:
-                undo.enter_context(replaced(module, hook, _nothing))
         if not strategy.mesh.leads:
             for writer in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(writer, BasePredictionWriter):
@@ -149,7 +179,6 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
             undo.enter_context(replaced(module, "_on_before_batch_transfer", _pass_on))
             if not strategy.ships_early:  # what arrives later is converted already
                 undo.enter_context(replaced(strategy.precision_plugin, "convert_input", _pass_on))
-        undo.enter_context(replaced(module, "on_train_epoch_end", on_train_epoch_end))
         yield
 
 

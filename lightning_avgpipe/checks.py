@@ -101,13 +101,14 @@ def processes(num_stages: int, world_size: int) -> None:
         )
 
 
-def whole(model: pl.LightningModule, why: str, given: Options, world_size: int) -> None:
-    """Check what was asked of steps that run whole."""
+def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int) -> None:
+    """Check what was asked of steps that run whole, in so many groups of processes."""
     name = type(model).__name__
     asked = {
         "num_microbatches": (given.splits, "a batch is not split; use num_microbatches='auto', and a smaller batch"),
         "num_pipelines": (given.num_pipelines > 1, "there is one model; use num_pipelines=1"),
         "processes_per_device": (given.processes_per_device > 1, "there is one model; use processes_per_device=1"),
+        "num_stages": (num_groups > 1, "more devices than stages train parallel models; use num_stages='auto'"),
         "recompute": (bool(given.recompute), "nothing is repeated; use torch.utils.checkpoint inside of a submodule"),
     }
     for option, (set_, what) in asked.items():
@@ -116,8 +117,6 @@ def whole(model: pl.LightningModule, why: str, given: Options, world_size: int) 
                 f"{name} {why}; such steps run whole, and with {option}={getattr(given, option)!r} that cannot be: "
                 f"{what}"
             )
-    if world_size > 1:
-        raise ConfigurationError(f"{name} {why}; such steps run whole, in one process so far: use devices=1")
 
 
 def contents(model: pl.LightningModule) -> None:

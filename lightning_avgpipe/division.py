@@ -162,6 +162,17 @@ class Division:
                 self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
         return True
 
+    def settle(self, plan: Plan) -> dict[str, int]:
+        """Divide the module by a plan of which it is only known who owns what. Every process calls it.
+
+        Returns:
+            Full name of each parameter and buffer that one process owns -> its rank.
+        """
+        self.plan, self._final = plan, True
+        self._owner = owners(self._module, self._mesh, plan.stages_of)
+        self._settle()
+        return {name: self._owner[name] for name in plan.stages_of if name in self._owner}
+
     def _begin_alike(self) -> None:
         """All groups begin with the weights and buffers of the first."""
         siblings = self._mesh.siblings

@@ -27,6 +27,7 @@ from lightning_avgpipe.runtime.pipeline import Outcome, run_together
 from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
 from lightning_avgpipe.schedule import Schedule, build
+from lightning_avgpipe.whole import WholeSteps
 
 __all__ = ["SteppingStrategy"]
 
@@ -36,12 +37,14 @@ class SteppingStrategy(ParallelModelsStrategy):
 
     Attributes:
         plan: the stages with their units, parameters and boundary values, known from the first batch on.
+        whole_steps: of a run on several processes whose steps run whole; None of any other.
         tuner: is shown the first batch of training before it is used, and may reconfigure; called once more before each
             further batch until it returns True. Set before the run is set up.
     """
 
     plan: Plan | None = None
     _asked: dict[str, Any] = {}  # by reconfigure, within an iteration
+    whole_steps: WholeSteps | None = None
     _zero_grad: Callable[[], None] | None = None
     tuner: Callable[[Any], bool] | None = None
 
@@ -168,7 +171,7 @@ class SteppingStrategy(ParallelModelsStrategy):
         Returns:
             What the step would have returned for the batch, detached; None if it is skipped.
         """
-        if self.plain:
+        if self.plain or self.whole_steps is not None:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         assert self._division is not None
@@ -235,6 +238,8 @@ class SteppingStrategy(ParallelModelsStrategy):
     def _evaluate(self, step: str, context: Callable[[], Any], args: Sequence[Any]) -> Any:
         if self.plain:
             return getattr(super(), step)(*args)
+        if self.whole_steps is not None:
+            return self.whole_steps.run(step, getattr(super(), step), *args)
         parts = self._split(args[0])
         (outcome,) = self._run(step, context, [parts], args[1:], None)
         return None if outcome.results is None else merge(outcome.results, [part.size for part in parts])

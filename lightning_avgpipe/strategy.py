@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torchmetrics import Metric
 
 from lightning_avgpipe import checks, launch
-from lightning_avgpipe.adaptation import adapted
+from lightning_avgpipe.adaptation import adapted, adapted_to_whole_steps
 from lightning_avgpipe.advancing import Advancing
 from lightning_avgpipe.allowed import documented
 from lightning_avgpipe.counts import Count, Duration, Natural
@@ -28,13 +28,16 @@ from lightning_avgpipe.elastic.averaging import OuterOptimizer
 from lightning_avgpipe.grouping import grouping
 from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.options import ALLOWED, Options, SplitBatch
+from lightning_avgpipe.runtime.by_size import divide_by_size
 from lightning_avgpipe.runtime.materialize import on_meta
-from lightning_avgpipe.runtime.memory import MemoryLimit, limit_of
+from lightning_avgpipe.runtime.memory import MemoryLimit, limit_of, memory_of, state_copies
 from lightning_avgpipe.runtime.ownership import to_host
 from lightning_avgpipe.runtime.planner import Planner
 from lightning_avgpipe.runtime.recompute import chosen
+from lightning_avgpipe.schedule import build
 from lightning_avgpipe.shares import check_alike, sharing
 from lightning_avgpipe.stepping import SteppingStrategy
+from lightning_avgpipe.whole import WholeSteps
 
 __all__ = ["AvgPipeStrategy"]
 
@@ -215,6 +218,7 @@ class AvgPipeStrategy(SteppingStrategy):
         self._division: Division | None = None
         self.failed = False
         self._log: StepLog | None = None
+        self.whole_steps = None
         self.forget_models()
         self._asked = {}
 
@@ -227,7 +231,7 @@ class AvgPipeStrategy(SteppingStrategy):
         self._forget()
         why = self.whole
         if why is not None:
-            checks.whole(module, why, self._options, self.world_size)
+            checks.whole(module, why, self._options, self.num_groups)
             if not self.undivided:
                 rank_zero_info(f"{type(module).__name__} {why}: its steps run whole, not in micro-batches")
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -241,21 +245,37 @@ class AvgPipeStrategy(SteppingStrategy):
         everywhere = self.mesh.world.gather_objects((str(trainer.ckpt_path or ""), self._options.shared))
         checks.same_checkpoint([path for path, _ in everywhere])
         checks.same_options([options for _, options in everywhere])
-        if fitting:
+        if fitting and why is None:
             self._share_data(trainer)
         checks.contents(module)
         super().setup(trainer)
         self.choose_seed(self.mesh)
         self._division = self._divided(module)
+        sends = self.mesh.reads and self.mesh.world_size > 1
+        early = not has_transfer_hooks(trainer)
+        self._shipping = Shipping(self.mesh.feed, self._needs, sends, early, partial(batches_wanted, trainer))
+        if why is not None:
+            self.whole_steps = WholeSteps(trainer, module, self, partial(self._settled, module))
+            self._undo.enter_context(adapted_to_whole_steps(trainer, module, self, self.whole_steps))
+            return
         self._log = StepLog(module, self.mesh.hosts_last, self.mesh.heads)
         options = self._options
         self.advancing = Advancing(
             options.schedule, options.advance, self.mesh, self.memory_per_stage(), module, lambda: self.optimizers
         )
-        sends = self.mesh.reads and self.mesh.world_size > 1
-        early = not has_transfer_hooks(trainer)
-        self._shipping = Shipping(self.mesh.feed, self._needs, sends, early, partial(batches_wanted, trainer))
         self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))
+
+    def _settled(self, module: pl.LightningModule) -> dict[str, int]:
+        """Divide a module whose steps run whole, by the size of its parts; returns who owns what."""
+        assert self._division is not None
+        held = memory_of(module, build("afab", 1, 1), state_copies(self.optimizers), 0).held
+        limit = limit_of(self._options.memory_limit, self.root_device, self._sharing())
+        metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        plan = divide_by_size(module, self.num_stages, held, self._options.split_points, limit, metrics)
+        owner = self._division.settle(plan)
+        self.plan = plan
+        self._announce(plan)
+        return owner
 
     def _share_data(self, trainer: pl.Trainer) -> None:
         """Before the optimizers are made, for which the number of iterations may be asked."""
@@ -352,13 +372,17 @@ class AvgPipeStrategy(SteppingStrategy):
     def _needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         """The tensors of a batch for a process; None is all of them."""
         assert self.lightning_module is not None
-        if self._options.send_batch == "all" or self._splitter is not None or self._division is None:
+        if self._options.send_batch == "all" or self._splitter is not None:
+            return None
+        if self.whole_steps is not None or self._division is None:
             return None
         stage = self.lightning_module.trainer.state.stage
         return None if stage is None else self._division.pipeline.leaves(_STEPS[stage], rank, batch)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the closure and step."""
+        if self.whole_steps is not None:
+            return self.whole_steps.optimizer_step(super().optimizer_step, *args, **kwargs)
         result = super().optimizer_step(*args, **kwargs)
         if self._options.verify_copies and self._division is not None:
             self._division.verify_copies()
@@ -371,7 +395,7 @@ class AvgPipeStrategy(SteppingStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # a module that was trained knows its trainer, and must be one that torch.save can save
-        of_a_run = dict.fromkeys(("_mesh", "_division", "_log", "_shipping", "advancing", "tuner"))
+        of_a_run = dict.fromkeys(("_mesh", "_division", "_log", "_shipping", "advancing", "tuner", "whole_steps"))
         return {**super().__getstate__(), **of_a_run, "_undo": contextlib.ExitStack()}
 
     def __repr__(self) -> str:

@@ -9,11 +9,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_avgpipe import AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
+from tests import processes
 from tests.engine import assert_same_parameters
+from tests.lightning_side.test_plain import same
 from tests.lightning_side.twins import twins
 from tests.manual_models import MODELS, Gan
 from tests.models import MLP, loader
@@ -58,6 +61,46 @@ def test_a_checkpoint_of_several_optimizers_resumes_as_on_one_device(tmp_path: P
         torch.manual_seed(9)
         runner(max_epochs=2).fit(module, loader(MLP, 16, 4), ckpt_path=tmp_path / "model.ckpt", weights_only=False)
     assert_same_parameters(one, other)
+
+
+def everything(rank: int, name: str, devices: int, path: Path) -> dict[str, Any]:
+    """Train, save, and train on from there; what each rank has then. With one device as Lightning does it alone."""
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"callbacks": [ModelCheckpoint(path, save_last=True)], "enable_checkpointing": True}
+    found: dict[str, Any] = {}
+    for epochs in (1, 2):
+        torch.manual_seed(3)
+        module = {model.__name__: model for model in (*MODELS, OwnBackward, Iterates)}[name]()
+        torch.manual_seed(10 * rank + epochs)  # rank 0's random numbers count
+        runner = trainer(**options) if devices == 1 else pipeline(devices, devices, **options)
+        runner.fit_loop.max_epochs = epochs
+        data = loader(MLP, 16, 4, shuffle=True), loader(MLP, 8, 4, seed=1)
+        runner.fit(module, *data, ckpt_path=path / "last.ckpt" if epochs == 2 else None, weights_only=False)
+        metrics = {key: float(value) for key, value in runner.callback_metrics.items()}
+        found[f"after {epochs}"] = runner.global_step, metrics, getattr(module, "seen", None)
+    found["weights"] = {key: value.clone() for key, value in module.state_dict().items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("Gan", 2),
+        *(pytest.param(m.__name__, 2, marks=pytest.mark.slow) for m in (*MODELS[1:], OwnBackward, Iterates)),
+        *(pytest.param(m.__name__, 3, marks=pytest.mark.slow) for m in MODELS),
+    ],
+)
+def test_on_several_processes_they_equal_one_device_bit_for_bit(name: str, devices: int, tmp_path: Path) -> None:
+    one = processes.results(processes.run(1, everything, name, 1, tmp_path / "one", folder=tmp_path))[0]
+    several = processes.run(devices, everything, name, devices, tmp_path / "several", folder=tmp_path)
+    for rank in processes.results(several):
+        weights, expected = rank.pop("weights"), one["weights"]
+        assert rank == {key: value for key, value in one.items() if key != "weights"}
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    one_file, other = (torch.load(tmp_path / sub / "last.ckpt", weights_only=False) for sub in ("one", "several"))
+    assert same(one_file["optimizer_states"], other["optimizer_states"])
+    assert same(one_file["loops"], other["loops"])
 
 
 @pytest.mark.parametrize(
