@@ -82,6 +82,8 @@ class SteppingStrategy(ParallelModelsStrategy):
         asked = {**self._asked, **{name: number for name, number in numbers.items() if number is not None}}
         wanted = replace(self._options, **asked)
         module = self.lightning_module
+        if self.whole is not None and module is not None:
+            raise ConfigurationError(f"reconfigure: {type(module).__name__} {self.whole}; its steps run whole")
         if self.plain and module is not None:
             raise ConfigurationError(
                 "reconfigure: with one device, one stage, one micro-batch and one pipeline this run began as with "
