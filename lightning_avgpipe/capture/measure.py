@@ -112,7 +112,8 @@ def measure(
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
             timer.exclude(tree.tensors(batch))
             timer.calibrate()
-            with untouched(module), Objects(batch).restored(), timer.visiting(), timer.following():
+            following = timer.following(compiled=not graph.drawing)
+            with untouched(module), Objects(batch).restored(), timer.visiting(), following:
                 run(*batch)
             timer.check_finished()
             if number == 0:

@@ -12,6 +12,7 @@ nodes can be matched by counting them.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from abc import abstractmethod
@@ -142,6 +143,7 @@ class StepTracer(TorchFunctionMode):
         self._owned = owned
         self._inside = False  # a unit, or a node's own work, is running: nothing is a node now
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._eager: contextlib.AbstractContextManager[Any] | None = None  # left while a unit runs, and entered again
 
     # -- what subclasses decide; while they do, nothing is followed ---------------------------------------------------
 
@@ -215,9 +217,17 @@ class StepTracer(TorchFunctionMode):
             self._inside = False
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """Within this context this thread's step is followed."""
-        with intercepting():
+    def following(self, compiled: bool = False) -> Iterator[None]:
+        """Within this context this thread's step is followed.
+
+        Nobody can follow what ``torch.compile`` has compiled, so that runs uncompiled.
+
+        Args:
+            compiled: whether units do not. What is compiled cannot be watched either.
+        """
+        eager = _uncompiled()
+        with intercepting(), eager:
+            self._eager = eager if compiled else None
             _following.tracer = self
             try:
                 with self:
@@ -247,11 +257,23 @@ class _Aside:
         self._on_top = torch.overrides._get_current_function_mode() is tracer
         if self._on_top:
             TorchFunctionMode.__exit__(tracer, None, None, None)
+            if tracer._eager is not None:
+                tracer._eager.__exit__(None, None, None)
 
     def __exit__(self, *error: object) -> None:
+        tracer = self._tracer
         if self._on_top:
-            TorchFunctionMode.__enter__(self._tracer)
-        self._tracer._inside = False
+            if tracer._eager is not None:
+                tracer._eager.__enter__()
+            TorchFunctionMode.__enter__(tracer)
+        tracer._inside = False
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Within this context nothing runs compiled; nothing can where the compiler has not even been imported."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager
@@ -305,6 +327,8 @@ _keeping_inputs = getattr(checkpoint, "_NoopSaveInputs", None)  # how older vers
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():  # a unit that runs compiled: nobody follows
+        return _call_module(module, *args, **kwargs)
     watcher = _following.watcher
     if watcher is None or (watcher.only is not None and id(module) not in watcher.only):
         return _follow(module, args, kwargs)

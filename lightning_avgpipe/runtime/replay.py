@@ -119,7 +119,7 @@ def replay(
         _NOTHING if draws is None else stream(key.derive("step"), device),
         _NOTHING if draws is None else watching(draws),
         host_stream(key.derive("host")) if program.graph.host_drawing else _NOTHING,
-        replayer.following(),
+        replayer.following(compiled=draws is None),
     ):
         try:
             result = run(*args)

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.units import initial_units, refine
-from tests.trainers import assert_defaults_equal_accumulation
+from tests.trainers import assert_defaults_equal_accumulation, trainer
 
 
 class Net(nn.Module):
@@ -43,7 +45,7 @@ class Net(nn.Module):
 class Base(L.LightningModule):
     def __init__(self, net: Any = None) -> None:
         super().__init__()
-        self.net: Any = net or Net()
+        self.net: Any = Net() if net is None else net
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -213,3 +215,76 @@ def test_a_buffer_of_a_module_that_is_not_called_is_changed_on_one_stage() -> No
     graph = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, initial_units(module))
     assert graph.nodes[0].states == ("net.calls",)
     assert float(module.net.calls) == 0
+
+
+# -- compiled and scripted modules -------------------------------------------------------------------------------------
+
+
+def compiled(net: Net) -> Any:
+    return torch.compile(net, backend="eager")
+
+
+def compiled_in_place(net: Net) -> Any:
+    net.compile(backend="eager")
+    return net
+
+
+def with_parts(change: Callable[[Any], Any]) -> Callable[[Net], Any]:
+    def changed(net: Net) -> Any:
+        for i, block in enumerate(net.blocks):
+            net.blocks[i] = change(block)
+        return net
+
+    return changed
+
+
+class Whole(Base):
+    """Can be copied, whatever was done to its net."""
+
+    def __init__(self, change: Callable[[Net], Any]) -> None:
+        super().__init__(change(Net()))
+        self.change = change
+
+    def __deepcopy__(self, memo: Any) -> Whole:
+        other = Whole(self.change)
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+
+CHANGES = [
+    compiled, compiled_in_place,
+    with_parts(lambda block: torch.compile(nn.Sequential(block), backend="eager")),
+    with_parts(torch.jit.script),
+    with_parts(lambda block: torch.jit.trace(block, torch.randn(2, 16))),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated", "ignore:.*torch.jit.*is not supported")
+@pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_compiled_is_opened_and_what_is_scripted_is_a_unit(
+    change: Callable[[Net], Any], num_stages: int
+) -> None:
+    plan = assert_defaults_equal_accumulation(Whole(change), torch.randn(4, 16), num_stages)
+    assert max(stage.share for stage in plan.stages) < 0.75, str(plan)
+
+
+def test_a_unit_runs_compiled_while_the_step_around_it_is_followed() -> None:
+    seen: list[bool] = []
+
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.compiler.is_compiling())
+            return super().forward(x)
+
+    module = Whole(lambda net: net)
+    module.net.blocks[2] = torch.compile(Asks(16, 16), backend="eager")
+    module.net = torch.compile(module.net, backend="eager")
+    trainer(strategy=AvgPipeStrategy(num_stages=2), max_epochs=1).fit(
+        module,
+        DataLoader([torch.randn(4, 16)], batch_size=None),  # type: ignore[arg-type]
+    )
+    assert True in seen
