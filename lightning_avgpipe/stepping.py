@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_avgpipe import checks, tree
@@ -30,6 +30,9 @@ from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.whole import WholeSteps
 
 __all__ = ["SteppingStrategy"]
+
+# A stage with more than this part of the time leaves nothing to gain from the others.
+_USELESS = 0.9
 
 
 class SteppingStrategy(ParallelModelsStrategy):
@@ -302,6 +305,9 @@ class SteppingStrategy(ParallelModelsStrategy):
         size = self.mesh.world_size
         processes = "one process" if size == 1 else f"{size} processes"
         rank_zero_info(f"\n{self.num_stages} stages on {processes}{groups}:\n{plan}")
+        if plan is not None and plan.note:
+            tell = rank_zero_warn if plan.slowest.share > _USELESS else rank_zero_info
+            tell(plan.note)
 
     def _split(self, batch: Any, pipeline: int = 0) -> list[MicroBatch]:
         self._shipping.check_seal(batch, pipeline)

@@ -10,12 +10,16 @@ from torch import nn
 
 from lightning_avgpipe.errors import PartitionError
 
-__all__ = ["Units", "divisible", "initial_units", "is_container", "refine", "split_units"]
+__all__ = ["Units", "divisible", "initial_units", "is_container", "refine", "split_units", "why_whole"]
 
 # Containers are not called by users (or only pass on what they hold), so they are opened from the start.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# These read the parameters of their children without calling them, or call them where nobody sees it.
-_ATOMS = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
+# These use their children where nobody sees it, or all of their parameters at once.
+_ATOMS: dict[type[nn.Module], str] = {
+    nn.MultiheadAttention: "is one operation",
+    nn.RNNBase: "is one operation for all of its layers; chain several with num_layers=1",
+    torch.jit.ScriptModule: "is a TorchScript module, in which nobody can follow; script its parts one by one",
+}
 
 
 def initial_units(root: nn.Module, ignore: Collection[nn.Module] = ()) -> tuple[str, ...]:
@@ -40,8 +44,15 @@ def refine(
 
 def divisible(root: nn.Module, path: str, ignore: Collection[nn.Module] = ()) -> bool:
     """Whether a unit has children that it could be replaced by."""
+    return why_whole(root, path, ignore) is None
+
+
+def why_whole(root: nn.Module, path: str, ignore: Collection[nn.Module] = ()) -> str | None:
+    """Why a unit cannot be opened; None if it can."""
     module = root.get_submodule(path)
-    return not isinstance(module, _ATOMS) and any(True for _ in _open(module, path, ignore))
+    if not any(True for _ in _open(module, path, ignore)) and not isinstance(module, nn.RNNBase):
+        return "has no submodules"
+    return next((reason for kind, reason in _ATOMS.items() if isinstance(module, kind)), None)
 
 
 def is_container(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.partition.limits import limits
 from lightning_avgpipe.partition.memory import Memory, nbytes
 from lightning_avgpipe.partition.ranges import Ranges, evenest, least_bottleneck
 
@@ -29,6 +30,7 @@ __all__ = ["Gap", "cut_at", "cut_balanced", "cut_like", "gaps"]
 
 # Among partitions within this share of the best bottleneck the evenest with the least traffic is taken.
 _SLACK = 0.01
+_SHOWN = 3  # reasons in an error
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,13 @@ def _calls(graph: CallGraph) -> list[Node]:
     return [node for node in graph.nodes if node.kind != "glue" or node.parameters]
 
 
-def cut_balanced(graph: CallGraph, costs: Costs, num_stages: int, memory: Memory | None = None) -> tuple[int, ...]:
+def cut_balanced(
+    graph: CallGraph,
+    costs: Costs,
+    num_stages: int,
+    memory: Memory | None = None,
+    whole: Mapping[str, str] | None = None,
+) -> tuple[int, ...]:
     """Cuts that make the slowest stage or transfer as fast as possible; of these, the evenest with the least traffic.
 
     Even: where one unit alone sets the pace, the other stages still share the rest (and its memory). The sum of
@@ -85,6 +93,7 @@ def cut_balanced(graph: CallGraph, costs: Costs, num_stages: int, memory: Memory
         costs: of its nodes and hops.
         num_stages: K.
         memory: limits the stages, and tells the sizes of parameters, of which a cut may make copies.
+        whole: unit -> why it cannot be opened, for messages.
     Returns:
         K-1 increasing positions.
     Raises:
@@ -95,7 +104,7 @@ def cut_balanced(graph: CallGraph, costs: Costs, num_stages: int, memory: Memory
     memory = memory or Memory()
     legal = [gap for gap in gaps(graph) if gap.obstacle is None]
     if len(legal) < num_stages - 1:
-        raise too_few_cuts(graph, num_stages)
+        raise _too_few_cuts(graph, costs, num_stages, len(legal), whole or {})
     positions = [0, *(gap.position for gap in legal), len(graph.nodes)]
     ranges = Ranges.of(graph, costs, positions, num_stages, memory)
     stages = [ranges.times(k) for k in range(num_stages)]
@@ -230,16 +239,15 @@ def _stashed(memory: Memory, stage: int, flying: str) -> str:
     return "the micro-batch that is being repeated" if memory.is_repeated(stage) else flying
 
 
-def too_few_cuts(graph: CallGraph, num_stages: int) -> PartitionError:
+def _too_few_cuts(
+    graph: CallGraph, costs: Costs, num_stages: int, count: int, whole: Mapping[str, str]
+) -> PartitionError:
     """The error that says how many cuts are legal, and what forbids the others."""
-    all_gaps = gaps(graph)
-    count = sum(gap.obstacle is None for gap in all_gaps)
     calls = len(_calls(graph))
-    obstacles = list(dict.fromkeys(gap.obstacle for gap in all_gaps if gap.obstacle is not None))
-    because = "".join(f"\n  - {obstacle}" for obstacle in obstacles[:3])
+    because = "".join(f"\n  - {limit}" for limit in limits(graph, costs, whole)[:_SHOWN])
     return PartitionError(
         f"num_stages={num_stages} needs {num_stages - 1} cuts, but {count} "
         f"{'cut is' if count == 1 else 'cuts are'} legal in {graph.step}, which calls {calls} "
         f"{'unit' if calls == 1 else 'units'}; lower num_stages to {count + 1}"
-        + (f", or remove what forbids the others:{because}" if because else "")
+        + (f", or change what cannot be divided:{because}" if because else "")
     )

@@ -79,6 +79,7 @@ class Plan:
         measured: whether times are measured seconds, not counted operations.
         forecast: None if no schedule was given.
         links: of the hops, shape ``(K-1,)``, in the unit of the stages' times.
+        note: why the stages are not even; empty if they are.
     """
 
     stages: tuple[StagePlan, ...]
@@ -87,6 +88,12 @@ class Plan:
     measured: bool = False
     forecast: Forecast | None = None
     links: tuple[Link, ...] = ()
+    note: str = ""
+
+    @property
+    def slowest(self) -> StagePlan:
+        """The stage that takes the largest part of the time."""
+        return max(self.stages, key=lambda stage: stage.share)
 
     @property
     def num_stages(self) -> int:

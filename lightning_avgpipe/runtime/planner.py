@@ -18,9 +18,10 @@ from lightning_avgpipe.capture.closing import closing
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import Samples, measure
 from lightning_avgpipe.capture.recorder import capture
-from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units
+from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units, why_whole
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.partition import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan
+from lightning_avgpipe.partition.limits import limits
 from lightning_avgpipe.runtime.memory import memory_of
 from lightning_avgpipe.runtime.recompute import Recompute
 from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
@@ -38,6 +39,9 @@ _NEAR_CUTS = 3
 _MOVES = 0.03
 # Finer units must make the slowest stage or the unevenness smaller by this factor.
 _WORTH = 0.99
+# A slowest stage beyond its fair share by this factor is explained, with so many reasons.
+_UNEVEN = 1.25
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -142,8 +146,28 @@ class Planner:
             plan, costs = self._refined(what, graph, self._counted, counted)
             if self.measures:
                 plan, costs = self._refined(what, plan.graph, measured, memory)
+        note = self._note(plan, costs)
         plan = self._closed(what, plan, costs, memory)
-        return replace(plan, forecast=_forecast(plan, conditions.schedule))
+        return replace(plan, forecast=_forecast(plan, conditions.schedule), note=note)
+
+    def _note(self, plan: Plan, costs: Costs) -> str:
+        """Why the slowest stage takes so long, if it does."""
+        slowest = plan.slowest
+        if slowest.share * self.num_stages <= _UNEVEN:
+            return ""
+        bounds = [0, *plan.cuts, len(plan.graph.nodes)]
+        start, end = bounds[slowest.index : slowest.index + 2]
+        found = limits(plan.graph, costs, self._whole(plan.graph), start, end)[:_SHOWN]
+        because = "".join(f"\n  - {limit}" for limit in found)
+        return (
+            f"stage {slowest.index} takes {slowest.share:.0%} of the time: {self.num_stages} stages are at most "
+            f"{1 / slowest.share:.2f} times as fast as one" + (f". In it cannot be divided{because}" if because else "")
+        )
+
+    def _whole(self, graph: CallGraph) -> dict[str, str]:
+        """Unit -> why it cannot be opened."""
+        reasons = ((unit, why_whole(self.module, unit, self.observers)) for unit in graph.units)
+        return {unit: reason for unit, reason in reasons if reason is not None}
 
     def _memory(self, conditions: Conditions) -> Memory:
         memory = memory_of(
@@ -183,14 +207,14 @@ class Planner:
             fair = sum(costs.node) / self.num_stages
             plan, failure = None, None
             try:
-                cuts = cut_balanced(graph, costs, self.num_stages, memory)
+                cuts = cut_balanced(graph, costs, self.num_stages, memory, self._whole(graph))
                 plan = make_plan(graph, cuts, costs, self._sizes(), memory)
             except PartitionError as error:
                 failure = error
             if plan is not None:
                 if best is None or _gains(plan, best[0]):
                     best = plan, costs
-                if _slowest(plan) * self.num_stages <= _BALANCED:
+                if plan.slowest.share * self.num_stages <= _BALANCED:
                     return best
             heavy = self._heavy_units(graph, costs, fair * _HEAVY if plan is not None else 0.0)
             if not heavy and plan is not None and closer > 0:
@@ -233,19 +257,14 @@ class Planner:
         return {name: parameter.numel() for name, parameter in self.module.named_parameters()}
 
 
-def _slowest(plan: Plan) -> float:
-    return max(stage.share for stage in plan.stages)
-
-
 def _unevenness(plan: Plan) -> float:
     return sum(stage.share**2 for stage in plan.stages)
 
 
 def _gains(plan: Plan, best: Plan) -> bool:
     """Finer units cost a little at every call, so they must be worth it: a faster pace, or a more even rest."""
-    if _slowest(plan) < _slowest(best) * _WORTH:
-        return True
-    return _slowest(plan) <= _slowest(best) and _unevenness(plan) < _unevenness(best) * _WORTH
+    now, before = plan.slowest.share, best.slowest.share
+    return now < before * _WORTH or (now <= before and _unevenness(plan) < _unevenness(best) * _WORTH)
 
 
 def stage_costs(plan: Plan) -> StageCosts:
