@@ -33,7 +33,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
-__all__ = ["TreeSpec", "children", "flatten", "flatten_with_names", "map_tensors", "tensors", "unflatten"]
+__all__ = [
+    "TreeSpec",
+    "children",
+    "flatten",
+    "flatten_with_names",
+    "map_tensors",
+    "named_children",
+    "tensors",
+    "unflatten",
+]
 
 IsLeaf = Callable[[Any], bool]
 
@@ -139,6 +148,12 @@ def _map(fn: Callable[[Tensor], Any], obj: Any) -> Any:
 def children(obj: Any) -> tuple[list[Any], TreeSpec]:
     """Take one level of a tree apart; a leaf is its own only child."""
     return flatten(obj, is_leaf=lambda node: node is not obj)
+
+
+def named_children(obj: Any, name: str) -> list[tuple[str, Any]]:
+    """One level of a container, with names as in :func:`flatten_with_names`."""
+    below, spec = children(obj)
+    return [(name + step, child) for step, child in zip(_steps(obj, spec, len(below)), below, strict=True)]
 
 
 def _names(obj: Any, name: str, is_leaf: IsLeaf | None) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,14 +12,9 @@ from torch import Tensor
 
 from lightning_avgpipe import tree
 from lightning_avgpipe.errors import BatchError
+from lightning_avgpipe.runtime.layout import Expected, Seen, is_plain_list, is_square, layout
 
-__all__ = ["MicroBatch", "batch_size", "mean", "merge", "split", "split_with"]
-
-_WAY_OUT = (
-    "define split_batch(batch, num_microbatches) on the LightningModule, or pass it to the strategy as "
-    "split_batch=...; it returns a list of at most num_microbatches smaller batches"
-)
-_NAMES_PER_SIZE = 4
+__all__ = ["MicroBatch", "batch_size", "mean", "merge", "split", "split_with", "whole"]
 
 
 @dataclass(frozen=True)
@@ -39,57 +34,60 @@ class MicroBatch:
     weight: float
 
 
-def batch_size(batch: Any) -> int | None:
-    """Count the samples of a batch.
+def batch_size(batch: Any, expected: Expected = Expected()) -> int | None:  # noqa: B008
+    """Count the samples of a batch, see :func:`layout`.
 
-    Args:
-        batch: any tree. All tensors with at least one dimension have the samples in dimension 0. If there is no such
-            tensor, the plain lists of the batch are counted: a list is one of samples, a tuple of lists is a record.
     Returns:
         The number of samples; None if there is nothing to count, or if plain lists disagree.
     Raises:
-        BatchError: tensors disagree about the number of samples; shows their names and shapes.
+        BatchError: it cannot be told.
     """
-    sizes = {tensor.shape[0] for tensor in tree.tensors(batch) if tensor.ndim > 0}
-    if len(sizes) > 1:
-        raise BatchError(
-            f"the tensors of the batch disagree about the number of samples: {_sizes_by_name(batch)}. Every tensor "
-            f"with dimensions needs the samples in dimension 0 to be split into micro-batches; if yours has not, "
-            f"{_WAY_OUT}"
-        )
-    if not sizes:
-        sizes = {len(column) for column in _columns(batch)}
-    return sizes.pop() if len(sizes) == 1 else None
+    found = layout(batch, expected)
+    return None if found is None else found[0]
 
 
-def split(batch: Any, num_microbatches: int) -> list[MicroBatch]:
+def split(
+    batch: Any,
+    num_microbatches: int,
+    expected: Expected = Expected(),  # noqa: B008
+    seen: Seen | None = None,
+) -> list[MicroBatch]:
     """Split a batch into micro-batches of about equal size, in order.
 
-    Sizes are those of ``torch.tensor_split``, and tensors become views. A list or tuple without tensors that has one
-    element per sample (texts, file names) is split as well; of nested ones the outermost. Everything else is repeated:
-    numbers, strings, 0-dim tensors, None, lists of other lengths. Each micro-batch has containers of its own, so that
-    a step function may ``pop`` from its batch.
+    Sizes are those of ``torch.tensor_split``, and tensors become views. A list or tuple that has one element per sample
+    (texts, file names, images, targets) is split as well; of nested ones the outermost. Everything else is repeated:
+    numbers, strings, 0-dim tensors, None, plain lists of other lengths. Each micro-batch has containers of its own, so
+    that a step function may ``pop`` from its batch.
 
     Args:
-        batch: any tree, see :func:`batch_size`.
+        batch: any tree.
         num_microbatches: M >= 1.
+        expected: what the dataloader says of its batches.
+        seen: in batches of the same source before; this one adds to it.
     Returns:
         min(M, samples) micro-batches, so none is empty unless the batch is; one if there is nothing to split.
     Raises:
-        BatchError: M < 1; tensors that disagree about the number of samples; as many tuples as samples, each of that
-            length, which may be rows or columns. Names the leaves.
+        BatchError: M < 1, or with M > 1 a batch whose samples cannot be told, see :func:`layout`.
     """
     _check_count(num_microbatches)
-    total = batch_size(batch)
-    if total is None:
-        return [MicroBatch(0, tree.map_tensors(lambda tensor: tensor, batch), 1, 1.0)]
+    if num_microbatches == 1:
+        return whole(batch, expected)
+    found = layout(batch, expected, seen)
+    if found is None:
+        return whole(batch, expected)
+    total, read = found
     count = max(1, min(num_microbatches, total))
     sizes = [total // count + (i < total % count) for i in range(count)]
-    leaves, spec = tree.flatten(batch, is_leaf=lambda node: _is_plain_list(node, total))
-    if count > 1 and any(map(_is_ambiguous, leaves)):
-        raise _ambiguity(batch, total)
-    parts = zip(*(_split_leaf(leaf, total, sizes) for leaf in leaves), strict=True)
-    return _micro_batches([tree.unflatten(part, spec) for part in parts], sizes)
+    return _micro_batches(read.parts(batch, sizes), sizes)
+
+
+def whole(batch: Any, expected: Expected = Expected()) -> list[MicroBatch]:  # noqa: B008
+    """One micro-batch. Where its samples cannot be told, they are counted as Lightning does: by the first tensor."""
+    try:
+        size = batch_size(batch, expected)
+    except BatchError:
+        size = next((len(tensor) for tensor in tree.tensors(batch) if tensor.ndim > 0), None)
+    return [MicroBatch(0, tree.map_tensors(lambda tensor: tensor, batch), 1 if size is None else size, 1.0)]
 
 
 def split_with(splitter: Callable[[Any, int], Sequence[Any]], batch: Any, num_microbatches: int) -> list[MicroBatch]:
@@ -167,80 +165,6 @@ def _check_count(num_microbatches: int) -> None:
         raise BatchError(f"num_microbatches={num_microbatches}: a batch is split into at least 1; pass 1 or more")
 
 
-def _sizes_by_name(batch: Any) -> str:
-    """``8 in batch['x'] (8, 3); 7 in batch['y'] (7,)``: a few leaves of each size."""
-    by_size: dict[int, list[str]] = {}
-    for name, leaf in tree.flatten_with_names(batch, "batch")[0]:
-        if isinstance(leaf, Tensor) and leaf.ndim > 0:
-            by_size.setdefault(leaf.shape[0], []).append(f"{name} {tuple(leaf.shape)}")
-    return "; ".join(f"{size} in {_first_of(names)}" for size, names in by_size.items())
-
-
-def _first_of(names: list[str]) -> str:
-    more = len(names) - _NAMES_PER_SIZE
-    return ", ".join(names[:_NAMES_PER_SIZE]) + (f" and {more} more" if more > 0 else "")
-
-
-def _columns(batch: Any) -> Iterator[Sequence[Any]]:
-    """Find the plain lists of a batch without tensors, and tuples that contain no further lists, tuples or dicts.
-
-    ``["a", "b"]`` and ``[("a", 0), ("b", 1)]`` are two samples. ``(("a", "b"), (0, 1))`` are two columns, as
-    ``zip(*samples)`` makes them.
-    """
-    below, spec = tree.children(batch)
-    if spec.is_leaf():
-        return
-    if type(batch) is list or (type(batch) is tuple and all(tree.children(child)[1].is_leaf() for child in batch)):
-        if batch:
-            yield batch
-        return
-    for child in below:
-        yield from _columns(child)
-
-
-def _is_plain_list(node: Any, length: int) -> bool:
-    return type(node) in (list, tuple) and len(node) == length > 0 and not tree.tensors(node)
-
-
-def _is_square(plain_list: Any) -> bool:
-    """Whether all elements are lists or tuples that are as long as the whole: rows look like columns."""
-    return len(plain_list) > 1 and all(_is_plain_list(element, len(plain_list)) for element in plain_list)
-
-
-def _is_ambiguous(leaf: Any) -> bool:
-    """Whether a square may be rows or columns.
-
-    A list of lists is read as rows, one list per sample (tokens, boxes). A list of tuples may be rows or what
-    ``default_collate`` makes of strings, and a tuple of either may come from ``zip(*samples)``.
-    """
-    if type(leaf) not in (list, tuple) or not _is_square(leaf):
-        return False
-    return type(leaf) is tuple or any(type(element) is tuple for element in leaf)
-
-
-def _ambiguity(batch: Any, total: int) -> BatchError:
-    leaves, _ = tree.flatten_with_names(batch, "batch", is_leaf=lambda node: _is_plain_list(node, total))
-    name, leaf = next((name, leaf) for name, leaf in leaves if _is_ambiguous(leaf))
-    return BatchError(
-        f"{name} in a batch of {total} samples holds {total} sequences of length {total}, which may be one per sample "
-        f"or {total} columns over the samples: {_shortened(leaf)}. To say how it is split, {_WAY_OUT}"
-    )
-
-
-def _shortened(value: Any, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _split_leaf(leaf: Any, total: int, sizes: Sequence[int]) -> Sequence[Any]:
-    if isinstance(leaf, Tensor):
-        return torch.tensor_split(leaf, len(sizes)) if leaf.ndim > 0 else [leaf] * len(sizes)
-    if _is_plain_list(leaf, total):
-        ends = list(accumulate(sizes))
-        return [leaf[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-    return [leaf] * len(sizes)
-
-
 def _batch_size_if_known(part: Any) -> int | None:
     try:
         return batch_size(part)
@@ -274,9 +198,9 @@ def _merge(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
 def _are_columns(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
     if len({type(part) for part in parts}) > 1:
         return False
-    if not all(_is_plain_list(part, size) for part, size in zip(parts, sizes, strict=True)):
+    if not all(is_plain_list(part, size) for part, size in zip(parts, sizes, strict=True)):
         return False
-    return not (type(parts[0]) is tuple and all(map(_is_square, parts)))
+    return not (type(parts[0]) is tuple and all(map(is_square, parts)))
 
 
 def _merge_leaves(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
