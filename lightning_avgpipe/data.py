@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from lightning_avgpipe import tree
 from lightning_avgpipe.capture.batch import leaf_names
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.runtime.feed import Feed, Needs, Passed
+from lightning_avgpipe.runtime.layout import Expected
 from lightning_avgpipe.runtime.mesh import Mesh
 
-__all__ = ["Shipping", "batches_wanted", "has_transfer_hooks", "mirror"]
+__all__ = ["Shipping", "batches_wanted", "expected_batches", "expected_now", "has_transfer_hooks", "mirror"]
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -96,6 +99,34 @@ class Shipping:
             )
 
 
+def expected_batches(dataloader: Any) -> Expected:
+    """What a dataloader says of the sizes of its batches, here or on the process that reads."""
+    told = getattr(dataloader, "expected_batches", None)
+    if isinstance(told, Expected):
+        return told
+    sampler = getattr(dataloader, "batch_sampler", None)
+    sampler = vars(sampler).get("_batch_sampler", sampler) if hasattr(sampler, "__dict__") else sampler  # Lightning's
+    if not isinstance(dataloader, DataLoader) or type(sampler) is not BatchSampler:
+        return Expected()  # one of the user's own may make batches of any size
+    return Expected(sampler.batch_size, dataloader.collate_fn is default_collate)
+
+
+def expected_now(trainer: pl.Trainer, dataloader_idx: int, changed: bool) -> Expected:
+    """What is expected of the batch that the loop that runs now works on.
+
+    Args:
+        dataloader_idx: of the dataloader that it came from, where they come one after the other.
+        changed: whether hooks may have changed batches since the dataloader made them.
+    """
+    combined = getattr(trainer._active_loop, "_combined_loader", None)
+    loaders = [] if combined is None else combined.flattened
+    if combined is not None and combined._mode == "sequential":
+        loaders = loaders[dataloader_idx : dataloader_idx + 1]
+    told = {expected_batches(loader) for loader in loaders}
+    expected = told.pop() if len(told) == 1 else Expected()
+    return replace(expected, changed=changed)
+
+
 def mirror(dataloader: Any, mesh: Mesh, shipping: Callable[[], Shipping]) -> Any:
     """What a process iterates over in place of its dataloader.
 
@@ -108,7 +139,8 @@ def mirror(dataloader: Any, mesh: Mesh, shipping: Callable[[], Shipping]) -> Any
         length: int | None = len(dataloader)
     except (TypeError, NotImplementedError):  # an iterable dataset without a length
         length = None
-    length, resumable = mesh.broadcast((length, isinstance(dataloader, _Stateful)), mesh.reader)
+    facts = length, isinstance(dataloader, _Stateful), expected_batches(dataloader)
+    length, resumable, expected = mesh.broadcast(facts, mesh.reader)
     if resumable and mesh.reader != 0:
         raise ConfigurationError(
             f"reader='first' with a {type(dataloader).__name__} that saves its state: checkpoints are saved by rank 0, "
@@ -116,11 +148,13 @@ def mirror(dataloader: Any, mesh: Mesh, shipping: Callable[[], Shipping]) -> Any
         )
     if mesh.reads:
         mirrored = _SizedReader(dataloader, shipping) if length is not None else _Reader(dataloader, shipping)
+        vars(mirrored).update(expected_batches=expected)
         if resumable:
             # as attributes of its own: Python 3.12 does not ask __getattr__ whether an object follows a protocol
             vars(mirrored).update(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
         return mirrored
     follower = _SizedFollower(shipping, length) if length is not None else _Follower(shipping)
+    vars(follower).update(expected_batches=expected)
     if resumable:  # Lightning compares the number of such loaders with that in the checkpoint, on every rank
         vars(follower).update(state_dict=dict, load_state_dict=_ignore)
     return follower

@@ -32,6 +32,7 @@ class ParallelModelsStrategy(StatefulStrategy):
 
     Attributes:
         observed: whether user code may look at the weights between steps.
+        dataloader_idx: of the batch that is worked on.
         skipped: pipelines whose last batch had no loss, the same on every rank.
         in_iteration: whether one goes on: from its batch to the optimizer's step.
     """
@@ -44,6 +45,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         self._beside: list[Any] = []  # batches of pipelines 1.. of this iteration
         self._fed = 0  # pipelines that had a batch since gradients were cleared
         self.skipped: frozenset[int] = frozenset()
+        self.dataloader_idx = 0
         self.observed = True
         self.in_iteration = False
 
@@ -63,6 +65,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         """The reader's batch, after its transfer hooks, on every rank's device; the other pipelines' with it."""
         module = self.lightning_module
         assert module is not None
+        self.dataloader_idx = dataloader_idx
         if self._mesh is None or self._division is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         if module.trainer.training:

@@ -17,12 +17,14 @@ from lightning_avgpipe import checks, tree
 from lightning_avgpipe.adaptation import quiet_hooks
 from lightning_avgpipe.advancing import Advancing
 from lightning_avgpipe.counts import Count, Natural
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.data import expected_now
+from lightning_avgpipe.errors import BatchError, ConfigurationError
 from lightning_avgpipe.grouping import recount
 from lightning_avgpipe.options import SplitBatch
 from lightning_avgpipe.parallel import ParallelModelsStrategy
 from lightning_avgpipe.partition import Plan
-from lightning_avgpipe.runtime.microbatch import MicroBatch, mean, merge, split, split_with
+from lightning_avgpipe.runtime.layout import Seen
+from lightning_avgpipe.runtime.microbatch import MicroBatch, mean, merge, split, split_with, whole
 from lightning_avgpipe.runtime.pipeline import Outcome, run_together
 from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
@@ -48,6 +50,8 @@ class SteppingStrategy(ParallelModelsStrategy):
     plan: Plan | None = None
     _asked: dict[str, Any] = {}  # by reconfigure, within an iteration
     whole_steps: WholeSteps | None = None
+    _seen: dict[tuple[str, int], Seen]
+    _warned: set[str]
     _zero_grad: Callable[[], None] | None = None
     tuner: Callable[[Any], bool] | None = None
 
@@ -315,7 +319,36 @@ class SteppingStrategy(ParallelModelsStrategy):
 
     def _parts(self, batch: Any) -> list[MicroBatch]:
         count, splitter = self._options.microbatches(self.num_stages), self._splitter
-        return split(batch, count) if splitter is None else split_with(splitter, batch, count)
+        if splitter is not None:
+            return split_with(splitter, batch, count)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        expected = expected_now(trainer, self.dataloader_idx, changed=not self._shipping.early)
+        stage = "" if trainer.state.stage is None else trainer.state.stage.value
+        first = (stage, self.dataloader_idx) not in self._seen
+        seen = self._seen.setdefault((stage, self.dataloader_idx), Seen())
+        try:
+            parts = split(batch, count, expected, seen)
+        except BatchError as error:
+            if self._options.num_microbatches != "auto":
+                raise
+            self._warn_once(
+                f"a batch of the {stage} data is not split into micro-batches, so its stages take turns: {error}. An "
+                "explicit num_microbatches makes this an error"
+            )
+            return whole(batch, expected)
+        if first and len(parts) == 1 < count and self.num_stages > 1:
+            self._warn_once(
+                f"the first batch of the {stage} data holds {parts[0].size} sample(s) and makes one micro-batch where "
+                f"num_microbatches={self._options.num_microbatches!r} wants {count}, so its stages take turns; use a "
+                "larger batch_size"
+            )
+        return parts
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            rank_zero_warn(text)
 
     @property
     def _splitter(self) -> SplitBatch | None:

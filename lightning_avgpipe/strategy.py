@@ -219,6 +219,7 @@ class AvgPipeStrategy(SteppingStrategy):
         self.failed = False
         self._log: StepLog | None = None
         self.whole_steps = None
+        self._seen, self._warned = {}, set()
         self.forget_models()
         self._asked = {}
 

@@ -150,7 +150,6 @@ def state(trainer: L.Trainer, module: Any, batch: Any = None) -> dict[str, Any]:
     found["names"] = sorted(n for n in vars(module))
     found["metric"] = repr((module.error._update_count, module.error.mean_value, module.error.weight))
     found["class"] = type(module).instances
-    found["logged"] = sorted(trainer.strategy._log._checked, key=str)
     return found
 
 

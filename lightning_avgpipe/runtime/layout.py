@@ -50,11 +50,13 @@ class Expected:
 
     Attributes:
         size: samples of a batch, of which some may have fewer; None if it does not say.
-        stacked: whether samples are in dimension 0 of every tensor for certain, as torch's own collation puts them.
+        stacked: whether samples were put into dimension 0 of every tensor, by torch's own collation.
+        changed: whether the user's hooks may have changed them since.
     """
 
     size: int | None = None
     stacked: bool = False
+    changed: bool = False
 
 
 @dataclass
@@ -64,10 +66,13 @@ class Seen:
     Attributes:
         lists: name -> whether the list holds one element per sample.
         settled: whether a whole batch had its samples in dimension 0, and could not have had them in another.
+        refusal: why the first batch could not be split. Later ones may look as if they could.
     """
 
     lists: dict[str, bool] = field(default_factory=dict)
     settled: bool = False
+    refusal: str | None = None
+    began: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,18 @@ def layout(batch: Any, expected: Expected = Expected(), seen: Seen | None = None
             is an object of which nothing is known. Names the leaves.
     """
     seen = Seen() if seen is None else seen
+    if seen.refusal is not None:
+        raise BatchError(seen.refusal)
+    try:
+        return _found(batch, expected, seen)
+    except BatchError as error:
+        seen.refusal = None if seen.began else str(error)
+        raise
+    finally:
+        seen.began = True
+
+
+def _found(batch: Any, expected: Expected, seen: Seen) -> tuple[int, Layout] | None:
     found: dict[int, tuple[Layout, dict[str, bool]]] = {}
     refusals = []
     for n in _candidates(batch, expected.size):
@@ -145,7 +162,8 @@ def layout(batch: Any, expected: Expected = Expected(), seen: Seen | None = None
         raise next((r for r in refusals if isinstance(r, _Ambiguity)), _disagreement(batch, expected.size))
     n = next(iter(found)) if len(found) == 1 else _chosen(batch, list(found), expected.size)
     read, lists = found[n]
-    if expected.size is not None and expected.size > 1 and not (expected.stacked or seen.settled):
+    as_stacked = expected.stacked and (n == expected.size or not expected.changed)
+    if expected.size is not None and expected.size > 1 and not (as_stacked or seen.settled):
         _check_first_dimension(batch, read, expected.size)
     _check_repeated(batch, read, "batch")
     seen.lists.update(lists)
