@@ -57,5 +57,9 @@ class StageError(AvgPipeError):
     """User code left an action by StopIteration; any other exception comes as it is, with a note of where."""
 
 
+class NonFiniteError(AvgPipeError, ArithmeticError):
+    """A gradient is infinite or no number; nothing has stepped with it."""
+
+
 class PeerError(AvgPipeError):
     """Another process of the pipeline failed or is gone; carries what it reported, if it could."""

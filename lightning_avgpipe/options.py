@@ -81,6 +81,7 @@ ALLOWED = {
     "average_every": whole(1, 1_000_000, 4),
     "save_replicas": flag(),
     "save_distributed_checkpoint": flag(),
+    "on_nonfinite": optional(choice("auto", "raise", "skip"), "no check"),
     "start_method": choice("popen", "spawn", "fork"),
     "process_group_backend": Allowed(
         "a backend that torch.distributed knows, one for each kind of device, or None",
@@ -121,6 +122,7 @@ class Options:
     average_every: int
     save_replicas: bool
     save_distributed_checkpoint: bool
+    on_nonfinite: Literal["auto", "raise", "skip"] | None
     start_method: str
     process_group_backend: str | None
     timeout: timedelta

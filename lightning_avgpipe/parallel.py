@@ -12,12 +12,14 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_avgpipe.data import Shipping
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.elastic.finite import first_nonfinite, has_nonfinite, may_have_nonfinite
+from lightning_avgpipe.errors import ConfigurationError, NonFiniteError
 from lightning_avgpipe.grouping import GroupedLoader
 from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.replaced import replaced
@@ -34,6 +36,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         observed: whether user code may look at the weights between steps.
         dataloader_idx: of the batch that is worked on.
         skipped: pipelines whose last batch had no loss, the same on every rank.
+        skipped_models: how often a model of this group was left out of a step, for a gradient that is no number.
         in_iteration: whether one goes on: from its batch to the optimizer's step.
     """
 
@@ -48,6 +51,8 @@ class ParallelModelsStrategy(StatefulStrategy):
         self.dataloader_idx = 0
         self.observed = True
         self.in_iteration = False
+        self.skipped_models = 0
+        self._left_out: list[int] = []  # pipelines of this step with gradients that are no numbers
 
     @property
     def num_pipelines(self) -> int:
@@ -174,7 +179,7 @@ class ParallelModelsStrategy(StatefulStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure, step, let the other pipelines' optimizers step, and average."""
         if self.num_models == 1:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, self._checked(closure), model, **kwargs)
         results: list[Any] = []
 
         def run() -> Any:
@@ -184,7 +189,7 @@ class ParallelModelsStrategy(StatefulStrategy):
                     f"{self.num_models} parallel models one evaluation serves the optimizers of all; use an optimizer "
                     "that evaluates it once, such as SGD or AdamW, or num_pipelines=1"
                 )
-            results.append(closure())
+            results.append(self._checked(closure)())
             return results[-1]
 
         with _noticing(optimizer) as steps:
@@ -194,11 +199,90 @@ class ParallelModelsStrategy(StatefulStrategy):
                 others = self._step_others(results, kwargs)
             if steps or others:
                 with self._recorded("averaging"):
-                    self._division.ensemble.stepped(self._fed)
+                    self._division.ensemble.stepped(self._fed - len(self._left_out))
             if is_overridden("optimizer_step", self.lightning_module):  # whose code after the step may look
                 self._settle()
             self._division.ensemble.mark(self._ends_epoch)
         return result
+
+    def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, after which no gradient is other than a finite number, if that is wanted."""
+        wanted = self._options.on_nonfinite
+        if wanted == "auto":
+            wanted = None if self.num_models == 1 else "raise"
+        scaled = any(isinstance(v, GradScaler) and v.is_enabled() for v in vars(self.precision_plugin).values())
+        self._left_out = []
+        if wanted is None or scaled:
+            return closure
+
+        def run() -> Any:
+            result = closure()
+            self._check_gradients(skip=wanted == "skip")
+            return None if 0 in self._left_out else result
+
+        return run
+
+    def _gradients(self, number: int) -> dict[str, torch.Tensor]:
+        ensemble = None if self._division is None else self._division.ensemble
+        if ensemble is not None:
+            return ensemble.gradients(number)
+        assert self.lightning_module is not None
+        return {name: p.grad for name, p in self.lightning_module.named_parameters() if p.grad is not None}
+
+    def _check_gradients(self, skip: bool) -> None:
+        """Once gradients are complete, and before anything is clipped or steps. All processes of a group call it.
+
+        Raises:
+            NonFiniteError: a gradient is infinite or no number, and the model is not to be skipped.
+        """
+        mesh, device = self.mesh, self.root_device
+        gradients = [self._gradients(n) for n in range(max(1, self._fed))]
+        found = torch.stack([may_have_nonfinite(named.values(), device) for named in gradients]).cpu()
+        for n in found.nonzero().flatten().tolist():
+            found[n] = has_nonfinite(gradients[n].values())
+        bad = [n for n, count in enumerate(mesh.sum(found).tolist()) if count]
+        if not bad:
+            return
+        if not skip:
+            name = first_nonfinite(gradients[bad[0]])
+            self._refuse(bad[0], mesh.exchange_objects(name))
+        self._left_out = bad
+        self._restart(bad, next((n for n in range(len(gradients)) if n not in bad), None))
+
+    def _refuse(self, number: int, names: Sequence[str | None]) -> None:
+        """End with the first tensor by stages.
+
+        Args:
+            number: n of the pipeline.
+            names: by rank, the first of its tensors; rank 0 has the last stage.
+        """
+        assert self.lightning_module is not None
+        batch_idx = self.lightning_module.trainer.fit_loop.epoch_loop.batch_idx
+        name = next(name for name in reversed(names) if name is not None)
+        group = f" of group {self.mesh.group_number}" if self.mesh.num_groups > 1 else ""
+        which = f"pipeline {number}{group}, " if self.num_models > 1 else ""
+        spared = "the reference model" if self.num_models > 1 else "the model"
+        skips = "leaves such a model out of the step" if self.num_models > 1 else "leaves out such a step"
+        raise NonFiniteError(
+            f"{which}batch_idx {batch_idx}: the gradient of '{name}' is infinite or no number (NaN). "
+            f"No optimizer has stepped, so {spared} is as it was. Look at this batch and the loss, lower the learning "
+            f"rate, or clip gradients; on_nonfinite='skip' {skips}, None looks at nothing"
+        )
+
+    def _restart(self, bad: Sequence[int], alike: int | None) -> None:
+        assert self.lightning_module is not None and self._division is not None
+        ensemble, trainer = self._division.ensemble, self.lightning_module.trainer
+        for n in bad:
+            if ensemble is not None:
+                ensemble.restart(n, alike)
+        if ensemble is None:
+            for parameter in self.lightning_module.parameters():
+                parameter.grad = None
+        self.skipped_models += len(bad)
+        if self.mesh.leads:
+            _warn_skipped(trainer.fit_loop.epoch_loop.batch_idx, bad)
+            for logger in trainer.loggers:
+                logger.log_metrics({"avgpipe/skipped_models": self.skipped_models}, step=trainer.global_step)
 
     @property
     def _ends_epoch(self) -> bool:
@@ -231,7 +315,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         loss = next((result for result in results if result is not None), torch.zeros((), device=self.root_device))
         stepped = False
         for n in range(1, self._fed):
-            closure = functools.partial(_given, None if n in self.skipped else loss)
+            closure = functools.partial(_given, None if n in self.skipped or n in self._left_out else loss)
             with ensemble.placed(n), step_log.muted():
                 for made in ensemble.optimizers(n):
                     with _noticing(made) as steps:
@@ -330,6 +414,14 @@ class ParallelModelsStrategy(StatefulStrategy):
 def _given(result: Any) -> Any:
     """A closure whose work is done."""
     return result
+
+
+def _warn_skipped(batch_idx: int, pipelines: Sequence[int]) -> None:
+    which = " and ".join(map(str, pipelines))
+    rank_zero_warn(
+        f"batch_idx {batch_idx}: pipeline {which} had a gradient that is infinite or no number, and was left out of "
+        "the step; avgpipe/skipped_models counts this"
+    )
 
 
 def _plain_name(optimizer: Optimizer) -> str:

@@ -140,6 +140,12 @@ class AvgPipeStrategy(SteppingStrategy):
             the same bits; else, or with another N, they start from the reference.
         save_distributed_checkpoint: whether each process writes its own part of a checkpoint, all at once into a
             folder, with torch.distributed.checkpoint. Otherwise rank 0 gathers everything and writes one file.
+        on_nonfinite: what to do before a step in which a model's gradient is infinite or no number (NaN): ``"raise"``
+            ends training with the name of the tensor; ``"skip"`` leaves that model out of the step and of the
+            averaging, and begins it again at the reference, which ``avgpipe/skipped_models`` counts; None looks at
+            nothing. ``"auto"``: ``"raise"`` for parallel models, whose reference would be lost with one of them, and
+            None for a single one, as with any strategy. A loss scaler (``precision="16-mixed"``) skips such steps
+            by itself, of all models.
         start_method: how the processes of one node start: ``"popen"`` runs the script again (as ddp does), ``"spawn"``
             and ``"fork"`` start this function only, and ``"fork"`` works in notebooks. The names ``avgpipe_spawn``,
             ``avgpipe_fork`` and ``avgpipe_notebook`` choose one.
@@ -186,6 +192,7 @@ class AvgPipeStrategy(SteppingStrategy):
         average_every: Count = 1,
         save_replicas: bool = True,
         save_distributed_checkpoint: bool = False,
+        on_nonfinite: Literal["auto", "raise", "skip"] | None = "auto",
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | float | Duration | None = _DEFAULT_TIMEOUT,
@@ -203,7 +210,8 @@ class AvgPipeStrategy(SteppingStrategy):
                 loss_reduction=loss_reduction, split_batch=split_batch, reader=reader, send_batch=send_batch,
                 verify_copies=verify_copies, alpha=alpha, outer_lr=outer_lr, outer_optimizer=outer_optimizer,
                 average_every=average_every, save_replicas=save_replicas,
-                save_distributed_checkpoint=save_distributed_checkpoint, start_method=start_method,
+                save_distributed_checkpoint=save_distributed_checkpoint, on_nonfinite=on_nonfinite,
+                start_method=start_method,
                 process_group_backend=process_group_backend,
                 timeout=_DEFAULT_TIMEOUT if timeout is None else duration(timeout),
             ),

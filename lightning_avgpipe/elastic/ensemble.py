@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.elastic.alike import load_states, states_of_group_0
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity
+from lightning_avgpipe.elastic.finite import has_nonfinite
 from lightning_avgpipe.elastic.marks import Marks
 from lightning_avgpipe.elastic.replica import Placement, Replica, leaf_like
 from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
@@ -281,6 +282,36 @@ class Ensemble:
         for replica in self._replicas[1:]:
             for parameter in replica.parameters.values():
                 parameter.grad = None
+
+    def gradients(self, number: int) -> dict[str, Tensor]:
+        """Of pipeline n, as far as they are here, by the names of the parameters."""
+        parameters = self._replicas[number].parameters
+        return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+    @torch.no_grad()
+    def restart(self, number: int, alike: int | None) -> None:
+        """A parallel model begins again at the reference, and does not take part in the step that comes.
+
+        The reference is not shown. Once it has been averaged with the others, it is where they are.
+
+        Args:
+            number: n of the model, whose gradients go.
+            alike: n of one whose buffers are sound; None if there is none.
+        """
+        self.settle()
+        self.marks.forget()
+        self._placement.read_back()
+        replica = self._replicas[number]
+        for name, parameter in replica.parameters.items():
+            parameter.copy_(self._reference[name])
+            parameter.grad = None
+        if alike is not None:
+            for name, buffer in replica.buffers.items():
+                buffer.copy_(self._replicas[alike].buffers[name])
+        for optimizer in self.optimizers(number):
+            for state in [optimizer.state[p] for p in replica.parameters.values() if p in optimizer.state]:
+                if has_nonfinite(value for value in state.values() if isinstance(value, Tensor)):
+                    state.clear()  # of a step that went before
 
     def stepped(self, active: int) -> None:
         """The optimizers have stepped: average, if it is time.
