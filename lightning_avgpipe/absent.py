@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from lightning_avgpipe import tree
 from lightning_avgpipe.errors import AbsentValueError
 from lightning_avgpipe.source import source_line
 
-__all__ = ["Absent", "Constant", "TensorMeta"]
+__all__ = ["Absent", "Constant", "Description", "Spec", "TensorMeta", "described"]
 
 
 class TensorMeta(NamedTuple):
@@ -146,3 +147,26 @@ class _HidingUnpickler(pickle.Unpickler):
 
 def _unhide(pickled: bytes) -> Constant:
     return Constant(_HidingUnpickler(io.BytesIO(pickled)).load())
+
+
+@dataclass(frozen=True, eq=True)
+class Spec:
+    """A tree specification that can be a key: equal specs meet, whatever their hash lacks."""
+
+    spec: Any
+    num_leaves: int
+
+    def __hash__(self) -> int:
+        return self.num_leaves
+
+
+# What a node returned: one tensor's description, or a tree of descriptions and constants.
+Description = TensorMeta | tuple[Spec, tuple[TensorMeta | Constant, ...]]
+
+
+def described(result: Any) -> Description:
+    """What a node returned, without numbers."""
+    if type(result) is Tensor:
+        return TensorMeta.of(result)
+    leaves, spec = tree.flatten(result)
+    return Spec(spec, len(leaves)), tuple(TensorMeta.of(x) if isinstance(x, Tensor) else Constant(x) for x in leaves)

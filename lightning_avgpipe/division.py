@@ -190,8 +190,14 @@ class Division:
             return self._pipelines
         begins = self.ensemble is None
         if self.ensemble is None:
+            assert self.plan is not None
             self.ensemble = Ensemble(
-                self._module, self._optimizers, self._elasticity, self._observers, self._mesh.siblings
+                self._module,
+                self._optimizers,
+                self._elasticity,
+                self._observers,
+                self._mesh.siblings,
+                self.plan.graph.changed,
             )
         ensemble = self.ensemble
         stale = ensemble.follow() | ensemble.resize(num_pipelines)

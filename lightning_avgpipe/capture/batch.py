@@ -80,6 +80,10 @@ class BatchUse:
         for i in self._of(tensors):
             self._leaves[i] = replace(self._leaves[i], kept=True)
 
+    def knows(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether some of these are tensors of the batch, or views or copies of them."""
+        return bool(self._of(tensors))
+
     def _of(self, tensors: Sequence[Tensor]) -> frozenset[int]:
         """The tensors of the batch that these come from."""
         found: frozenset[int] = frozenset()

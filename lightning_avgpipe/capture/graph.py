@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from lightning_avgpipe.absent import Description
+from lightning_avgpipe.capture.upkeep import Span, spans
+
 __all__ = ["CallGraph", "Leaf", "Node", "Opened", "Value"]
 
 
@@ -60,7 +63,9 @@ class Node:
         writes: ``(i, value, base)`` for each tensor argument that it changes in place: the i-th one, or with
             ``base`` the tensor that the i-th one is a view of.
         parameters: full names of the parameters that it uses.
-        states: full names of the buffers that it changes.
+        states: full names of the parameters and buffers that it changes, or that it uses and other nodes change.
+        changes: those of them that it changes.
+        entry: what its result looks like, if that depends on parameters and buffers alone; else None.
         draws: whether it draws random numbers.
         drawn: calls inside of it of modules that draw, by path.
         flops: forward floating-point operations, an estimate.
@@ -79,6 +84,8 @@ class Node:
     writes: tuple[tuple[int, int, bool], ...] = ()
     parameters: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    entry: Description | None = None
     draws: bool = False
     drawn: tuple[str, ...] = ()
     flops: float = 0.0
@@ -146,7 +153,9 @@ class CallGraph:
         host_drawing: the same for the generators of Python and NumPy.
         leaves: the tensors of the batch.
         batch_writes: whether the step changes tensors of its batch in place.
-        glue_states: full names of the buffers outside of units that the step changes; operations on them are nodes.
+        glue_states: full names of the parameters and buffers that the step changes and that glue uses, or several
+            units; operations on them are nodes.
+        rewritten: those of all that it changes which operations write into, so that backwards would find it changed.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
         opened: calls of modules that hold units, in the order in which they ended.
     """
@@ -162,8 +171,14 @@ class CallGraph:
     leaves: tuple[Leaf, ...] = ()
     batch_writes: bool = False
     glue_states: frozenset[str] = frozenset()
+    rewritten: frozenset[str] = frozenset()
     pinned: tuple[tuple[int, int, str], ...] = ()
     opened: tuple[Opened, ...] = ()
+
+    @cached_property
+    def changed(self) -> frozenset[str]:
+        """Full names of the parameters and buffers that the step changes."""
+        return frozenset(name for node in self.nodes for name in node.states)
 
     @cached_property
     def born(self) -> tuple[int, ...]:
@@ -179,6 +194,8 @@ class CallGraph:
         """For each value the last node that needs it; ``len(nodes)`` if the result does."""
         last = [-1] * len(self.values)
         for node in self.nodes:
+            if node.index in self.upkeep:
+                continue  # who needs its values makes them
             # an object may hold values of earlier nodes, which nobody needs for that
             made = (value for value in self._made_by(node) if self.born[value] == node.index)
             written = (value for _, value, _ in node.writes)
@@ -236,14 +253,13 @@ class CallGraph:
 
         for begin, end, reason in self.pinned:
             forbid(range(begin, min(end, len(self.nodes)) + 1), reason)
-        for name, users in self._changers.items():
-            if len(users) > 1:
-                first, last = self.nodes[users[0]], self.nodes[users[-1]]
-                forbid(
-                    range(users[0] + 1, users[-1] + 1),
-                    f"the buffer '{name}' is changed by {first} and by {last}, which a cut here would put on two "
-                    "stages",
-                )
+        for span in self._spans:
+            first, last = self.nodes[span.first], self.nodes[span.last]
+            forbid(
+                range(span.first + 1, span.last + 1),
+                f"'{span.name}', which the step changes, is used by {first} and by {last}, which a cut here would put "
+                "on two stages",
+            )
         for group in self._aliases:
             written = [n.index for n in self.nodes for _, v, _ in n.writes if v in group]
             if not written:
@@ -260,13 +276,19 @@ class CallGraph:
         return tuple(reasons)
 
     @cached_property
-    def _changers(self) -> dict[str, list[int]]:
-        """Changed buffer -> nodes that change it. (A parameter may be used on both sides of a cut: it is copied.)"""
-        users: dict[str, list[int]] = defaultdict(list)
-        for node in self.nodes:
-            for name in node.states:
-                users[name].append(node.index)
-        return users
+    def _spans(self) -> list[Span]:
+        """Uses of what the step changes. (Another parameter may be used on two stages: it is copied.)"""
+        return spans(self.nodes, self.kept)
+
+    @cached_property
+    def upkeep(self) -> dict[int, int]:
+        """Nodes that are executed on the stage of another node, wherever they stand -> that node."""
+        return {index: span.first for span in self._spans for index in span.upkeep}
+
+    def executed(self, start: int, end: int) -> tuple[Node, ...]:
+        """What a stage with the nodes ``start .. end-1`` executes: these, and upkeep."""
+        sites = self.upkeep
+        return tuple(node for node in self.nodes if start <= sites.get(node.index, node.index) < end)
 
     @cached_property
     def _aliases(self) -> list[tuple[int, ...]]:

@@ -113,7 +113,7 @@ def measure(
             timer.exclude(tree.tensors(batch))
             timer.calibrate()
             following = timer.following(compiled=not graph.drawing)
-            with untouched(module), Objects(batch).restored(), timer.visiting(), following:
+            with untouched(module, graph.changed), Objects(batch).restored(), timer.visiting(), following:
                 run(*batch)
             timer.check_finished()
             if number == 0:
@@ -342,7 +342,9 @@ class _Timer(StepTracer):
         given: set[int] = set()
         args, kwargs = arguments(copy)
         objects = Objects((args, kwargs))
-        with untouched(module) if module is not None else random_state(), objects.restored():
+        below = len(node.name) + 1
+        changing = {name[below:] for name in node.states if name.startswith(f"{node.name}.")}
+        with untouched(module, changing) if module is not None else random_state(), objects.restored():
             objects.replace_tensors(copy)  # what units collect in them has a history, which is not this node's
             written = self._objects(node, module, args, kwargs)
             torch.clear_autocast_cache()  # in training every micro-batch casts the weights anew

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_avgpipe import tree
+from lightning_avgpipe.absent import described
 from lightning_avgpipe.capture.batch import BatchUse
 from lightning_avgpipe.capture.calls import Calls
+from lightning_avgpipe.capture.changes import Changes, address
 from lightning_avgpipe.capture.draws import DrawWatch, random_bits
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.provenance import Provenance
@@ -57,13 +59,14 @@ def capture(
     """
     foresight = Foresight()
     while True:
-        recorder = _Recorder(module, units, device, foresight, ignore)
+        batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
+        recorder = _Recorder(module, units, device, foresight, ignore, [*tree.tensors(batch), *Objects(batch).tensors])
         try:
-            # a step may change its batch
-            graph = _record(recorder, step, run, tree.map_tensors(torch.clone, tuple(args)))
+            graph = _record(recorder, step, run, batch)
         except Exception as error:
             error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
             raise
+        # whether an operation on a tensor changes state must be known before the tensor is first changed
         if recorder.foresight == foresight:
             return graph
         foresight = recorder.foresight
@@ -89,7 +92,7 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
     batch = [(leaf, _version(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
-    with untouched(module), Objects(args).restored(), recorder.visiting():
+    with untouched(module), Objects(args).restored(), recorder.visiting(), recorder.changes:
         with recorder.following(), watching(recorder.calls):
             result = run(*args)
         recorder.watch.look()
@@ -97,6 +100,7 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
             _check_loss(result)
         recorder.keep(tree.tensors(result))
         recorder.find_reassigned_buffers()
+        recorder.find_shared_states()
     return CallGraph(
         step=step,
         nodes=tuple(recorder.drawn(node) for node in recorder.nodes),
@@ -109,6 +113,7 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
         leaves=recorder.batch.leaves(),
         batch_writes=any(_version(leaf) != version for leaf, version in batch),
         glue_states=frozenset(recorder.glue_states),
+        rewritten=frozenset(recorder.rewritten),
         pinned=tuple(recorder.pinned),
         opened=tuple(recorder.calls.ended),
     )
@@ -129,7 +134,7 @@ _ANYWHERE = sys.maxsize
 
 
 def owned_tensors(module: nn.Module, glue_states: Collection[str]) -> dict[int, str]:
-    """``id -> full name`` of the tensors that belong to one stage: parameters, and buffers that glue changes."""
+    """``id -> full name`` of the tensors whose use is a node: parameters, and buffers that glue changes, or sees."""
     owned = {id(p): name for name, p in module.named_parameters()}
     if glue_states:
         owned |= {id(b): name for name, b in module.named_buffers() if name in glue_states}
@@ -146,6 +151,7 @@ class _Recorder(StepTracer):
         device: torch.device | None,
         foresight: Foresight,
         ignore: Collection[nn.Module],
+        batch: Sequence[Tensor],
     ) -> None:
         self.module = module
         self.units = Units(module, units, ignore)
@@ -154,6 +160,8 @@ class _Recorder(StepTracer):
         # a unit that is not called itself may have buffers that glue changes
         self._buffers = dict(module.named_buffers())
         self._buffer_names = {id(b): name for name, b in self._buffers.items()}
+        self._buffers_seen: set[str] = set()  # by glue
+        self.changes = Changes(module, batch)
         self.glue_states = set(foresight.glue_states)
         self._exports = set(foresight.exports)
         self._readers = set(foresight.readers)
@@ -164,6 +172,8 @@ class _Recorder(StepTracer):
         self.nodes: list[Node] = []
         self.values: list[Value] = []
         self.kept: set[int] = set()
+        self.changed_in_units: set[str] = set()
+        self.rewritten: set[str] = set()
         self.resident: set[str] = set(foresight.readers)
         self.pinned: list[tuple[int, int, str]] = []
         self._storages: dict[int, int] = {}
@@ -182,12 +192,16 @@ class _Recorder(StepTracer):
         visible = tree.tensors((args, kwargs))
         tensors = [*visible, *objects.tensors]
         versions, calls = [_version(t) for t in tensors], len(self.watch.calls)
-        buffers = _copies_of_buffers(module, path)
         random_before = random_bits(self._device)
-        with self._visit(module), self._provenance.at(len(self.nodes)), _Flops() as counter:
-            result = run(*args, **kwargs)
+        with self._visit(module):
+            before = self._state(path)
+            self.changes.begin()
+            with self._provenance.at(len(self.nodes)), _Flops() as counter:
+                result = run(*args, **kwargs)
+            changes = self._changed(before)
         draws = not torch.equal(random_before, random_bits(self._device))
-        states, used = self._changed(buffers), self._provenance.used
+        used = self._provenance.used
+        states = self._states([*module.parameters(), *module.buffers(), *used], changes)
         inputs = self._inputs([*visible, *used])
         parameters = self._parameters([*module.parameters(), *used])
         free = not (inputs or parameters or states or draws or path in self.resident)
@@ -202,15 +216,16 @@ class _Recorder(StepTracer):
             self._readers.add(path)
         flops = float(counter.get_total_flops()) or _recurrent_flops(module, result)
         node = Node(
-            len(self.nodes), "call", path, source_line(), inputs, parameters=parameters, states=states, draws=draws,
-            drawn=tuple(self.watch.calls[calls:]), flops=flops + sum(t.numel() for t in tree.tensors(result)),
+            len(self.nodes), "call", path, source_line(), inputs, parameters=parameters, states=states,
+            changes=tuple(changes), draws=draws, drawn=tuple(self.watch.calls[calls:]),
+            flops=flops + sum(t.numel() for t in tree.tensors(result)),
         )  # fmt: skip
         self.batch.taken([*visible, *used], node.index)
         changed = [t for t, version in zip(tensors, versions, strict=True) if _version(t) != version]
         seen = {id(t) for t in visible}
         writes = any(id(t) not in seen for t in changed)
         node, given = self._opened(node, result, objects, exports, writes)
-        self._note_writes(node, [self._buffer(name) for name in states], {id(t) for t in changed})
+        self._note_writes(node, [self._buffer(name) for name in changes], {id(t) for t in changed})
         self._add(node, given, tensors if node.opens else visible, versions)
         return result
 
@@ -239,16 +254,19 @@ class _Recorder(StepTracer):
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tensor_arguments(args, kwargs)
         versions, calls = [_version(t) for t in tensors], len(self.watch.calls)
-        outer = _Outermost(self.watch, self._visit)
+        outer = _Outermost(self.watch, self._visit, self._state)
         random_before = random_bits(self._device)
+        self.changes.begin()
         with watching(outer), self._provenance.at(len(self.nodes)), _Flops() as counter:
             result = run(*args, **kwargs)
         used, given = self._provenance.used, tree.tensors(result)
         names = dict.fromkeys(self.watch.path(module) for module in outer.modules)
         self._find_hidden(used, "a checkpointed region", False)
+        changes = self._changed(outer.state)
         node = Node(
             len(self.nodes), "region", ", ".join(names) or "a function", source_line(),
-            self._inputs([*tensors, *used]), parameters=self._parameters(used), states=self._changed(outer.buffers),
+            self._inputs([*tensors, *used]), parameters=self._parameters(used), states=self._states(used, changes),
+            changes=tuple(changes),
             draws=not torch.equal(random_before, random_bits(self._device)), drawn=tuple(self.watch.calls[calls:]),
             flops=float(counter.get_total_flops()) + sum(t.numel() for t in given),
         )  # fmt: skip
@@ -268,10 +286,31 @@ class _Recorder(StepTracer):
         drawing = self.watch.drawing | self.watch.host_drawing
         return replace(node, drawn=tuple(path for path in node.drawn if path in drawing))
 
-    def _changed(self, buffers: Sequence[tuple[str, Tensor, Tensor]]) -> tuple[str, ...]:
-        # Compared by value: batch normalisation changes its statistics without a new version.
-        changed = (name for name, b, before in buffers if self._buffer(name) is not b or not torch.equal(b, before))
-        return tuple(dict.fromkeys(changed))
+    def _state(self, path: str) -> list[tuple[str, Tensor, Tensor]]:
+        """Full name, tensor and what is needed to see whether it changes, for a module's parameters and buffers."""
+        module = self.module.get_submodule(path)
+        state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters()]
+        return state + [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
+
+    def _changed(self, state: Sequence[tuple[str, Tensor, Tensor]]) -> list[str]:
+        """Names of what has changed since: written into, or in another way."""
+        moved = {name for name, p, before in state if name not in self._buffers and address(p) != address(before)}
+        self.changes.keep((name, before) for name, _, before in state if name in moved)
+        self.rewritten |= self.changes.written | moved
+        # Compared by value: batch normalisation changes its statistics and does not say so.
+        other = {name for name, b, before in state if name in self._buffers and self._differs(name, b, before)}
+        found = self.changes.written | moved | other
+        order = dict.fromkeys(name for name, _, _ in state)
+        return [*(name for name in order if name in found), *sorted(found - order.keys())]
+
+    def _differs(self, name: str, buffer: Tensor, before: Tensor) -> bool:
+        return self._buffer(name) is not buffer or not torch.equal(buffer, before)
+
+    def _states(self, used: Sequence[Tensor], changed: Sequence[str]) -> tuple[str, ...]:
+        """What a node changes; and what it uses of that which other nodes change where glue sees it."""
+        self.changed_in_units.update(changed)
+        seen = [self._owned[id(t)] for t in used if self._owned.get(id(t)) in self.glue_states]
+        return tuple(dict.fromkeys((*changed, *seen)))
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensor_arguments(args, kwargs)
@@ -282,30 +321,43 @@ class _Recorder(StepTracer):
         versions = [_version(t) for t in tensors]
         free = not inputs and not parameters
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
+        mine = {known: t for t in tensors if (known := self._name_of(t)) is not None}
+        self._buffers_seen.update(mine)
         random_before = random_bits(self._device)
-        with Visit([t for t in tensors if id(t) in self._in_units], self._device):
+        with self._visiting([t for t in tensors if id(t) in self._in_units]):
+            before = [(n, t, t.detach().clone() if n in self._buffers else t.detach()) for n, t in mine.items()]
+            self.changes.begin()
             result = func(*args, **kwargs)
-        for tensor, version in zip(tensors, versions, strict=True):
-            if id(tensor) in self._buffer_names and _version(tensor) != version:
-                self.glue_states.add(self._buffer_names[id(tensor)])
+            if self.changes.strange:
+                self._refuse_strange(name)
+            changed = self._changed(before)
+        self.glue_states.update(changed)
         if passive:
             self.batch.passed_on(tensors, tree.tensors(result))
         elif free:
             self.batch.computed(tensors, len(self.nodes))
         if free:
             return result
-        states = tuple(name for name in parameters if name in self.glue_states)
-        parameters = tuple(name for name in parameters if name not in self.glue_states)
+        states = tuple(dict.fromkeys((*changed, *(name for name in parameters if name in self.glue_states))))
+        parameters = tuple(name for name in parameters if name not in self._buffers)
+        draws = not torch.equal(random_before, random_bits(self._device))
         if name in ("backward", "grad"):
             self.pinned.append((0, _ANYWHERE, f"the step calls {name}() itself at {source_line()}"))
         self.batch.taken(tensors, len(self.nodes))
+        leaves = tree.flatten(result)[0]
+        plain = all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
+        entry = described(result) if plain and not draws and not self.batch.knows(tensors) else None
         self._add(
             Node(len(self.nodes), "glue", name, source_line(), inputs, parameters=parameters, states=states,
-                 draws=not torch.equal(random_before, random_bits(self._device)),
+                 changes=tuple(changed), entry=entry, draws=draws,
                  flops=float(sum(t.numel() for t in tree.tensors(result)))),
             tree.tensors(result), tensors, versions,
         )  # fmt: skip
         return result
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        name = self._owned.get(id(tensor))
+        return self._buffer_names.get(id(tensor)) if name is None else name
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()
@@ -319,7 +371,7 @@ class _Recorder(StepTracer):
             if _version(tensor) == version:
                 continue
             for target, base in ((tensor, False), (tensor._base, True)):
-                if target is not None:
+                if target is not None and id(target) not in self._owned:  # whose uses are known by name
                     known = self.value_of(target) if self.is_known(target) else None
                     writes.append((i, self._new_value(target, node.name) if known is None else known, base))
         outputs = []
@@ -344,7 +396,7 @@ class _Recorder(StepTracer):
 
     def _new_value(self, tensor: Tensor, name: str) -> int:
         index = len(self.values)
-        storage = self._storages.setdefault(_storage(tensor), len(self._storages))
+        storage = self._storages.setdefault(address(tensor), len(self._storages))
         self.values.append(
             Value(
                 index, name, tuple(tensor.shape), str(tensor.dtype), tensor.numel() * tensor.element_size(),
@@ -396,22 +448,33 @@ class _Recorder(StepTracer):
 
     def _parameters(self, tensors: list[Tensor]) -> tuple[str, ...]:
         names = dict.fromkeys(self._owned[id(t)] for t in tensors if id(t) in self._owned)
-        return tuple(name for name in names if name not in self.glue_states)
+        return tuple(name for name in names if name not in self._buffers)
 
     @property
     def foresight(self) -> Foresight:
         """What has been found out."""
         return Foresight(frozenset(self.glue_states), frozenset(self._exports), frozenset(self._readers))
 
+    def _refuse_strange(self, name: str) -> None:
+        """State must have a name, by which each stage finds it and a checkpoint keeps it."""
+        self.pinned.append(
+            (0, _ANYWHERE, f"{name}() at {source_line()} changes a tensor in place that lives on after the step and is "
+                           "no parameter or buffer; make it one with register_buffer")
+        )  # fmt: skip
+
     def find_reassigned_buffers(self) -> None:
         """A buffer that glue replaces by a new tensor must be replaced on the last stage only."""
-        after = dict(self.module.named_buffers())
-        by_units = {name for node in self.nodes if node.kind != "glue" for name in node.states}
         for name, buffer in self._buffers.items():
-            if name not in by_units and after.get(name, buffer) is not buffer:
+            if name not in self.changed_in_units and self._buffer(name) is not buffer:
                 self.glue_states.add(name)
                 first = next((node.index for node in self.nodes if name in node.states), 0)
                 self.pinned.append((first + 1, _ANYWHERE, f"the step assigns a new tensor to the buffer '{name}'"))
+
+    def find_shared_states(self) -> None:
+        """What a unit changes and other nodes use must be on one stage with all of them."""
+        users = Counter(name for node in self.nodes for name in node.parameters)
+        shared = {name for name in self.changed_in_units if users[name] > 1 or name in self._buffers_seen}
+        self.glue_states |= shared
 
     def _buffer(self, name: str) -> Tensor | None:
         path, _, leaf = name.rpartition(".")
@@ -424,7 +487,11 @@ class _Recorder(StepTracer):
         return Visit([t for t in _tensors_of(self.module) if id(t) not in self._in_units], self._device)
 
     def _visit(self, module: nn.Module) -> Any:
-        return Visit(_tensors_of(module), self._device)
+        return self._visiting(_tensors_of(module))
+
+    def _visiting(self, tensors: Sequence[Tensor]) -> Any:
+        named = [(self._name_of(t) or "", t) for t in tensors]
+        return self.changes.visiting(Visit(tensors, self._device), named)
 
 
 class _Outermost(CallWatcher):
@@ -432,23 +499,29 @@ class _Outermost(CallWatcher):
 
     Attributes:
         modules: the outermost ones, in order.
-        buffers: theirs, as of before the call.
+        state: theirs, as of before the call.
     """
 
-    def __init__(self, watch: DrawWatch, visit: Callable[[nn.Module], Any]) -> None:
+    def __init__(
+        self,
+        watch: DrawWatch,
+        visit: Callable[[nn.Module], Any],
+        state: Callable[[str], list[tuple[str, Tensor, Tensor]]],
+    ) -> None:
         self._watch = watch
+        self._state = state
         self._visit = visit
         self._visits: list[Any] = []
         self._depth = 0
         self.modules: list[nn.Module] = []
-        self.buffers: list[tuple[str, Tensor, Tensor]] = []
+        self.state: list[tuple[str, Tensor, Tensor]] = []
 
     def enter(self, module: nn.Module) -> None:
         if self._depth == 0:
             self.modules.append(module)
-            self.buffers += _copies_of_buffers(module, self._watch.path(module))
             self._visits.append(self._visit(module))
             self._visits[-1].__enter__()
+            self.state += self._state(self._watch.path(module))
         self._depth += 1
         self._watch.enter(module)
 
@@ -456,7 +529,7 @@ class _Outermost(CallWatcher):
         self._watch.leave(module)
         self._depth -= 1
         if self._depth == 0:
-            self._visits.pop().__exit__()
+            self._visits.pop().__exit__(None, None, None)
 
 
 class _Flops(FlopCounterMode):
@@ -478,20 +551,8 @@ class _NoModules(contextlib.nullcontext[None]):
         """Torch passes no arguments."""
 
 
-def _copies_of_buffers(module: nn.Module, path: str) -> list[tuple[str, Tensor, Tensor]]:
-    """Full name, buffer and a copy of it, for all buffers of a module."""
-    return [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
-
-
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _storage(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none
-        return id(tensor)
 
 
 def _version(tensor: Tensor) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.changes import put_back
 from lightning_avgpipe.objects import Objects
 
 __all__ = ["Attributes", "attribute_values", "random_state", "unchanged", "untouched"]
@@ -39,13 +40,18 @@ def random_state() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
+def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[None]:
     """Run a step of ``module`` in this context and nothing of it remains.
 
     Buffers, attributes of all submodules (counters, cached masks, lists of outputs, metric states) and random state
     are restored, in place where they are tensors or containers; so are attributes of the user's classes, where a list
-    of outputs may live as well. Parameters are not: a step does not change them.
+    of outputs may live as well. Of parameters the memory is restored, and the contents of those that change.
+
+    Args:
+        changing: full names of the parameters that the step changes.
     """
+    parameters = dict(module.named_parameters())
+    weights = [(p, p.detach(), p.detach().clone() if name in changing else None) for name, p in parameters.items()]
     saved = [(m, _save(m)) for m in module.modules()]
     classes = [(kind, _save_class(kind)) for kind in _own_classes(module)]
     objects = Objects((held for held in attribute_values(module) if not isinstance(held, Tensor)), contents=True)
@@ -53,6 +59,8 @@ def untouched(module: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            for parameter, memory, contents in weights:
+                put_back(parameter, memory, contents)
             for m, state in saved:
                 _restore(m, state)
             for kind, attributes in classes:

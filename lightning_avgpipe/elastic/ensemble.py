@@ -13,7 +13,7 @@ from lightning_avgpipe.elastic.alike import load_states, states_of_group_0
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity
 from lightning_avgpipe.elastic.finite import has_nonfinite
 from lightning_avgpipe.elastic.marks import Marks
-from lightning_avgpipe.elastic.replica import Placement, Replica, leaf_like
+from lightning_avgpipe.elastic.replica import Placement, Replica, alike, leaf_like
 from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
 from lightning_avgpipe.elastic.twin import follow, twin
 from lightning_avgpipe.errors import ConfigurationError
@@ -34,6 +34,7 @@ class Ensemble:
         elasticity: how the models are held together.
         observers: modules that only look at values (metrics).
         siblings: hold the parallel models of other groups; None if there are none.
+        changing: parameters that a step changes itself.
 
     Attributes:
         steps: averaged or not, since the last averaging.
@@ -47,12 +48,13 @@ class Ensemble:
         elasticity: Elasticity,
         observers: Collection[nn.Module] = (),
         siblings: Siblings | None = None,
+        changing: Collection[str] = (),
     ) -> None:
         self._module = module
         self._siblings = siblings
         self._optimizers = optimizers
         self._elasticity = elasticity
-        self._placement = Placement(module, (), observers)
+        self._placement = Placement(module, (), observers, changing)
         self._replicas: list[Replica] = [self._placement.own]
         self._twins: list[list[Optimizer]] = [[]]
         # of all parameters that are trained anywhere; what other processes hold is on meta
@@ -116,7 +118,7 @@ class Ensemble:
 
     def _from_reference(self, number: int, buffers: Mapping[str, Tensor]) -> Replica:
         replica = Replica(number)
-        replica.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        replica.buffers = {name: alike(buffer, buffer.clone()) for name, buffer in buffers.items()}
         for name in self._mine:
             replica.parameters[name] = self._leaf(name)
         return replica
@@ -144,6 +146,7 @@ class Ensemble:
         self._check_optimizers()
         parameters = dict(self._module.named_parameters())
         here = [name for name in new if not parameters[name].is_meta]
+        self._placement.drop(new)
         self._placement.add(here)
         self._mine += here
         for name in new:
@@ -152,6 +155,7 @@ class Ensemble:
         for replica in self._replicas[1:]:
             for name in here:
                 replica.parameters[name] = self._leaf(name)
+                replica.buffers.pop(name, None)
         if self._elasticity.outer_optimizer is not None:
             if self._outer is None:
                 self._outer = self._elasticity.outer_optimizer(list(self._reference.values()))
@@ -252,7 +256,7 @@ class Ensemble:
     def _mean_buffers(self) -> dict[str, Tensor]:
         """Means of what is no integer, and the other buffers of pipeline 0; over groups as of the last averaging."""
         if self._shared is not None:
-            return {name: buffer.clone() for name, buffer in self._shared.buffers.items()}
+            return {name: alike(buffer, buffer.clone()) for name, buffer in self._shared.buffers.items()}
         self._placement.read_back()
         found = dict(self._placement.own.buffers)
         for name, first in found.items():
@@ -260,7 +264,7 @@ class Ensemble:
             if (first.is_floating_point() or first.is_complex()) and all(b.shape == first.shape for b in others):
                 wide = first.detach().to(torch.promote_types(first.dtype, torch.float32))
                 total = sum((deviation(b, wide) for b in others), torch.zeros_like(wide))
-                found[name] = (wide + total / self.size).to(first.dtype)
+                found[name] = alike(first, (wide + total / self.size).to(first.dtype))
         return found
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -403,7 +407,7 @@ class Ensemble:
         self._placement.read_back()
         replica = self._replicas[number]
         parameters = {name: replica.parameters.get(name, meta) for name, meta in self._reference.items()}
-        return {**{name: p.detach() for name, p in parameters.items()}, **replica.buffers}
+        return {name: tensor.detach() for name, tensor in (*parameters.items(), *replica.buffers.items())}
 
     @torch.no_grad()
     def load(self, number: int, saved: Mapping[str, Tensor]) -> None:

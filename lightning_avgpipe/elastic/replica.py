@@ -6,7 +6,9 @@
                                          <-  replica 1: leaves of its own
     module.layer._buffers["mean"]        <-  one for each replica
 
-Frozen parameters are shared. So is everything else that a module may hold: numbers, lists, the states of metrics.
+Parameters without gradient that a step changes itself (a momentum encoder) are like buffers: each model has its own,
+and the reference has their mean. Other frozen parameters are shared. So is everything else that a module may hold:
+numbers, lists, the states of metrics.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Placement", "Replica"]
+__all__ = ["Placement", "Replica", "alike", "leaf_like"]
 
 _REGISTERS = ("_parameters", "_buffers")
 _INTERNALS = frozenset(vars(nn.Module()))
@@ -30,7 +32,7 @@ class Replica:
     Attributes:
         number: n, 0-based.
         parameters: name -> what takes the place of the module's parameter of this name.
-        buffers: name -> the same for buffers.
+        buffers: name -> the same for buffers, and for frozen parameters that a step changes.
     """
 
     def __init__(self, number: int) -> None:
@@ -46,15 +48,23 @@ class Placement:
         module: as the user made it; its own tensors are in place.
         names: of the parameters that each replica has of its own.
         observers: modules that only look at values (metrics), whose buffers are not those of any model.
+        changing: frozen parameters that a step changes.
 
     Attributes:
         own: the replica of the module's own parameters and buffers.
     """
 
-    def __init__(self, module: nn.Module, names: Collection[str], observers: Collection[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Collection[str],
+        observers: Collection[nn.Module] = (),
+        changing: Collection[str] = (),
+    ) -> None:
         self._module = module
         watched = {id(buffer) for observer in observers for buffer in observer.buffers()}
         buffers = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in watched}
+        buffers |= {name: p for name, p in module.named_parameters() if name in changing and not p.requires_grad}
         self.own = Replica(0)
         self._placed = self.own
         self._parameter_slots: dict[str, list[_Slot]] = {}
@@ -73,6 +83,12 @@ class Placement:
         for name in names:
             self._parameter_slots[name] = by_id[id(parameters[name])]
             self.own.parameters[name] = parameters[name]
+
+    def drop(self, names: Collection[str]) -> None:
+        """These begin to train, and are buffers no more. The module's own tensors are in place."""
+        for name in names:
+            self.own.buffers.pop(name, None)
+            self._buffer_slots.pop(name, None)
 
     def put(self, replica: Replica) -> None:
         """Put a replica into the module, unless it is there."""
@@ -168,6 +184,11 @@ class _Tuple:
         before = self._container[self._key]
         entries = [*before[:i], entry, *before[i + 1 :]]
         self._container[self._key] = before._make(entries) if hasattr(before, "_make") else type(before)(entries)
+
+
+def alike(tensor: Tensor, contents: Tensor) -> Tensor:
+    """These contents as what the tensor is: a frozen parameter, or a buffer."""
+    return nn.Parameter(contents.detach(), requires_grad=False) if isinstance(tensor, nn.Parameter) else contents
 
 
 def leaf_like(parameter: Tensor) -> nn.Parameter:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_avgpipe.elastic.replica import alike
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.runtime.siblings import Siblings
 
@@ -29,7 +30,7 @@ class SharedBuffers:
     """
 
     def __init__(self, buffers: Mapping[str, Tensor], siblings: Siblings) -> None:
-        self.buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        self.buffers = {name: alike(buffer, buffer.detach().clone()) for name, buffer in buffers.items()}
         self._siblings = siblings
 
     @torch.no_grad()
@@ -41,18 +42,19 @@ class SharedBuffers:
         Raises:
             ConfigurationError: a buffer has changed its shape, which another group may not have done.
         """
-        sums = {name: self._sum(name, centre, models) for name, centre in self.buffers.items()}
+        here = {name: centre for name, centre in self.buffers.items() if not centre.is_meta}
+        sums = {name: self._sum(name, centre, models) for name, centre in here.items()}
         arrive = self._siblings.begin_sum(list(sums.values()))
         count = len(models) * self._siblings.count
 
         @torch.no_grad()
         def end() -> None:
             arrive()
-            for name, centre in self.buffers.items():
+            for name, centre in here.items():
                 change = sums[name]
                 if _has_mean(centre):
                     change = torch.where(change == 0, centre, centre + change / count)
-                self.buffers[name] = change.to(centre.dtype)
+                self.buffers[name] = alike(centre, change.to(centre.dtype))
 
         return end
 

@@ -51,7 +51,7 @@ def gaps(graph: CallGraph) -> list[Gap]:
     sides would be of no use: it counts as illegal.
     """
     calls = [node.index for node in _calls(graph)]
-    trained = [node.index for node in graph.nodes if node.parameters]
+    trained = [node.index for node in graph.nodes if node.parameters and node.index not in graph.upkeep]
     found = []
     for first, second in itertools.pairwise(calls):
         positions = range(first + 1, second + 1)
@@ -73,7 +73,8 @@ def gaps(graph: CallGraph) -> list[Gap]:
 
 
 def _calls(graph: CallGraph) -> list[Node]:
-    return [node for node in graph.nodes if node.kind != "glue" or node.parameters]
+    fixed = (node for node in graph.nodes if node.index not in graph.upkeep)
+    return [node for node in fixed if node.kind != "glue" or node.parameters]
 
 
 def cut_balanced(
@@ -189,6 +190,9 @@ def _stages_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> li
     stages: list[int | None] = []
     current, latest = 0, None
     for node in graph.nodes:
+        if node.index in graph.upkeep:  # which is done where it is needed
+            stages.append(None)
+            continue
         names = [name for name in (*node.parameters, *node.states) if name in stages_of]
         if not names and node.kind == "call" and node.name in graph.resident and node.name in stages_of:
             names = [node.name]

@@ -188,7 +188,7 @@ def make_plan(
     total = sum(forward) + sum(backward) or 1.0
     stages = []
     for k, (start, end) in enumerate(itertools.pairwise(bounds)):
-        nodes = graph.nodes[start:end]
+        nodes = graph.executed(start, end)
         parameters = tuple(dict.fromkeys(name for node in nodes for name in node.parameters))
         stages.append(
             StagePlan(

@@ -160,7 +160,10 @@ def _owned(graph: CallGraph, points: np.ndarray, sizes: Mapping[str, int]) -> tu
     users: dict[str, list[int]] = defaultdict(list)
     for node in graph.nodes:
         for name in dict.fromkeys((*node.parameters, *node.states)):
-            users[name].append(int(np.searchsorted(points, node.index, side="right")) - 1)
+            site = graph.upkeep.get(node.index, node.index)
+            users[name].append(int(np.searchsorted(points, site, side="right")) - 1)
+    for intervals in users.values():
+        intervals.sort()
     uses = np.zeros(n)
     both = np.zeros((n, n))  # [a, b]: bytes of what is used in interval a and next in interval b
     ends = np.zeros((n, n))  # [a, b]: bytes of what is used first in interval a and last in interval b

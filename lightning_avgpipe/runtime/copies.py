@@ -31,8 +31,7 @@ def copied_parameters(programs: Sequence[StageProgram]) -> dict[str, tuple[int, 
     """Parameter -> the stages that use it, ascending, for those that several stages use."""
     users: dict[str, list[int]] = defaultdict(list)
     for program in programs:
-        nodes = program.graph.nodes[program.start : program.end]
-        for name in dict.fromkeys(name for node in nodes for name in node.parameters):
+        for name in dict.fromkeys(name for node in program.nodes for name in node.parameters):
             users[name].append(program.stage)
     return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
 

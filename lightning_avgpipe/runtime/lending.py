@@ -138,6 +138,7 @@ class _Lent(TorchFunctionMode):
         self._fetch = fetch
         self._device = device
         self._last: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -146,11 +147,15 @@ class _Lent(TorchFunctionMode):
         if func in METADATA:
             return func(*args, **kwargs)
         stands_for: dict[int, Tensor] = {}
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            func = Tensor.detach  # through which a change can be noticed
 
         def stand_in(tensor: Tensor) -> Tensor:
             name = self._absent.get(id(tensor))
             if name is None:
                 return tensor
+            if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+                raise _changed(name)
             lent = self._contents(name).requires_grad_(tensor.requires_grad)
             stands_for[id(lent)] = tensor
             return lent
@@ -163,17 +168,32 @@ class _Lent(TorchFunctionMode):
 
     def _contents(self, name: str) -> Tensor:
         if name not in self._last:
-            self._last = {}
+            self.clear()
             self._last = self._fetch(name)
+            self._versions = {name: tensor._version for name, tensor in self._last.items()}
         return self._last[name].detach()
 
     def clear(self) -> None:
-        """Drop what was fetched last."""
-        self._last = {}
+        """Drop what was fetched last.
+
+        Raises:
+            CaptureError: the step has changed it.
+        """
+        last, self._last = self._last, {}
+        for name, tensor in last.items():
+            if tensor._version != self._versions[name]:
+                raise _changed(name)
 
     @staticmethod
     def forget(tensor: Tensor) -> None:
         """Autograd keeps nothing: there is no backward, and it would keep what was lent."""
+
+
+def _changed(name: str) -> CaptureError:
+    return CaptureError(
+        f"the step changes the parameter '{name}' itself, which is on the meta device or on other stages while the "
+        "step is followed. Build the module without torch.device('meta'), or change the parameter in on_train_batch_end"
+    )
 
 
 def _refuse(_: None) -> Tensor:

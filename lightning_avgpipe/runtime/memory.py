@@ -161,7 +161,7 @@ def holdings(
     found = {}
     for k in stages:
         stage = plan.stages[k]
-        held = [tensors[name] for name in (*stage.parameters, *stage.states) if name in tensors]
+        held = [tensors[name] for name in {*stage.parameters, *stage.states} if name in tensors]
         trained = [tensor for tensor in held if tensor.requires_grad]
         states = [state_of(tensor) for tensor in trained]
         batch = num_microbatches * sum(leaf.nbytes for leaf in stage.leaves)

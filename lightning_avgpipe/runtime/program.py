@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.absent import Description
+from lightning_avgpipe.capture.graph import CallGraph, Node
 
 __all__ = ["StageProgram", "stage_programs"]
 
@@ -28,6 +30,22 @@ class StageProgram:
     end: int
     receives: tuple[int, ...]
     sends: tuple[int, ...]
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """What the stage executes."""
+        return self.graph.executed(self.start, self.end)
+
+    @cached_property
+    def upkeep(self) -> frozenset[int]:
+        """What of it may stand anywhere."""
+        return frozenset(node.index for node in self.nodes if node.index in self.graph.upkeep)
+
+    @cached_property
+    def elsewhere(self) -> dict[int, Description]:
+        """What other stages execute although it may stand here, and what it looks like."""
+        nodes = (self.graph.nodes[index] for index in self.graph.upkeep if index not in self.upkeep)
+        return {node.index: node.entry for node in nodes if node.entry is not None}
 
     @property
     def is_first(self) -> bool:

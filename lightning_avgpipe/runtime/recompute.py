@@ -133,15 +133,13 @@ def repeated(row: Sequence[Action], is_last: bool) -> frozenset[int]:
 def overwritten(program: StageProgram) -> frozenset[int]:
     """The received values that a stage changes in place, by themselves or by a value in the same memory."""
     values = program.graph.values
-    written = {
-        values[v].storage for node in program.graph.nodes[program.start : program.end] for _, v, _ in node.writes
-    }
+    written = {values[v].storage for node in program.nodes for _, v, _ in node.writes}
     return frozenset(value for value in program.receives if values[value].storage in written)
 
 
 def scope(program: StageProgram, module: nn.Module) -> tuple[list[nn.Module], frozenset[str]]:
     """The modules that a stage's forward may change: its units, and what lies outside of all units; the buffers."""
-    nodes = program.graph.nodes[program.start : program.end]
+    nodes = program.nodes
     mine = {node.name for node in nodes if node.kind == "call"}
     foreign = {
         id(inner)
@@ -177,10 +175,14 @@ class Surroundings:
     Args:
         modules: that the forward may change.
         buffers: ids of the buffers of theirs that it changes.
+        parameters: that it writes into.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], buffers: set[int]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], buffers: set[int], parameters: Sequence[nn.Parameter] = ()
+    ) -> None:
         self._modules = modules
+        self._parameters = [(p, p.detach().clone()) for p in parameters]
         self._before = Attributes(modules)
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         copies: dict[int, Tensor] = {}
@@ -208,12 +210,17 @@ class Surroundings:
         for module, name, copy in self._buffers:
             # other objects, not other contents: what was saved for a backward stays as it is
             module._buffers[name] = copy
+        memory = [(parameter, parameter.detach()) for parameter, _ in self._parameters]
+        for parameter, copy in self._parameters:
+            parameter.data = copy
         try:
             yield
             written = now.written()
         finally:
             _repeating.now = outer
             now.restore()
+            for parameter, own in memory:
+                parameter.data = own
         if written is not None:
             raise StepChangedError(
                 f"'{written[1]}' of {type(written[0]).__name__} is a tensor that a forward changes in place, and its "
@@ -260,6 +267,7 @@ class UnitRepeater:
 
     def __init__(self, module: nn.Module, recompute: Recompute, drawing: Drawing, device: torch.device) -> None:
         self._module = module
+        self._parameters = frozenset(name for name, _ in module.named_parameters())
         self._recompute = recompute
         self._seeded = drawing.simple | drawing.host
         self._device = device
@@ -271,7 +279,8 @@ class UnitRepeater:
         modules = list(self._module.get_submodule(node.name).modules())
         buffers = {id(self._buffer(name)) for name in node.states}
         draws = self._random_state() if node.name in self._seeded else None
-        surroundings = Surroundings(modules, buffers)
+        parameters = [self._module.get_parameter(name) for name in node.states if name in self._parameters]
+        surroundings = Surroundings(modules, buffers, parameters)
         calls = 0
 
         def unit(*args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe import tree
-from lightning_avgpipe.absent import Absent, Constant, TensorMeta
+from lightning_avgpipe.absent import Absent, Description, TensorMeta, described
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.errors import StepChangedError
@@ -32,22 +32,11 @@ from lightning_avgpipe.runtime.program import StageProgram
 from lightning_avgpipe.runtime.randomness import Drawing, Draws, RandomKey, host_stream, stream
 from lightning_avgpipe.source import source_line
 
-__all__ = ["Entry", "Observe", "Repeat", "Replayed", "Spec", "replay"]
+__all__ = ["Observe", "Repeat", "Replayed", "replay"]
 
 
-@dataclass(frozen=True, eq=True)
-class Spec:
-    """A tree specification that can be a key: equal specs meet, whatever their hash lacks."""
-
-    spec: Any
-    num_leaves: int
-
-    def __hash__(self) -> int:
-        return self.num_leaves
-
-
-# What a node gave: one tensor's description, a tree of descriptions and constants, or what it wrote into objects too.
-Entry = TensorMeta | Parcel | tuple[Spec, tuple[TensorMeta | Constant, ...]]
+# What a node gave: described, or what it wrote into objects too.
+Entry = Description | Parcel
 
 Observe = Callable[[Callable[..., Any], Any, Any], Any]
 Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
@@ -154,6 +143,8 @@ class _Replayer(StepTracer):
         self._program = program
         self._nodes = program.graph.nodes
         self._resident = program.graph.resident
+        self._upkeep = program.upkeep
+        self._elsewhere = program.elsewhere
         self._received = dict(zip(program.receives, received, strict=True))
         self._upstream = entries
         self._ended = len(entries) if len(entries) < program.start else None
@@ -217,12 +208,17 @@ class _Replayer(StepTracer):
         if node is not None and node.opens:
             objects = Objects((args, kwargs), module.modules() if module is not None and node.exports else ())
             tensors = [*tensors, *objects.tensors]
-        if position < program.start:
-            assert node is not None
-            return self._skip(node, tensors, objects)
+        if node is not None:
+            entry: Entry | None = self._elsewhere.get(position)
+            if entry is not None and position >= program.start and not program.is_last:
+                self._own.append(entry)
+            if entry is None and position < program.start and position not in self._upkeep:
+                entry = self._upstream[position]
+            if entry is not None:
+                return self._skip(node, entry, tensors, objects)
         return self._execute(node, kind, name, run, args, kwargs, tensors, objects)
 
-    def _skip(self, node: Node, tensors: list[Tensor], objects: Objects | None) -> Any:
+    def _skip(self, node: Node, entry: Entry, tensors: list[Tensor], objects: Objects | None) -> Any:
         if self._draws is not None and node.drawn:
             self._draws.skip(node.drawn)
         for i, value, of_base in node.writes:
@@ -233,7 +229,6 @@ class _Replayer(StepTracer):
                 self.know(target, value)
                 if value in self._received:
                     target.copy_(self._received[value])
-        entry = self._upstream[node.index]
         if isinstance(entry, TensorMeta):
             return self._stand_in(node, 0, entry, tensors)
         if isinstance(entry, Parcel):
@@ -318,8 +313,8 @@ class _Replayer(StepTracer):
             target = tensors[i]._base if of_base else tensors[i]
             if target is not None:
                 self._register(target, value)
-        if not self._program.is_last:
-            self._own.append(_entry(result) if entry is None else entry)
+        if not self._program.is_last and node.index >= self._program.start:
+            self._own.append(described(result) if entry is None else entry)
         return result
 
     def _register(self, tensor: Tensor, value: int) -> None:
@@ -367,10 +362,3 @@ def _called(kind: str, name: str | None) -> str:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _entry(result: Any) -> Entry:
-    if type(result) is Tensor:
-        return TensorMeta.of(result)
-    leaves, spec = tree.flatten(result)
-    return Spec(spec, len(leaves)), tuple(TensorMeta.of(x) if isinstance(x, Tensor) else Constant(x) for x in leaves)

@@ -30,6 +30,7 @@ from lightning_avgpipe.runtime.recompute import (
     scope,
 )
 from lightning_avgpipe.runtime.replay import Observe, Replayed, replay
+from lightning_avgpipe.runtime.rewriting import Rewritten
 from lightning_avgpipe.schedule import Action
 
 __all__ = ["Stage", "Task"]
@@ -156,6 +157,7 @@ class Stage:
         self._module = module
         self._owned = owned_tensors(module, ())
         self._packer = Packer(module) if any(node.opens for node in program.graph.nodes) else None
+        self._rewritten = Rewritten.of(program, module)
         self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
         self._repeats: frozenset[int] = frozenset()
         self._recompute = recompute
@@ -221,7 +223,7 @@ class Stage:
                     gates.append(_Gate())
                     tensor = _Enter.apply(tensor.detach().requires_grad_(), gates[-1])
                 received.append(tensor)
-        with self._inspected(task) as inspection:
+        with self._inspected(task) as inspection, self._rewritten.saved(task.trains):
             replayed = replay(
                 program,
                 partial(task.run, micro_batch),
@@ -247,8 +249,7 @@ class Stage:
         if self._strangers is None or not task.trains:
             yield None
             return
-        changing = {name for node in self.program.graph.nodes for name in node.states}
-        inspection, self._strangers = Inspection(self._strangers(changing)), None
+        inspection, self._strangers = Inspection(self._strangers(self.program.graph.changed)), None
         try:
             with inspection:
                 yield inspection
@@ -263,7 +264,7 @@ class Stage:
         """A forward that keeps its inputs. What it computes lives until it ends, as it will in the backward."""
         modules, states = self._scope
         buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
-        surroundings, observations = Surroundings(modules, buffers), Observations()
+        surroundings, observations = Surroundings(modules, buffers, self._rewritten.parameters()), Observations()
         versions = tuple(_version(t) for t in message.tensors) if message is not None else ()
         _, replayed = self._replay(task, micro_batch, message, copies, observations.first)
         surroundings.done()

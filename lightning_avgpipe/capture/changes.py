@@ -1,0 +1,150 @@
+"""Changes: which parameters and buffers the operations of a step write into, and what they held before.
+
+Operations say in their schema what they write, so it is seen before it happens, also through views, ``.data`` and
+lists of tensors; what they do not say (the statistics of a batch normalisation) is found by comparing contents. A
+parameter that gets other memory (``p.data = ...``) is found by its address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_avgpipe.capture.tracer import tensor_arguments
+from lightning_avgpipe.capture.visit import Visit
+
+__all__ = ["Changes", "address", "put_back"]
+
+
+def address(tensor: Tensor) -> int:
+    """Of the memory that a tensor shares with its views."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none
+        return id(tensor)
+
+
+class Changes(TorchDispatchMode):
+    """Within this context changes of a module's parameters and buffers are noted; after it parameters are as before.
+
+    Args:
+        module: whose tensors are watched.
+        others: what else may be written into, like what the step makes.
+
+    Attributes:
+        written: names of the tensors that were written into since :meth:`begin`.
+        strange: whether something was that the step did not make, and that has no name.
+    """
+
+    def __init__(self, module: nn.Module, others: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.written: set[str] = set()
+        self.strange = False
+        self._module = module
+        self._made = {address(tensor) for tensor in others}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._memory: dict[str, Tensor] = {}  # of parameters; keeps addresses unique
+        self._contents: dict[str, Tensor] = {}  # of those that were written into
+        self._names: dict[int, list[str]] = {}  # by address
+        self._paused = False
+
+    def __enter__(self) -> Changes:
+        self._parameters = dict(self._module.named_parameters())
+        self._memory = {name: p.detach() for name, p in self._parameters.items()}
+        self._locate([*self._parameters.items(), *self._module.named_buffers()])
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for name, parameter in self._parameters.items():
+            put_back(parameter, self._memory[name], self._contents.get(name))
+
+    def begin(self) -> None:
+        """Forget what has been found."""
+        self.written, self.strange = set(), False
+
+    def keep(self, before: Iterable[tuple[str, Tensor]]) -> None:
+        """These parameters, by name, have got other memory; this is what was in the former one."""
+        for name, contents in before:
+            self._contents.setdefault(name, contents.clone())
+
+    @contextlib.contextmanager
+    def visiting(self, visit: Visit, named: Collection[tuple[str, Tensor]]) -> Iterator[None]:
+        """Within this context these tensors are on a visit, where they have other memory."""
+        with self._pausing():
+            visit.__enter__()
+        places = self._locate(named)
+        try:
+            yield
+        finally:
+            for (name, _), place in zip(named, places, strict=True):
+                self._names[place].remove(name)
+                if not self._names[place]:
+                    del self._names[place]
+            with self._pausing():
+                visit.__exit__()
+
+    @contextlib.contextmanager
+    def _pausing(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _locate(self, named: Iterable[tuple[str, Tensor]]) -> list[int]:
+        places = []
+        for name, tensor in named:
+            places.append(address(tensor))
+            self._names.setdefault(places[-1], []).append(name)
+        return places
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            for tensor in _targets(func, args, kwargs):
+                self._note(tensor)
+        result = func(*args, **kwargs)
+        places = map(address, tensor_arguments(result))
+        self._made.update(place for place in places if place not in self._names)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        names = self._names.get(address(tensor))
+        if names is None:
+            self.strange |= address(tensor) not in self._made
+            return
+        self.written.update(names)
+        for name in names:
+            if name in self._parameters and name not in self._contents:
+                self.keep([(name, self._parameters[name].detach())])
+
+
+def put_back(parameter: nn.Parameter, memory: Tensor, contents: Tensor | None) -> None:
+    """Give a parameter its former memory, and that its former contents (None: they did not change)."""
+    if parameter.is_meta or memory.is_meta:  # given up or taken back meanwhile
+        return
+    with torch.no_grad():
+        if address(parameter) != address(memory):
+            parameter.data = memory
+        if contents is not None and not torch.equal(memory, contents.to(memory.device)):
+            memory.copy_(contents)
+
+
+def _targets(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operation writes into."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[i] if i < len(args) else kwargs.get(argument.name)
+        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(tensor, Tensor):
+                yield tensor

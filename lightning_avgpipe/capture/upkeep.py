@@ -1,0 +1,125 @@
+"""Upkeep: glue that changes weights from weights, and from no value, such as the update of a momentum encoder.
+
+::
+
+    program      update teacher | student ............... | teacher ... loss
+    stage 0      (passes by)      student
+    stage 1      update teacher | (skipped)                 teacher ... loss
+
+Program order would put it on a stage with all that lies between it and the use of what it changes. But it needs nothing
+that a stage computes, so the stage that uses what it changes does it, wherever it stands.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.capture.graph import Node
+
+__all__ = ["Span", "spans"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Nodes that must be on one stage, for they use what the step changes.
+
+    Attributes:
+        name: of one of the parameters and buffers that they change.
+        first: the node whose stage it is.
+        last: the last one of them.
+        upkeep: other nodes, which that stage executes wherever they stand; they are not after ``last``.
+    """
+
+    name: str
+    first: int
+    last: int
+    upkeep: tuple[int, ...] = ()
+
+
+def spans(nodes: Sequence[Node], kept: Iterable[int]) -> list[Span]:
+    """All that a step changes, with the nodes that use it.
+
+    Args:
+        nodes: in program order.
+        kept: values that the result needs.
+    """
+    changed = {name for node in nodes for name in node.states}
+    upkeep = _upkeep(nodes, frozenset(kept))
+    sets = _Sets()
+    for node in nodes:
+        used = [name for name in dict.fromkeys((*node.states, *node.parameters)) if name in changed]
+        for name in used:
+            sets.join(("node", node.index), ("name", name)) if node.index in upkeep else sets.find(("name", name))
+        if node.index in upkeep:
+            for value in (*node.inputs, *_made_by(node)):
+                sets.join(("node", node.index), ("value", value))
+    users: dict[object, list[int]] = defaultdict(list)
+    movable: dict[object, list[int]] = defaultdict(list)
+    names: dict[object, str] = {}
+    for node in nodes:
+        if node.index in upkeep:
+            movable[sets.find(("node", node.index))].append(node.index)
+            continue
+        for name in (*node.states, *node.parameters):
+            if name in changed:
+                users[sets.find(("name", name))].append(node.index)
+    for name in sorted(changed):
+        names.setdefault(sets.find(("name", name)), name)
+    found = []
+    for root, name in names.items():
+        fixed, free = users[root], movable[root]
+        if fixed:
+            found.append(Span(name, fixed[0], max([fixed[-1], *free]), tuple(free)))
+        else:  # nobody uses it in this step: where it stands it stays
+            found.append(Span(name, free[0], free[-1]))
+    return found
+
+
+def _upkeep(nodes: Sequence[Node], kept: frozenset[int]) -> set[int]:
+    """Nodes that depend on parameters and buffers alone, and serve only to change some."""
+    makers: dict[int, list[int]] = defaultdict(list)
+    users: dict[int, list[int]] = defaultdict(list)
+    for node in nodes:
+        for value in _made_by(node):
+            makers[value].append(node.index)
+        for value in node.inputs:
+            users[value].append(node.index)
+    chosen = {node.index for node in nodes if node.entry is not None}
+    while True:
+        before = len(chosen)
+        for node in nodes:
+            if not all(maker in chosen for value in node.inputs for maker in makers[value]):
+                chosen.discard(node.index)
+        for node in reversed(nodes):
+            made = set(_made_by(node))
+            following = {user for value in made for user in users[value] if user > node.index}
+            serves = bool(node.changes or following) and following <= chosen and kept.isdisjoint(made)
+            if not serves:
+                chosen.discard(node.index)
+        if len(chosen) == before:
+            return chosen
+
+
+def _made_by(node: Node) -> Iterable[int]:
+    return (*(value for value in node.outputs if value >= 0), *(value for _, value, _ in node.writes))
+
+
+class _Sets:
+    """Disjoint sets of what belongs together."""
+
+    def __init__(self) -> None:
+        self._above: dict[object, object] = {}
+
+    def find(self, item: object) -> object:
+        """What stands for the set of this one."""
+        while (above := self._above.setdefault(item, item)) != item:
+            self._above[item] = item = self._above[above]
+        return item
+
+    def join(self, one: object, other: object) -> None:
+        """They belong together."""
+        self._above[self.find(one)] = self.find(other)
