@@ -362,7 +362,7 @@ class _Timer(StepTracer):
                 self._count(node, module, kept, self._given(result, written), aliases)
             outputs = list({id(t): t for t in self._given(result, written) if t.requires_grad}.values())
             sources = [leaf for _, leaf, _ in copies.values() if leaf.requires_grad] + weights
-            if not outputs or not sources:
+            if not outputs or not sources or not torch.is_grad_enabled():
                 return Sample(forward_s, 0.0)
             backward_s = self._backward_s(outputs, sources, sums)
         return Sample(forward_s, max(0.0, backward_s - self._call_s))

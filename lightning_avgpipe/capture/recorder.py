@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_avgpipe import tree
 from lightning_avgpipe.absent import described
@@ -19,6 +17,7 @@ from lightning_avgpipe.capture.batch import BatchUse
 from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.changes import Changes, address
 from lightning_avgpipe.capture.draws import DrawWatch, random_bits
+from lightning_avgpipe.capture.flops import Flops, recurrent_flops
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.provenance import Provenance
 from lightning_avgpipe.capture.snapshot import attribute_values, untouched
@@ -196,7 +195,7 @@ class _Recorder(StepTracer):
         with self._visit(module):
             before = self._state(path)
             self.changes.begin()
-            with self._provenance.at(len(self.nodes)), _Flops() as counter:
+            with self._provenance.at(len(self.nodes)), Flops() as counter:
                 result = run(*args, **kwargs)
             changes = self._changed(before)
         draws = not torch.equal(random_before, random_bits(self._device))
@@ -214,7 +213,7 @@ class _Recorder(StepTracer):
             return result
         elif not self._inputs(visible):
             self._readers.add(path)
-        flops = float(counter.get_total_flops()) or _recurrent_flops(module, result)
+        flops = float(counter.get_total_flops()) or recurrent_flops(module, result)
         node = Node(
             len(self.nodes), "call", path, source_line(), inputs, parameters=parameters, states=states,
             changes=tuple(changes), draws=draws, drawn=tuple(self.watch.calls[calls:]),
@@ -257,7 +256,7 @@ class _Recorder(StepTracer):
         outer = _Outermost(self.watch, self._visit, self._state)
         random_before = random_bits(self._device)
         self.changes.begin()
-        with watching(outer), self._provenance.at(len(self.nodes)), _Flops() as counter:
+        with watching(outer), self._provenance.at(len(self.nodes)), Flops() as counter:
             result = run(*args, **kwargs)
         used, given = self._provenance.used, tree.tensors(result)
         names = dict.fromkeys(self.watch.path(module) for module in outer.modules)
@@ -532,36 +531,9 @@ class _Outermost(CallWatcher):
             self._visits.pop().__exit__(None, None, None)
 
 
-class _Flops(FlopCounterMode):
-    """Counts the operations of a unit as a whole.
-
-    Torch's own per-module counts need gradient hooks, which fail where a parameter is the argument of a module and
-    gradients are off, as in a parametrization under ``torch.inference_mode``.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(display=False)
-        self.mod_tracker = _NoModules()  # type: ignore[assignment]
-
-
-class _NoModules(contextlib.nullcontext[None]):
-    parents = frozenset({"Global"})
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Torch passes no arguments."""
-
-
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _recurrent_flops(unit: nn.Module, result: Any) -> float:
-    """Fused recurrent kernels are not counted by torch: two operations per weight and time step."""
-    weights = sum(p.numel() for m in unit.modules() if isinstance(m, nn.RNNBase) for p in m.parameters())
-    outputs = tree.tensors(result)
-    rows = outputs[0].numel() // max(outputs[0].shape[-1], 1) if weights and outputs and outputs[0].ndim else 0
-    return 2.0 * weights * rows

@@ -1,0 +1,56 @@
+"""Capture leaves no trace in weights that the step changes, and knows which they are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.measure import measure
+from lightning_avgpipe.capture.recorder import capture
+from lightning_avgpipe.capture.units import initial_units
+from tests.test_state import assigned, foreach, in_place, loaded, vector
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+
+@pytest.mark.parametrize("update", [assigned, in_place, foreach, vector, loaded])
+def test_capture_and_measuring_put_weights_back_that_the_step_changes(update: object) -> None:
+    module = Pair()
+    with torch.no_grad():
+        module.student.weight.add_(1.0)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            update(module.student, module.teacher)  # type: ignore[operator]
+        return (module.head(module.student(x)) - module.teacher(x)).square().mean()
+
+    before = {name: (p, p.data_ptr(), p.detach().clone()) for name, p in module.named_parameters()}
+    graph = capture("step", step, (torch.randn(3, 4),), module, initial_units(module))
+    measure(graph, step, (torch.randn(3, 4),), module)
+    for name, parameter in module.named_parameters():
+        assert parameter is before[name][0] and parameter.data_ptr() == before[name][1]
+        assert torch.equal(parameter, before[name][2]), f"{name} has changed"
+    assert graph.changed == {"teacher.weight", "teacher.bias"}
+
+
+def test_the_update_of_a_teacher_does_not_keep_a_student_that_comes_between_in_one_piece() -> None:
+    module = Pair()
+
+    def step(x: Tensor) -> Tensor:
+        assigned(module.student, module.teacher)
+        return (module.head(module.student(x)) - module.teacher(x)).square().mean()
+
+    graph = capture("step", step, (torch.randn(3, 4),), module, initial_units(module))
+    student = next(node.index for node in graph.nodes if node.name == "student")
+    assert graph.obstacles[student + 1] is None
+    teacher = {node.name for node in graph.executed(student + 1, len(graph.nodes))}
+    assert "data.__set__" in teacher
+    assert "data.__set__" not in {node.name for node in graph.executed(0, student + 1)}

@@ -1,0 +1,259 @@
+"""Steps that change weights and buffers themselves: each change once per micro-batch, as if accumulated by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.runtime.microbatch import split
+from tests import processes
+from tests.trainers import trainer
+
+NUM_MICROBATCHES = 4
+
+
+class Layers(L.LightningModule):
+    """Four layers, and a step that a test completes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+
+    def through(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x)).relu()).relu())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1, momentum=0.9)
+
+
+def assigned(student: nn.Module, teacher: nn.Module) -> None:
+    for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
+        t.data = t.data * 0.9 + s.data * 0.1
+
+
+def in_place(student: nn.Module, teacher: nn.Module) -> None:
+    for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
+        t.data.mul_(0.9).add_(s.detach(), alpha=0.1)
+
+
+def foreach(student: nn.Module, teacher: nn.Module) -> None:
+    weights = list(teacher.parameters())
+    torch._foreach_mul_(weights, 0.9)
+    torch._foreach_add_(weights, [s.detach() for s in student.parameters()], alpha=0.1)
+
+
+def vector(student: nn.Module, teacher: nn.Module) -> None:
+    old, new = (nn.utils.parameters_to_vector(m.parameters()) for m in (teacher, student))
+    nn.utils.vector_to_parameters(torch.lerp(old, new, 0.1), teacher.parameters())
+
+
+def loaded(student: nn.Module, teacher: nn.Module) -> None:
+    new = student.state_dict()
+    teacher.load_state_dict({name: 0.9 * t + 0.1 * new[name] for name, t in teacher.state_dict().items()})
+
+
+class Momentum(Layers):
+    """MoCo: a momentum encoder, updated before the student runs and used after it, and a queue."""
+
+    def __init__(self, update: Callable[[nn.Module, nn.Module], None] = assigned) -> None:
+        super().__init__()
+        self.update = update
+        self.student = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)  # equal at first, so nothing seems to change
+        self.register_buffer("queue", F.normalize(torch.randn(8, 16), dim=0))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.update(self.student, self.teacher)
+        query = F.normalize(self.student(batch[0]), dim=1)
+        with torch.no_grad():
+            key = F.normalize(self.teacher(batch[1]), dim=1)
+        logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone()], 1) / 0.2
+        pointer = int(self.pointer)
+        self.queue[:, pointer : pointer + len(key)] = key.T
+        self.pointer[0] = (pointer + len(key)) % 16
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long)) + self.through(query).square().mean()
+
+
+class Through(Layers):
+    """Gradients pass through weights that the next micro-batch changes before the backward of this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            assigned(self.d, self.teacher)
+        return (self.d(self.teacher(self.c(self.b(self.a(batch[0]))))) - batch[1]).square().mean()
+
+
+class Clipped(Layers):
+    """A critic, whose trained weights are clipped in the step; and one that shrinks every time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for p in self.parameters():
+            p.data.clamp_(-0.2, 0.2)
+        self.c.weight.data.mul_(0.99)
+        return (self.through(batch[0]) - batch[1]).square().mean()
+
+
+class Shrinking(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.99)
+        return super().forward(x)
+
+
+class WithinUnit(Layers):
+    """A unit that changes its own weight, and a normalisation whose statistics the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.norm = Shrinking(8, 8), nn.BatchNorm1d(8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        penalty = self.norm.running_mean.square().mean()
+        return (self.d(self.c(self.norm(self.b(self.a(batch[0]))))) - batch[1]).square().mean() * (1 + penalty)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l1, self.norm, self.l2 = nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8)
+
+    def encode(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.l1.weight, self.l1.bias)
+        self.norm.num_batches_tracked.add_(1)
+        factor = 1.0 / float(self.norm.num_batches_tracked)
+        y = F.batch_norm(y, self.norm.running_mean, self.norm.running_var, None, None, True, factor)
+        return self.l2(y.relu())
+
+
+class Uncalled(Layers):
+    """A normalisation that code counts, below a child that is not called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.d(self.c(self.encoder.encode(self.b(self.a(batch[0]))))) - batch[1]).square().mean()
+
+
+def data() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(TensorDataset(*torch.randn(2, 32, 8, generator=generator)), batch_size=8)
+
+
+def by_hand(module: Any) -> Any:
+    """What one process makes of the module, micro-batch by micro-batch."""
+    optimizer = module.configure_optimizers()
+    for batch in data():
+        optimizer.zero_grad()
+        for i, part in enumerate(split(tuple(batch), NUM_MICROBATCHES)):
+            (module.training_step(part.data, i) * part.weight).backward()
+        optimizer.step()
+    return module
+
+
+def piped(module: Any, num_stages: int, devices: int = 1, callbacks: Any = (), **options: Any) -> Any:
+    options = {"num_microbatches": NUM_MICROBATCHES, "costs_cache": None, **options}
+    strategy = AvgPipeStrategy(num_stages=num_stages, **options)
+    trainer(strategy=strategy, devices=devices, max_epochs=1, callbacks=list(callbacks)).fit(module, data())
+    return module
+
+
+def assert_same(module: nn.Module, other: nn.Module) -> None:
+    others = other.state_dict()
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, others[name]), f"{name} differs"
+
+
+@pytest.mark.parametrize(
+    ("make", "num_stages", "costs"),
+    [
+        (Momentum, 3, "measured"),
+        (lambda: Momentum(in_place), 2, "flops"),
+        (lambda: Momentum(foreach), 3, "flops"),
+        (lambda: Momentum(vector), 2, "measured"),
+        (lambda: Momentum(loaded), 3, "flops"),
+        (Through, 2, "flops"),
+        (Through, 3, "flops"),
+        (Clipped, 3, "measured"),
+        (WithinUnit, 2, "measured"),
+        (Uncalled, 3, "flops"),
+    ],
+)
+def test_what_a_step_changes_is_what_one_process_makes_of_it(
+    make: Callable[[], Layers], num_stages: int, costs: str
+) -> None:
+    assert_same(piped(make(), num_stages, costs=costs), by_hand(make()))
+
+
+@pytest.mark.parametrize("make", [Momentum, Through, Clipped, WithinUnit])
+def test_what_is_recomputed_changes_nothing_again(make: Callable[[], Layers]) -> None:
+    assert_same(piped(make(), 2, recompute=True, schedule="afab", costs="flops"), by_hand(make()))
+
+
+class Models(Callback):
+    """Keeps the weights of two parallel models, and of their reference."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.models = []
+        for n in range(2):
+            with trainer.strategy.parallel_model(n) as model:
+                self.models.append({name: t.clone() for name, t in model.state_dict().items()})
+        with trainer.strategy.reference() as model:
+            self.reference = {name: t.clone() for name, t in model.state_dict().items()}
+
+
+def test_each_parallel_model_has_a_momentum_encoder_of_its_own() -> None:
+    alone, staged = Models(), Models()
+    piped(Momentum(), 1, callbacks=[alone], num_pipelines=2, costs="flops")
+    piped(Momentum(), 2, callbacks=[staged], num_pipelines=2, costs="flops")
+    for one, other in zip(alone.models, staged.models, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    for name in ("teacher.0.weight", "teacher.2.bias"):
+        first, second = (model[name] for model in staged.models)
+        assert not torch.equal(first, second)
+        torch.testing.assert_close(staged.reference[name], (first + second) / 2)
+
+
+def test_a_tensor_without_a_name_that_a_step_changes_is_refused() -> None:
+    class Hidden(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.center = [torch.zeros(8)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.center[0].mul_(0.9)
+            return (self.through(batch[0]) - self.center[0]).square().mean()
+
+    with pytest.raises(PartitionError, match=r"mul_\(\) at test_state.py:\d+ .* lives on .* register_buffer"):
+        piped(Hidden(), 2)
+
+
+def in_process(rank: int) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    return piped(Momentum(), 2, devices=2).state_dict()
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_same_of_a_momentum_encoder(tmp_path: Path) -> None:
+    expected = by_hand(Momentum()).state_dict()
+    for state in processes.results(processes.run(2, in_process, folder=tmp_path)):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
