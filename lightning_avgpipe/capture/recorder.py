@@ -19,9 +19,10 @@ from lightning_avgpipe.capture.changes import Changes, address
 from lightning_avgpipe.capture.draws import DrawWatch, random_bits
 from lightning_avgpipe.capture.flops import Flops, recurrent_flops
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
+from lightning_avgpipe.capture.outermost import Outermost
 from lightning_avgpipe.capture.provenance import Provenance
 from lightning_avgpipe.capture.snapshot import attribute_values, untouched
-from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, tensor_arguments, watching
+from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.capture.units import Units
 from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.errors import CaptureError, SkippedStepError
@@ -253,7 +254,7 @@ class _Recorder(StepTracer):
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tensor_arguments(args, kwargs)
         versions, calls = [_version(t) for t in tensors], len(self.watch.calls)
-        outer = _Outermost(self.watch, self._visit, self._state)
+        outer = Outermost(self.watch, self._visit, self._state)
         random_before = random_bits(self._device)
         self.changes.begin()
         with watching(outer), self._provenance.at(len(self.nodes)), Flops() as counter:
@@ -297,13 +298,11 @@ class _Recorder(StepTracer):
         self.changes.keep((name, before) for name, _, before in state if name in moved)
         self.rewritten |= self.changes.written | moved
         # Compared by value: batch normalisation changes its statistics and does not say so.
-        other = {name for name, b, before in state if name in self._buffers and self._differs(name, b, before)}
+        buffers = ((name, b, self._buffer(name), before) for name, b, before in state if name in self._buffers)
+        other = {name for name, b, now, before in buffers if now is not b or not torch.equal(b, before)}
         found = self.changes.written | moved | other
         order = dict.fromkeys(name for name, _, _ in state)
         return [*(name for name in order if name in found), *sorted(found - order.keys())]
-
-    def _differs(self, name: str, buffer: Tensor, before: Tensor) -> bool:
-        return self._buffer(name) is not buffer or not torch.equal(buffer, before)
 
     def _states(self, used: Sequence[Tensor], changed: Sequence[str]) -> tuple[str, ...]:
         """What a node changes; and what it uses of that which other nodes change where glue sees it."""
@@ -491,44 +490,6 @@ class _Recorder(StepTracer):
     def _visiting(self, tensors: Sequence[Tensor]) -> Any:
         named = [(self._name_of(t) or "", t) for t in tensors]
         return self.changes.visiting(Visit(tensors, self._device), named)
-
-
-class _Outermost(CallWatcher):
-    """Passes calls on to another watcher; the outermost modules bring their parameters to the device.
-
-    Attributes:
-        modules: the outermost ones, in order.
-        state: theirs, as of before the call.
-    """
-
-    def __init__(
-        self,
-        watch: DrawWatch,
-        visit: Callable[[nn.Module], Any],
-        state: Callable[[str], list[tuple[str, Tensor, Tensor]]],
-    ) -> None:
-        self._watch = watch
-        self._state = state
-        self._visit = visit
-        self._visits: list[Any] = []
-        self._depth = 0
-        self.modules: list[nn.Module] = []
-        self.state: list[tuple[str, Tensor, Tensor]] = []
-
-    def enter(self, module: nn.Module) -> None:
-        if self._depth == 0:
-            self.modules.append(module)
-            self._visits.append(self._visit(module))
-            self._visits[-1].__enter__()
-            self.state += self._state(self._watch.path(module))
-        self._depth += 1
-        self._watch.enter(module)
-
-    def leave(self, module: nn.Module) -> None:
-        self._watch.leave(module)
-        self._depth -= 1
-        if self._depth == 0:
-            self._visits.pop().__exit__(None, None, None)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
