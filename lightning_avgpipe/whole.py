@@ -59,7 +59,7 @@ def why_whole(module: pl.LightningModule) -> str | None:
         return "overrides backward()"
     for name in _STEPS:
         step = getattr(module, name)
-        if _takes_iterator(getattr(step, "__func__", step)):
+        if callable(step) and _takes_iterator(getattr(step, "__func__", step)):
             return f"takes dataloader_iter in {name}, which reads batches itself"
     return None
 

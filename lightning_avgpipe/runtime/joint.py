@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ class _Record:
     """
 
     unit: Unit
-    num_inputs: int
+    num_inputs: int = 0
     leaves: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     shares_graph: bool = False
@@ -98,18 +98,22 @@ class Joint:
         inputs = [*tree.tensors((args, kwargs)), *(tensor for _, _, tensor in hidden)]
         parameters = [p for p in unit.module.parameters() if p.requires_grad]
         traced = torch.is_grad_enabled() and (bool(parameters) or any(t.requires_grad for t in inputs))
-        record, announced = _Record(unit, len(inputs)), None
+        record, announced = _Record(unit), None
         if unit.owner == self.exchange.rank:
             announced = self._run(record, run, args, kwargs, hidden, traced), beside()
         what = f"unit '{unit.path}'"
         try:
-            (structure, written, changed, tensors, wants), extra = self.exchange.share(what, unit.owner, announced)
+            (structure, written, changed, tensors, wants, idle), extra = self.exchange.share(
+                what, unit.owner, announced
+            )
         except (TypeError, AttributeError) as error:  # of pickle
             error.add_note(f"{what} returned, or keeps in an attribute, something that cannot go to other processes")
             raise
         if any(wants):
             anchor = torch.empty(0, requires_grad=True)
-            made = _Joined.apply(self, record, tensors, wants, parameters, anchor, *inputs, *parameters)
+            taken = [tensor for i, tensor in enumerate(inputs) if i not in idle]
+            record.num_inputs = len(taken)
+            made = _Joined.apply(self, record, tensors, wants, parameters, anchor, *taken, *parameters)
         else:
             made = tuple(tensors)
         pieces = iter(made)
@@ -146,9 +150,9 @@ class Joint:
         begin = torch.zeros((), requires_grad=True).view(()) if traced else None
         own_args, own_kwargs = tree.map_tensors(enter, (args, kwargs))
         versions = [_version(tensor) for tensor in entered]
+        before = _attributes(module)
         for owner, name, tensor in hidden:
             vars(owner)[name] = enter(tensor)
-        before = _attributes(module)
         self.runs = True
         try:
             result = run(*own_args, **own_kwargs)
@@ -177,7 +181,12 @@ class Joint:
             _refuse_outer(record, made, begin)
         record.outputs = made if traced else []
         wants = [traced and tensor.requires_grad for tensor in made]
-        return structure, written, changed, [tensor.detach() for tensor in made], wants
+        idle: list[int] = []  # what lies in attributes and is not used may belong to a graph of before
+        if traced and hidden:
+            used, first = _ends(made), len(entered) - len(hidden)
+            idle = [i for i in range(first, len(entered)) if id(record.leaves[i]) not in used]
+            record.leaves = [leaf for i, leaf in enumerate(record.leaves) if i not in idle]
+        return structure, written, changed, [tensor.detach() for tensor in made], wants, idle
 
     def backward(
         self,
@@ -229,7 +238,7 @@ class Joint:
         """Gradients of a call's inputs, in a graph: they are results of a call that took the gradients as well."""
         unit, given = record.unit, [g for g in gradients if g is not None]
         inputs = [*taken, *given]
-        inner, answer = _Record(unit, len(inputs), shares_graph=True), None
+        inner, answer = _Record(unit, num_inputs=len(inputs), shares_graph=True), None
         record.shares_graph = True
         if unit.owner == self.exchange.rank:
             entered = iter([g.detach().requires_grad_() for g in given])
@@ -373,10 +382,7 @@ def _refuse_outer(record: _Record, made: Sequence[Tensor], begin: Tensor) -> Non
     assert begin.grad_fn is not None
     first, unit = begin.grad_fn._sequence_nr(), record.unit
     known = {id(t) for t in (*record.leaves, *unit.module.parameters())}
-    nodes: list[Node] = [t.grad_fn for t in made if t.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
+    for node in _nodes(made):
         variable = getattr(node, "variable", None)
         strange = id(variable) not in known if variable is not None else node._sequence_nr() < first
         if strange:
@@ -386,6 +392,20 @@ def _refuse_outer(record: _Record, made: Sequence[Tensor], begin: Tensor) -> Non
                 "argument nor its own; other processes cannot send it a gradient. Pass it as an argument, or use one "
                 "process (devices=1)"
             )
+
+
+def _ends(made: Sequence[Tensor]) -> set[int]:
+    """Ids of the leaves that tensors depend on."""
+    return {id(node.variable) for node in _nodes(made) if hasattr(node, "variable")}
+
+
+def _nodes(made: Sequence[Tensor]) -> Iterator[Any]:
+    """All of the graph that tensors depend on."""
+    nodes: list[Node] = [t.grad_fn for t in made if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

@@ -1,0 +1,231 @@
+"""Lockstep: what submodules hold, hide and change is the same in all processes, or refused."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import processes
+from tests.manual_models import Manual
+from tests.models import MLP, loader
+from tests.trainers import pipeline, trainer
+
+
+class Plain(Manual):
+    """Two submodules, of which each process holds one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = self.part(), self.part()
+
+    def part(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.b(self.a(x)), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(*batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+class LeavesBehind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.condition, self.calls = nn.Linear(8, 8), None, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x if self.condition is None else x + self.condition)
+        self.left, self.calls = x.abs().mean(), self.calls + 1
+        return x
+
+
+class Attributes(Plain):
+    """The step reads what a submodule left in an attribute, and passes something on in one."""
+
+    def part(self) -> nn.Module:
+        return LeavesBehind()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.a(x)
+        self.b.condition = 2 * h
+        return F.mse_loss(self.b(h), y) + self.a.left + self.a.calls * self.b.left
+
+
+class InPlace(Plain):
+    def part(self) -> nn.Module:
+        return nn.Sequential(nn.LeakyReLU(0.2, inplace=True), nn.Linear(8, 8))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        h = 1.5 * self.a(x * 1.0)
+        return F.mse_loss(self.b(h) + h, y)
+
+
+class Regions(Plain):
+    """Both kinds of checkpointed regions, and a hook that collects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[Tensor] = []
+        self.a[0].register_forward_hook(lambda module, args, result: self.collected.append(result))  # type: ignore[index]
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.collected.clear()
+        h = checkpoint(self.b, checkpoint(self.a, x, use_reentrant=False), use_reentrant=True)
+        return F.mse_loss(h, y) + self.collected[0].square().mean()
+
+
+class ByHand(Plain):
+    """Gradients, weights and optimizers without Lightning; a buffer and a tied weight in the step itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b[2].weight = self.a[0].weight  # type: ignore[index]
+        self.slow = copy.deepcopy(self.a).requires_grad_(False)
+
+    def part(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.a(x)
+        output = self.b(h)
+        first, second = F.mse_loss(output, y + self.slow(x)), output.abs().mean()
+        gradients = [
+            torch.autograd.grad(loss, part[0].weight, retain_graph=True)[0]  # type: ignore[index]
+            for loss, part in ((first, self.a), (second, self.b))
+        ]
+        weight = (gradients[0].norm() / gradients[1].norm()).detach()
+        return first + weight * second + self.a[1].running_mean.sum() * self.b[0].weight.mean()  # type: ignore[index]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        self.loss(*batch).backward()
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        self.log("norm", torch.stack([p.norm() for p in self.parameters()]).sum())
+        optimizer.step()
+        self.zero_grad()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for slow, parameter in zip(self.slow.parameters(), self.a.parameters(), strict=True):
+            slow.data.copy_(0.9 * slow.data + 0.1 * parameter.data)
+
+    def on_train_epoch_start(self) -> None:
+        self.b[1].requires_grad_(self.current_epoch == 0)  # type: ignore[index]
+
+
+class Closed(Plain):
+    """A closure, a hook that looks at all gradients, and batches that are skipped by their loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        if self.loss(*batch).item() < 1:
+            return
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(*batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+
+
+class OnOneRank(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.b(batch[0])
+        super().training_step(batch, batch_idx)
+
+
+_elsewhere: list[Tensor] = []
+
+
+class Collects(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        _elsewhere.append(x.detach().mean())
+        return x
+
+
+class Elsewhere(Plain):
+    def part(self) -> nn.Module:
+        return Collects(8, 8)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        _elsewhere.clear()
+        return super().loss(x, y) + sum(_elsewhere)
+
+
+class Borrows(nn.Linear):
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__(8, 8)
+        self.other = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.other[0].weight  # type: ignore[operator]
+
+
+class Borrowing(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Borrows(self.b[2])  # type: ignore[index]
+
+
+def fit(rank: int, devices: int, *models: type[Plain]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    found = {}
+    for model in models:
+        torch.manual_seed(3)
+        module = model()
+        torch.manual_seed(7 + rank)
+        strategy = {"timeout": timedelta(seconds=20)}
+        runner = trainer() if devices == 1 else pipeline(devices, devices, strategy=strategy)
+        runner.fit(module, loader(MLP, 16, 4, shuffle=True))
+        metrics = {name: value.clone() for name, value in runner.callback_metrics.items()}
+        found[model.__name__] = {name: value.clone() for name, value in module.state_dict().items()} | metrics
+    return found
+
+
+def test_what_submodules_hold_hide_and_change_is_the_same_everywhere(tmp_path: Path) -> None:
+    models = (Attributes, InPlace, Regions, ByHand, Closed)
+    one = fit(0, 1, *models)
+    for rank in processes.results(processes.run(2, fit, 2, *models, folder=tmp_path)):
+        for model, expected in one.items():
+            assert rank[model].keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(rank[model][name], value), f"{model}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        pytest.param(OnOneRank, "different ways: rank 0 came to unit 'b'.*; rank 1 came to", marks=pytest.mark.slow),
+        pytest.param(Elsewhere, "the loss of the backward .* is .* on rank 1 and .* on rank 0", marks=pytest.mark.slow),
+        pytest.param(Borrowing, r"unit 'a', called at .*, uses a tensor of shape \(8, 8\)", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_that_would_part_are_refused(model: type[Plain], message: str, tmp_path: Path) -> None:
+    outcomes = processes.run(2, fit, 2, model, folder=tmp_path)
+    assert all(outcome.error is not None for outcome in outcomes)
+    with pytest.raises(RuntimeError, match=f"(?s){message}"):
+        raise RuntimeError("".join(outcome.error or "" for outcome in outcomes))
