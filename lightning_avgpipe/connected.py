@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 
-from lightning_avgpipe import checks, launch
+from lightning_avgpipe import checks, launch, starter
 from lightning_avgpipe.interrupts import ending_together, saving_what_is_whole
 from lightning_avgpipe.options import Options
 from lightning_avgpipe.runtime.arrangement import Arrangement
@@ -175,21 +175,13 @@ class ConnectedStrategy(ParallelStrategy):
             self._mesh.open()
             return
         self._backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
+        self.failed = False
         with launch.connecting(self.global_rank, self.world_size):
             self._connect(self._backend)
-        self.failed = False
-        assert self.lightning_module is not None
-        self._undo.enter_context(ending_together(self.lightning_module.trainer, self))
 
     def _connect(self, backend: str) -> None:
         assert self.cluster_environment is not None
         device, timeout = self.root_device, self.timeout
-        if not _distributed_is_initialized():
-            # control messages travel on the host, whatever connects the devices
-            all_devices = backend if self.processes_per_device == 1 else "gloo"
-            both = f"cpu:gloo,cuda:{all_devices}" if backend == "nccl" else backend
-            kept = launch.kept_store(self.cluster_environment, timeout)
-            _init_dist_connection(self.cluster_environment, both, timeout=timeout, **kept)
         if self._mesh is None:
             self._mesh = Mesh(
                 self.num_stages,
@@ -200,8 +192,16 @@ class ConnectedStrategy(ParallelStrategy):
                 device_backend=backend if device.type == "cuda" else None,
                 reader=self.arrangement.group_size(self.num_stages) - 1 if self._options.reader == "first" else 0,
                 arrangement=self.arrangement,
+                deaths=starter.deaths,
             )
-        self._mesh.open()
+        assert self.lightning_module is not None
+        self._undo.enter_context(ending_together(self.lightning_module.trainer, self))
+        store, keeper = launch.store(self.cluster_environment, self.global_rank, timeout)
+        # control messages travel on the host, whatever connects the devices
+        all_devices = backend if self.processes_per_device == 1 else "gloo"
+        both = f"cpu:gloo,cuda:{all_devices}" if backend == "nccl" else backend
+        meet = partial(_init_dist_connection, self.cluster_environment, both, timeout=timeout, store=store)
+        self._mesh.open(store, meet, keeper)  # if torch has a group of all processes, Lightning leaves it as it is
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other processes, unless all have agreed to end here."""
@@ -209,7 +209,7 @@ class ConnectedStrategy(ParallelStrategy):
             return
         self.failed = True
         self.mesh.report(exception)
-        launch.end_with_this_process(self._launcher)
+        starter.end_with_this_process()
 
     # -- what Lightning asks of them ---------------------------------------------------------------------------------
 

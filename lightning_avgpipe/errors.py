@@ -63,3 +63,12 @@ class NonFiniteError(AvgPipeError, ArithmeticError):
 
 class PeerError(AvgPipeError):
     """Another process of the pipeline failed or is gone; carries what it reported, if it could."""
+
+
+def described(error: BaseException) -> str:
+    """Its type and text, whatever the text is: user code may raise what cannot be printed."""
+    try:
+        text = str(error)
+    except Exception as unprintable:
+        text = f"(str() of it raises {type(unprintable).__name__})"
+    return f"{type(error).__name__}: {text}".rstrip(": ")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +24,7 @@ if TYPE_CHECKING:
     from lightning_avgpipe.connected import ConnectedStrategy
     from lightning_avgpipe.strategy import AvgPipeStrategy
 
-__all__ = ["connecting", "end_with_this_process", "kept_store", "launcher", "register", "register_explanation"]
-
-_END_S = 10.0  # how long processes of a failed run may take to end by themselves
+__all__ = ["connecting", "launcher", "register", "register_explanation", "store"]
 
 # name -> start_method, beside the strategy's own name; as in ddp
 _START_METHODS = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
@@ -93,41 +88,37 @@ def connecting(rank: int, world_size: int) -> Iterator[None]:
         except RuntimeError as error:
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise PeerError(
-                f"rank {rank} could not connect to the other processes ({world_size} in all) at {address} in set-up: "
-                f"{error}. Either one of them failed before, or not all were started, or they were given different "
-                "MASTER_ADDR, MASTER_PORT or NODE_RANK"
+                f"rank {rank} could not connect to the other processes ({world_size} in all) at {address} in set-up. "
+                "Either one of them failed before, or not all were started, or they were given different MASTER_ADDR, "
+                f"MASTER_PORT or NODE_RANK. {error}"
             ) from error
 
 
-def kept_store(environment: ClusterEnvironment, timeout: timedelta) -> dict[str, Any]:
-    """Where the store is one of torchrun's that outlives a restart: ``store`` for ``init_process_group``; else nothing.
+def store(environment: ClusterEnvironment, rank: int, timeout: timedelta) -> tuple[dist.Store, str | None]:
+    """The store that all processes share, and who keeps it: None if rank 0 does.
+
+    It is the one that torch.distributed would make by itself. But that would not return before all processes have come,
+    and while it waits nobody could say which of them is missing, or that one has died.
 
     Raises:
-        RuntimeError: not all processes have come within the timeout.
+        RuntimeError: it is not there within the timeout.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    rank, world_size = environment.global_rank(), environment.world_size()
-    store = dist.TCPStore(environment.main_address, environment.main_port, is_master=False, timeout=timeout)
-    return {"store": fresh(store, rank, world_size, timeout)}
-
-
-def end_with_this_process(started_by: Any) -> None:
-    """After a failure no process that this one started stays when this one ends, also if it is stuck."""
-    processes = [p for p in getattr(started_by, "procs", []) if isinstance(p, subprocess.Popen)]
-    if processes:
-        # not before: the error of this process is on the screen by then
-        atexit.register(_end, processes)
-
-
-def _end(processes: Sequence[subprocess.Popen[Any]]) -> None:
-    deadline = time.monotonic() + _END_S
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # of torchrun
+    found: dist.Store
+    if dist.is_initialized():
+        found = dist.distributed_c10d._get_default_store()
+    else:
+        found = dist.TCPStore(
+            environment.main_address,
+            environment.main_port,
+            is_master=rank == 0 and not agent,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        if agent:  # who outlives its processes, and starts them again
+            found = fresh(found, rank, environment.world_size(), timeout)
+    return found, "torchrun's agent" if agent else None
 
 
 def register(registry: Any, strategy: type[AvgPipeStrategy]) -> None:

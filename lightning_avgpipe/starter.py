@@ -1,32 +1,57 @@
 """The starter: the process that started this one, by running the script again as the launcher of ddp does, or a copy.
 
-Before the processes are connected nobody but the starter could end this one: if it is killed by then, this one would
-wait for it until the timeout. Later the watch over the processes notices.
+A started process ends with its starter: before the processes are connected nobody else could end it, and it would wait
+for its starter until the timeout. The starter notices when one that it has started dies, and ends those that are stuck.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_avgpipe.errors import PeerError
 
-__all__ = ["ScriptLauncher", "needing_starter"]
+__all__ = ["ScriptLauncher", "deaths", "end_with_this_process", "needing_starter"]
 
 _POLL_S = 0.5
+_END_S = 10.0  # how long processes of a failed run may take to end by themselves
 _VARIABLE = "AVGPIPE_STARTER"
 # read once and removed, so that what this process starts does not take it for its own
 _SCRIPT_STARTER = os.environ.pop(_VARIABLE, "")
+_started: dict[int, subprocess.Popen[Any]] = {}  # rank -> process; trainers that come later find them here
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Runs the script again for each other process of this node, and tells it who started it."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the processes, if they are not there, and call the function.
+
+        Lightning's own launcher would also kill this process when another one dies, before it can say which and why.
+        """
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Send a signal to the other processes, also if an earlier trainer has started them."""
+        for process in _started.values():
+            process.send_signal(signum)
 
     def _call_children_scripts(self) -> None:
         os.environ[_VARIABLE] = str(os.getpid())
@@ -34,6 +59,39 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             super()._call_children_scripts()
         finally:
             del os.environ[_VARIABLE]
+            first = self.cluster_environment.node_rank() * self.num_processes
+            _started.update(enumerate(self.procs, first + 1))
+
+
+def deaths() -> dict[int, str]:
+    """Of the processes that this one has started, those that did not end well: rank -> how."""
+    return {rank: _ended(code) for rank, process in _started.items() if (code := process.poll())}
+
+
+def _ended(code: int) -> str:
+    if code > 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have no names
+        return f"was killed by signal {-code}"
+
+
+@functools.cache
+def end_with_this_process() -> None:
+    """After a failure no process that this one started stays when this one ends, also if it is stuck."""
+    # not before: the error of this process is on the screen by then
+    atexit.register(_end)
+
+
+def _end() -> None:
+    deadline = time.monotonic() + _END_S
+    for process in _started.values():
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager

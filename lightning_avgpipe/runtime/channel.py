@@ -8,6 +8,7 @@ get in each other's way.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -21,9 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.errors import PeerError
+from lightning_avgpipe.runtime.connections import Pair
 from lightning_avgpipe.runtime.frame import CAPACITY, FrameReader, FrameWriter, as_bytes
 from lightning_avgpipe.runtime.message import Message
 from lightning_avgpipe.runtime.recording import Recorder
+from lightning_avgpipe.runtime.transfer import transfer
 from lightning_avgpipe.runtime.watch import Watch
 
 __all__ = ["Arrivals", "Inbox", "LocalChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "Wire"]
@@ -38,6 +41,15 @@ class Arrivals:
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.failure: BaseException | None = None
+        self._moved = -math.inf
+
+    def moved(self) -> None:
+        """Bytes went over a connection of this process."""
+        self._moved = time.monotonic()
+
+    def idle_s(self) -> float:
+        """Seconds since then."""
+        return time.monotonic() - self._moved
 
     def notify(self) -> None:
         """Something arrived."""
@@ -60,7 +72,8 @@ class Arrivals:
         """Block until ``ready()``.
 
         Args:
-            timeout_s: longest wait, in seconds.
+            timeout_s: longest wait in which no connection of any process moves bytes, in seconds. Time in which this
+                process itself does not run, because it is stopped, does not count.
             doing: says what this process does, as ``waits for the input of F0``.
             watch: knows whether another process has failed.
         Raises:
@@ -72,7 +85,7 @@ class Arrivals:
             self._wait(ready, timeout_s, f"{watch.name} {watch.activity}", watch)
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float, waiting: str, watch: Watch) -> None:
-        deadline = time.monotonic() + timeout_s
+        waited_s, looked = 0.0, time.monotonic()
         while True:
             watch.check()
             with self.condition:
@@ -85,12 +98,18 @@ class Arrivals:
                 failure = self.failure
             if failure is not None:
                 watch.look()
-                raise PeerError(f"{waiting}, but {failure}{watch.account()}") from failure
-            if time.monotonic() > deadline:
-                raise PeerError(
-                    f"{waiting}, and nothing arrived for {timeout_s:.0f} s. Either a process is stuck, or the work "
-                    f"takes longer than the strategy's timeout; raise timeout=... if so{watch.account()}"
-                )
+                raise PeerError(f"{waiting}, but {failure}{watch.account().text}") from failure
+            now = time.monotonic()
+            waited_s, looked = waited_s + min(now - looked, 2 * _POLL_S), now
+            if waited_s > timeout_s:
+                account = watch.account()
+                waited_s = min(waited_s, account.idle_s, self.idle_s())
+                if waited_s > timeout_s:
+                    raise PeerError(
+                        f"{waiting}, and nothing arrived for {timeout_s:.0f} s. Either a process is stuck, or the work "
+                        f"takes longer than the strategy's timeout; raise timeout=... if so{account.text}"
+                    )
+                looked = time.monotonic()
 
 
 class Inbox(Protocol):
@@ -144,20 +163,26 @@ class Wire:
 
     Args:
         peer: global rank at the other end.
-        host_group: gloo group of the two ranks, for this direction only.
+        on_host: the two processes, for this direction only.
         device: where tensors live on this side.
-        device_group: NCCL group of the two ranks, for this direction only; None moves device tensors over the host.
+        on_devices: the same of NCCL; None moves device tensors over the host.
+        moved: called when bytes have moved.
     """
 
     def __init__(
-        self, peer: int, host_group: dist.ProcessGroup, device: torch.device, device_group: dist.ProcessGroup | None
+        self,
+        peer: int,
+        on_host: Pair,
+        device: torch.device,
+        on_devices: Pair | None,
+        moved: Callable[[], None],
     ) -> None:
         self.peer = peer
-        # asked directly: dist.send would check its arguments for longer than a small tensor takes
-        self._host_group = host_group
-        self._host_peer = dist.get_group_rank(host_group, peer)
         self.device = device
-        self._device_group = device_group
+        # asked directly: dist.send would check its arguments for longer than a small tensor takes
+        self._on_host = on_host
+        self._on_devices = on_devices
+        self._moved = moved
         # transfers are queued on a stream of their own, so that they overlap with compute
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -170,16 +195,16 @@ class Wire:
     @property
     def transfer_stream(self) -> torch.cuda.Stream | None:
         """The stream on which tensors travel; None if the host moves them."""
-        return None if self._device_group is None else self.stream
+        return None if self._on_devices is None else self.stream
 
     def send_host(self, tensor: Tensor) -> None:
-        self._host_group.send([tensor], self._host_peer, _TAG).wait()
+        transfer(lambda part: self._on_host.group.send([part], self._on_host.peer, _TAG), tensor, self._moved)
 
     def receive_host(self, tensor: Tensor) -> None:
-        self._host_group.recv([tensor], self._host_peer, _TAG).wait()
+        transfer(lambda part: self._on_host.group.recv([part], self._on_host.peer, _TAG), tensor, self._moved)
 
     def send(self, tensor: Tensor, ready: torch.cuda.Event | None) -> None:
-        if tensor.device.type == "cpu" or self._device_group is None:
+        if tensor.device.type == "cpu" or self._on_devices is None:
             if ready is not None:
                 ready.synchronize()
             self.send_host(as_bytes(tensor.cpu()))
@@ -188,19 +213,19 @@ class Wire:
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(ready)
             flat = as_bytes(tensor)
-            dist.send(flat, self.peer, group=self._device_group)
+            dist.send(flat, self.peer, group=self._on_devices.group)
             flat.record_stream(self.stream)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, on_host: bool) -> tuple[Tensor, Any]:
         """Returns the tensor and, on CUDA, the event after which it may be read."""
-        if on_host or self._device_group is None:
+        if on_host or self._on_devices is None:
             tensor = torch.empty(shape, dtype=dtype)
             self.receive_host(as_bytes(tensor))
             return (tensor if on_host else tensor.to(self.device)), None
         assert self.stream is not None
         with torch.cuda.stream(self.stream):
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
-            dist.recv(as_bytes(tensor), self.peer, group=self._device_group)
+            dist.recv(as_bytes(tensor), self.peer, group=self._on_devices.group)
             return tensor, self.stream.record_event()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_avgpipe.runtime.clock import ClockOffset, estimate_offset, host_now
 from lightning_avgpipe.runtime.frame import as_bytes
+from lightning_avgpipe.runtime.transfer import transfer
 
 __all__ = ["Collectives"]
 
@@ -43,6 +44,19 @@ class Collectives(ABC):
     @abstractmethod
     def together(self, what: str, collective: Callable[[], object]) -> None:
         """Run a collective on the host; while it waits, look whether another process has failed."""
+
+    @abstractmethod
+    def moved(self) -> None:
+        """Bytes went over a connection of this process."""
+
+    def _send(self, tensor: Tensor, rank: int) -> None:
+        flat = as_bytes(tensor.cpu().contiguous())
+        transfer(lambda part: dist.isend(part, self.ranks[rank], group=self.control), flat, self.moved)
+
+    def _receive(self, like: Tensor, rank: int) -> Tensor:
+        received = torch.empty(like.shape, dtype=like.dtype)
+        transfer(lambda part: dist.irecv(part, self.ranks[rank], group=self.control), as_bytes(received), self.moved)
+        return received
 
     def barrier(self, what: str = "a barrier") -> None:
         """Wait for all processes."""
@@ -117,10 +131,9 @@ class Collectives(ABC):
                 if source == 0 or tensor.numel() == 0:
                     continue
                 if self.rank == source:
-                    dist.send(as_bytes(tensor.cpu()), self.ranks[0], group=self.control)
+                    self._send(tensor, 0)
                 elif self.rank == 0:
-                    collected[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    dist.recv(as_bytes(collected[name]), self.ranks[source], group=self.control)
+                    collected[name] = self._receive(tensor, source)
 
         self.together("a gathering of parameters", exchange)
         return collected
@@ -144,10 +157,9 @@ class Collectives(ABC):
                     if name not in holders or tensor.numel() == 0:
                         continue
                     if self.rank == holders[name]:
-                        dist.send(as_bytes(tensor.cpu().contiguous()), self.ranks[receiver], group=self.control)
+                        self._send(tensor, receiver)
                     elif self.rank == receiver:
-                        delivered[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                        dist.recv(as_bytes(delivered[name]), self.ranks[holders[name]], group=self.control)
+                        delivered[name] = self._receive(tensor, holders[name])
 
         self.together("a delivery of parameters", exchange)
         return delivered
@@ -162,7 +174,12 @@ class Collectives(ABC):
                     continue
                 mine = owner(name) == self.rank
                 copy = tensor.detach().cpu().contiguous() if mine else torch.empty(tensor.shape, dtype=tensor.dtype)
-                dist.broadcast(as_bytes(copy), self.ranks[owner(name)], group=self.control)
+                source = self.ranks[owner(name)]
+                transfer(
+                    lambda part, source=source: dist.broadcast(part, source, group=self.control, async_op=True),  # type: ignore[misc]
+                    as_bytes(copy),
+                    self.moved,
+                )
                 if not mine:
                     spread[name] = copy
 

@@ -103,7 +103,7 @@ class Copies:
             together[stages].append(name)
         for stages, names in together.items():
             ranks = sorted({self._mesh.rank_of(k) for k in stages})
-            group = self._mesh.connections.subset(ranks) if len(ranks) > 1 else None
+            group = self._mesh.subset(ranks) if len(ranks) > 1 else None
             if self._mesh.rank in ranks:
                 self._sum(stages, names, group)
 

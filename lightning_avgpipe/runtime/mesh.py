@@ -17,8 +17,10 @@ from __future__ import annotations
 import itertools
 import pickle
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -31,7 +33,7 @@ from lightning_avgpipe.runtime.agreement import Agreement
 from lightning_avgpipe.runtime.arrangement import Arrangement
 from lightning_avgpipe.runtime.channel import Arrivals, NetworkInbox, NetworkOutbox, Wire
 from lightning_avgpipe.runtime.collectives import Collectives
-from lightning_avgpipe.runtime.connections import Connections
+from lightning_avgpipe.runtime.connections import Connections, Pair
 from lightning_avgpipe.runtime.feed import Feed, FeedSink, FeedSource
 from lightning_avgpipe.runtime.guard import MemoryGuard
 from lightning_avgpipe.runtime.news import News, NewsChannels
@@ -45,8 +47,8 @@ __all__ = ["Mesh"]
 T = TypeVar("T")
 End = TypeVar("End", NetworkInbox, NetworkOutbox)
 
-_DISCONNECTED_S = 5.0  # longest time that a thread takes to end when its connection is closed
-_instances = itertools.count()
+_DISCONNECTED_S = 3.0  # longest time that threads take to end when their connections are closed
+_openings = itertools.count()  # of this process; the same on all of them
 
 
 class Mesh(Collectives):
@@ -61,8 +63,9 @@ class Mesh(Collectives):
         device_backend: backend of the channels between devices, such as "nccl"; None sends over the host.
         reader: the process of each group that reads the group's data.
         arrangement: of the processes on devices; None for a device each.
+        deaths: rank among all -> how it ended, of those processes started by this one that have died.
 
-    All processes build it at the same time. With one process nothing is connected.
+    All processes open it at the same time. With one process nothing is connected.
 
     Attributes:
         group_number: which group this is; the group's mesh is all that its processes know, but for the following.
@@ -87,6 +90,7 @@ class Mesh(Collectives):
         device_backend: str | None = None,
         reader: int = 0,
         arrangement: Arrangement | None = None,
+        deaths: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         arrangement = arrangement or Arrangement(world_size)
         devices = arrangement.num_devices
@@ -109,8 +113,8 @@ class Mesh(Collectives):
         # told of a request to all processes, at the same point of the program on each of them
         self.when_agreed: Callable[[str], None] = lambda request: None
         self._names = self._make_names()
-        self._number = next(_instances)
-        self._openings = itertools.count()
+        self._shares_devices = arrangement.sharing > 1
+        self._deaths = deaths
         self._collective: threading.Thread | None = None
         self._opened: list[NetworkInbox | NetworkOutbox] = []
         self.recorder: Recorder | None = None
@@ -118,7 +122,7 @@ class Mesh(Collectives):
         self.guard: MemoryGuard | None = None  # of a trial iteration
         self.wiring: dict[tuple[int, int], Wiring] = {}  # (pipeline, stage) -> its channels
         self.connections = Connections(self.layout, self.group_number, rank, timeout, device_backend)
-        self._relays: dict[int, dist.ProcessGroup] = {}  # from rank 0 of all processes to the group
+        self._relays: dict[int, Pair] = {}  # from rank 0 of all processes to the group
         # there is nothing to watch before it is open
         self.watch = Watch(rank, self._names, None, 0.0, self.arrivals.notify)
         self.world: Collectives = self
@@ -128,8 +132,9 @@ class Mesh(Collectives):
             self.world = _Party(range(world_size), rank, self)
             if self.rank == 0:
                 self.heads = _Party([members[0] for members in self.layout], self.group_number, self)
-        if world_size > 1:
-            self._connect(shares_devices=arrangement.sharing > 1)
+            alike = sorted(members[self.rank] for members in self.layout)
+            members = _Party(alike, alike.index(rank), self)
+            self.siblings = Siblings(members, self.group_number, on_host=self._shares_devices)
 
     # -- who is where ------------------------------------------------------------------------------------------------
 
@@ -173,10 +178,12 @@ class Mesh(Collectives):
 
     # -- connections and channels ------------------------------------------------------------------------------------
 
-    def _connect(self, shares_devices: bool) -> None:
+    def connect(self) -> None:
+        """Connect the processes, in the place of those of another mesh. Every process calls it; the wait is long."""
+        self.connections.open()
         self.world.control = self.connections.join(self.world.ranks)
         if self.num_groups > 1:
-            self._connect_groups(shares_devices)
+            self._connect_groups()
         for peer in range(1, self.world_size):
             self.connections.connect("news", 0, peer)
             self.connections.connect("reports", 0, peer)
@@ -185,22 +192,19 @@ class Mesh(Collectives):
                 self.connections.connect("batches", self.reader, peer)
         self._connect_hops(0)
 
-    def _connect_groups(self, shares_devices: bool) -> None:
+    def _connect_groups(self) -> None:
         self.control = self.connections.join_in_each(range(self.world_size))
         heads, *others = zip(*self.layout, strict=True)
         connection = self.connections.join(heads)
         if self.rank == 0:
             self.heads.control = connection
-        self._relays = {number: self.connections.join((0, head)) for number, head in enumerate(heads) if number}
+        self._relays = {n: self.connections.pair("relay", 0, head) for n, head in enumerate(heads) if n}
         # two processes of one device meet on the host: no communicator of devices can have a device twice
-        backend = "gloo" if shares_devices else self.connections.both
         for position, ranks in enumerate((heads, *others)):
-            connection = self.connections.join(ranks, backend)
+            connection = self.connections.join(ranks, on_host=self._shares_devices)
             if position == self.rank:
-                ordered = sorted(ranks)
-                members = _Party(ordered, ordered.index(self.world.rank), self)
-                members.control = connection
-                self.siblings = Siblings(members, self.group_number, on_host=shares_devices)
+                assert self.siblings is not None
+                self.siblings.members.control = connection
 
     def _connect_hops(self, pipeline: int) -> None:
         for k in range(self.num_stages - 1):
@@ -209,15 +213,33 @@ class Mesh(Collectives):
                 # two hops between the same processes (several stages per process) need two connections as well
                 self.connections.connect(channel_name(direction, k, pipeline), a, b, devices=True)
 
-    def open(self) -> None:
-        """Start the channels, unless they are open."""
+    def open(
+        self, store: dist.Store | None = None, meet: Callable[[], object] = lambda: None, keeper: str | None = None
+    ) -> None:
+        """Watch over the processes, connect them if they are not, and start the channels, unless they are open.
+
+        Args:
+            store: shared by all processes; None takes that of torch.distributed.
+            meet: makes torch's group of all processes, if there is none.
+            keeper: who keeps the store, for messages; None: rank 0.
+        Raises:
+            PeerError: a process does not come, or ends meanwhile.
+        """
         if self.wiring:
             return
         self.arrivals = Arrivals()
-        store = self._make_store()
-        self.watch = self._make_watch(store)
-        timeout_s = self.timeout.total_seconds() / 2
-        self.agreement = Agreement(self.world.rank, self._names, store, timeout_s, self.watch)
+        store = self._own(store)
+        self.watch = self._make_watch(store, keeper or self._names[0])
+        self.agreement = Agreement(
+            self.world.rank, self._names, store, self.timeout.total_seconds() / 2, self.watch
+        )
+        if self.world.world_size > 1:
+
+            def connected() -> None:
+                meet()
+                self._reconnect()
+
+            self._wait_for(connected, "waits for the other processes to connect")
         self.news = News(
             self.rank,
             self.num_groups,
@@ -255,24 +277,28 @@ class Mesh(Collectives):
             if (pipeline, self.stages[0]) in self.wiring:
                 continue
             if self.world.world_size > 1:
-                self._connect_hops(pipeline)
+                waits = f"waits for the other processes to connect pipeline {pipeline}"
+                self._wait_for(partial(self._connect_hops, pipeline), waits)
             self.wiring |= wire(self, pipeline, self._inbox, self._outbox)
         self.record(self.recorder)
 
     def close(self, failed: bool = False) -> None:
         """Stop the channels and their threads; after a failure without waiting for peers, and for good."""
-        if failed and self.wiring:
+        if failed:
             # rank 0 holds the store; and connections that break before the reason is known would look like one
             self.watch.await_readers()
             self.connections.disconnect()
         elif self.wiring:
             self.feed.close()
+        deadline = time.monotonic() + (_DISCONNECTED_S if failed else self.timeout.total_seconds())
         for channel in self._opened:
-            channel.close(join_s=_DISCONNECTED_S if failed else self.timeout.total_seconds())
+            channel.close(join_s=max(0.0, deadline - time.monotonic()))
         if self._collective is not None:
-            self._collective.join(_DISCONNECTED_S)
+            self._collective.join(max(0.0, min(_DISCONNECTED_S, deadline - time.monotonic())))
         self.watch.close()
         self._opened, self.wiring = [], {}
+        if failed:
+            self.connections.close()
 
     def record(self, recorder: Recorder | None) -> None:
         """From now on tell this recorder, or nobody, what executor and channels do."""
@@ -282,19 +308,34 @@ class Mesh(Collectives):
                 if isinstance(end, (NetworkInbox, NetworkOutbox)):
                     end.recorder = recorder
 
-    def _make_store(self) -> dist.Store | None:
+    def _own(self, store: dist.Store | None) -> dist.Store | None:
+        """What this run has of the store."""
         if self.world.world_size == 1:
             return None
-        shared = dist.distributed_c10d._get_default_store()
+        store = store or dist.distributed_c10d._get_default_store()
         # a connection of its own, where torch can make one: others may wait in the store for long
-        shared = shared.clone() if hasattr(shared, "clone") else shared
-        return dist.PrefixStore(f"avgpipe/{self._number}/{next(self._openings)}", shared)
+        store = store.clone() if hasattr(store, "clone") else store
+        return dist.PrefixStore(f"avgpipe/runs/{next(_openings)}", store)
 
-    def _make_watch(self, store: dist.Store | None) -> Watch:
-        announces = self.leads or (self.reads and self.num_groups == 1)
+    def _make_watch(self, store: dist.Store | None, keeper: str) -> Watch:
         return Watch(
-            self.world.rank, self._names, store, self.timeout.total_seconds(), lambda: self.arrivals.notify(), announces
+            self.world.rank,
+            self._names,
+            store,
+            self.timeout.total_seconds(),
+            wake=lambda: self.arrivals.notify(),
+            announces=self.leads or (self.reads and self.num_groups == 1),
+            keeper=keeper,
+            idle_s=lambda: self.arrivals.idle_s(),
+            deaths=self._deaths,
         )
+
+    def subset(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Connect some processes of the group for collectives, unless they are. Every process calls it."""
+        made: list[dist.ProcessGroup] = []
+        doing = f"waits for the other processes to connect ranks {', '.join(map(str, ranks))}"
+        self._wait_for(lambda: made.append(self.connections.subset(ranks)), doing)
+        return made[0]
 
     def _outbox(self, kind: str, a: int, b: int, peer: int) -> NetworkOutbox:
         outbox = NetworkOutbox(kind, self._wire(kind, a, b, peer), self.arrivals)
@@ -308,11 +349,11 @@ class Mesh(Collectives):
 
     def _wire(self, kind: str, a: int, b: int, peer: int) -> Wire:
         on_host, on_devices = self.connections.on_host(kind, a, b), self.connections.on_devices(kind, a, b)
-        return Wire(self.ranks[peer], on_host, self.device, on_devices)
+        return Wire(self.ranks[peer], on_host, self.device, on_devices, self.moved)
 
     def _relay(self, kind: Callable[..., End], group: int, peer: int) -> End:
         """An end of the channel from rank 0 of all processes to a group's own."""
-        end = kind("relay", Wire(peer, self._relays[group], self.device, None), self.arrivals)
+        end = kind("relay", Wire(peer, self._relays[group], self.device, None, self.moved), self.arrivals)
         self._opened.append(end)
         return end
 
@@ -346,27 +387,45 @@ class Mesh(Collectives):
 
     def wait_together(self, what: str, collective: Callable[[], object]) -> None:
         """The same for any set of processes."""
+
+        def connected() -> None:
+            self._reconnect()  # another trainer may have run since
+            collective()
+
+        self._wait_for(connected, f"waits for the other processes in {what}")
+
+    def moved(self) -> None:
+        """Bytes went over a connection of this process."""
+        self.arrivals.moved()
+
+    def _reconnect(self) -> None:
+        if not self.connections.is_open:
+            self.connect()
+
+    def _wait_for(self, function: Callable[[], object], doing: str) -> None:
+        """Run something that waits for other processes; meanwhile look whether one has failed."""
         self.watch.check()
         done, errors = threading.Event(), []
 
         def work() -> None:
             try:
                 with torch.no_grad():
-                    collective()
+                    function()
             except Exception as error:  # re-raised below, in the thread that asked
                 errors.append(error)
             finally:
                 done.set()
                 self.arrivals.notify()
 
-        self._collective = threading.Thread(target=work, name=f"avgpipe {what}", daemon=True)
+        self._collective = threading.Thread(target=work, name=f"avgpipe {doing}", daemon=True)
         self._collective.start()
-        doing = f"waits for the other processes in {what}"
         with self.watch.during(doing):
             self.wait(done.is_set, doing)
             if errors:
+                if not isinstance(errors[0], RuntimeError) or isinstance(errors[0], AvgPipeError):
+                    raise errors[0]
                 self.watch.look()
-                lost = f"{self.watch.name} {doing}, but a connection broke: {errors[0]}{self.watch.account()}"
+                lost = f"{self.watch.name} {doing}, but a connection broke: {errors[0]}{self.watch.account().text}"
                 raise PeerError(lost) from errors[0]
 
     # -- failure -----------------------------------------------------------------------------------------------------
@@ -386,3 +445,6 @@ class _Party(Collectives):
     def together(self, what: str, collective: Callable[[], object]) -> None:
         if self.world_size > 1:
             self._mesh.wait_together(what, collective)
+
+    def moved(self) -> None:
+        self._mesh.moved()

@@ -1,0 +1,27 @@
+"""Transfers: tensors move between hosts in parts, so that a slow link can be told from a silent one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["transfer"]
+
+_PART_BYTES = 1024**2  # on a link of 10 Mbit/s one passes every second
+
+
+def transfer(begin: Callable[[Tensor], Any], tensor: Tensor, moved: Callable[[], None]) -> None:
+    """Send or receive, and return when it is done. Both ends use the same parts.
+
+    Args:
+        begin: begins with a part; returns what can be waited for. Parts arrive in the order in which they are begun.
+        tensor: one-dimensional, on the host.
+        moved: called after each part.
+    """
+    length = max(1, _PART_BYTES // tensor.element_size())
+    for work in [begin(part) for part in (tensor.split(length) if tensor.numel() > length else (tensor,))]:
+        if work is not None:  # of a process that takes no part
+            work.wait()
+        moved()
