@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_avgpipe.options import Options
 
 __all__ = [
+    "backend",
     "contents",
     "loss",
     "loss_in",
@@ -99,6 +101,18 @@ def processes(num_stages: int, world_size: int) -> None:
             f"of the number of stages, which makes groups, or a divisor, which puts several stages on each; "
             f"use devices={world_size // num_stages * num_stages} or num_stages={world_size}"
         )
+
+
+def backend(name: str, device: torch.device) -> None:
+    """Check that torch.distributed has a backend, before the address is blamed for not connecting with it."""
+    for part in name.split(","):
+        wanted = part.rpartition(":")[2]
+        if not dist.is_backend_available(wanted):
+            known = [known for known in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(known)]
+            raise ConfigurationError(
+                f"process_group_backend={name!r}: torch {torch.__version__} has no backend {wanted!r} here, only "
+                f"{', '.join(known)}; leave process_group_backend out, which chooses one for the device ({device})"
+            )
 
 
 def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int) -> None:

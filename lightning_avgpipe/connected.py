@@ -175,6 +175,7 @@ class ConnectedStrategy(ParallelStrategy):
             self._mesh.open()
             return
         self._backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
+        checks.backend(self._backend, self.root_device)
         self.failed = False
         with launch.connecting(self.global_rank, self.world_size):
             self._connect(self._backend)

@@ -114,7 +114,7 @@ class SteppingStrategy(ParallelModelsStrategy):
             return
         if self._mesh is not None and self._mesh.wiring:
             call = f"reconfigure({', '.join(f'{name}={number!r}' for name, number in asked.items())})"
-            self.mesh.agreement.confirm(
+            self.mesh.confirm(
                 call, "in a hook of a callback, such as on_train_batch_end, and not only if is_global_zero"
             )
         changed = asked.get("num_pipelines", self.num_pipelines) != self.num_pipelines

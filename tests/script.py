@@ -64,8 +64,9 @@ class Doomed(AvgPipeStrategy):
 
 
 def main(
-    folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 60, dies=("", ""), sharing=1, **options
-) -> None:
+    folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 60, dies=("", ""), victim=0, sharing=1,
+    **options
+) -> None:  # fmt: skip
     torch.manual_seed(5)
     module = {"MLP": MLP, "Stuck": Stuck, "Divided": Divided}[model]()
     kind = Doomed if any(dies) else AvgPipeStrategy
@@ -77,7 +78,7 @@ def main(
 
     def note(*_) -> None:
         (folder / f"pid-{runner.global_rank}").write_text(str(os.getpid()))
-        if dies[1] == "training" and runner.global_step == 2 and runner.global_rank == 0:
+        if dies[1] == "training" and runner.global_step == 2 and runner.global_rank == victim:
             die(dies[0])
 
     callbacks = [OnExceptionCheckpoint(folder), LambdaCallback(on_train_batch_start=note)]

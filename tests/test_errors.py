@@ -204,3 +204,10 @@ def test_ranks_that_load_different_checkpoints_are_an_error() -> None:
 
 def test_without_errors_nothing_is_refused() -> None:
     trainer(strategy=AvgPipeStrategy(num_stages=2, advance=2), max_steps=1).fit(MLP(), loader(MLP, 8, 8))
+
+
+def test_a_backend_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name in ("gloo", "mpi"))
+    with pytest.raises(ConfigurationError, match=r"has no backend 'nccl' here, only gloo, mpi; leave process_group_b"):
+        checks.backend("cpu:gloo,cuda:nccl", torch.device("cpu"))
+    checks.backend("gloo", torch.device("cpu"))

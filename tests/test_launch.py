@@ -137,6 +137,15 @@ def test_a_killed_script_leaves_no_process_behind(signal_name: str, moment: str,
         assert re.search(DEATHS[signal_name, moment], errors), errors
 
 
+@pytest.mark.slow
+def test_a_script_names_the_process_that_was_killed_and_leaves_none(tmp_path: Path) -> None:
+    given = options(tmp_path, epochs=10_000, timeout_s=1800, dies=["SIGKILL", "training"], victim=1)
+    with started(([str(SCRIPT), *given], {})) as (process,):
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 1
+        assert re.search(r"PeerError: .*rank 1 (\(stage 0\) was killed by SIGKILL|broke)", errors), errors
+
+
 @pytest.mark.parametrize(
     "name", ["avgpipe_fork", "avgpipe_notebook", pytest.param("avgpipe_spawn", marks=pytest.mark.slow)]
 )

@@ -55,12 +55,11 @@ class Agreement:
         store.set(f"{prefix}/{self._rank}", asked)
         missing = [rank for rank in range(len(self._names)) if rank != self._rank]
         deadline = time.monotonic() + self._timeout_s
-        with self._watch.during(f"waits for the other processes to ask for {asked} as well"):
-            while missing and time.monotonic() < deadline:
-                self._watch.check()
-                missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
-                if missing:
-                    time.sleep(_POLL_S)
+        while missing and time.monotonic() < deadline:
+            self._watch.check()
+            missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
+            if missing:
+                time.sleep(_POLL_S)
         if missing:
             silent = " and ".join(self._names[rank] for rank in missing)
             raise ConfigurationError(

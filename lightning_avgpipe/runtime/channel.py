@@ -106,7 +106,7 @@ class Arrivals:
                 waited_s = min(waited_s, account.idle_s, self.idle_s())
                 if waited_s > timeout_s:
                     raise PeerError(
-                        f"{waiting}, and nothing arrived for {timeout_s:.0f} s. Either a process is stuck, or the work "
+                        f"{waiting}, and nothing arrived for {timeout_s:g} s. Either a process is stuck, or the work "
                         f"takes longer than the strategy's timeout; raise timeout=... if so{account.text}"
                     )
                 looked = time.monotonic()

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_avgpipe.capture.costs import Link
-from lightning_avgpipe.errors import ConfigurationError, PeerError
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, PeerError
 from lightning_avgpipe.runtime.accounting import Meter
 from lightning_avgpipe.runtime.agreement import Agreement
 from lightning_avgpipe.runtime.arrangement import Arrangement
@@ -230,9 +230,7 @@ class Mesh(Collectives):
         self.arrivals = Arrivals()
         store = self._own(store)
         self.watch = self._make_watch(store, keeper or self._names[0])
-        self.agreement = Agreement(
-            self.world.rank, self._names, store, self.timeout.total_seconds() / 2, self.watch
-        )
+        self.agreement = Agreement(self.world.rank, self._names, store, self.timeout.total_seconds() / 2, self.watch)
         if self.world.world_size > 1:
 
             def connected() -> None:
@@ -368,6 +366,12 @@ class Mesh(Collectives):
     def agreed(self, request: str) -> bool:
         """Whether all processes know by now of what one was asked for."""
         return self.news.agreed(request)
+
+    def confirm(self, asked: str, where: str) -> None:
+        """Wait until all processes ask for the same. Arguments and errors as of :meth:`Agreement.confirm`."""
+        if self.world.world_size > 1:
+            waits = f"waits for the other processes to ask for {asked} as well"
+            self._wait_for(lambda: self.agreement.confirm(asked, where), waits)
 
     # -- collectives on the host -------------------------------------------------------------------------------------
 

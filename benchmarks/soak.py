@@ -1,0 +1,87 @@
+"""Soak: threads, files, listening sockets and memory while many trainers, and many iterations, run in two processes.
+
+Each rank prints a line after each trainer, and several while the last one goes on::
+
+    python benchmarks/soak.py --trainers 10 --iterations 3000 --files 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+
+import lightning as L
+import psutil
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe import AvgPipeStrategy
+
+BATCH_SIZE = 8
+LINES = 10  # of the long training
+
+
+class Model(L.LightningModule):
+    """Small: what is measured here is everything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> object:
+        return torch.utils.data.DataLoader(torch.randn(64, 16), BATCH_SIZE, shuffle=True)
+
+
+class Printing(L.Callback):
+    """Prints what this process holds, now and then."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step % self.every == 0:
+            show(trainer, f"iteration {trainer.global_step}")
+
+
+def show(trainer: L.Trainer, when: str) -> None:
+    process = psutil.Process()
+    listening = sum(connection.status == "LISTEN" for connection in process.net_connections("tcp"))
+    print(
+        f"rank {trainer.global_rank}, {when}: {process.num_threads()} threads, {process.num_fds()} files, "
+        f"{listening} listening, {process.memory_info().rss / 2**20:.1f} MiB",
+        flush=True,
+    )
+
+
+def train(iterations: int, callbacks: list[L.Callback]) -> L.Trainer:
+    trainer = L.Trainer(
+        strategy=AvgPipeStrategy(num_pipelines=2, num_microbatches=2, costs="flops"), accelerator="cpu", devices=2,
+        max_steps=iterations, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=callbacks,
+    )  # fmt: skip
+    trainer.fit(Model())
+    return trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainers", type=int, default=10, help="one after the other, before the long training")
+    parser.add_argument("--iterations", type=int, default=3000, help="of the long training")
+    parser.add_argument("--files", type=int, help="limit of open files; default: that of the shell")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (options.files, options.files))
+    for number in range(options.trainers):
+        show(train(4, []), f"trainer {number}")
+    train(options.iterations, [Printing(max(1, options.iterations // LINES))])
+
+
+if __name__ == "__main__":
+    main()
