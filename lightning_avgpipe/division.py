@@ -27,6 +27,7 @@ from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.errors import SkippedStepError
 from lightning_avgpipe.partition import Plan, cut_like
+from lightning_avgpipe.runtime.alone import alone
 from lightning_avgpipe.runtime.lending import Lender
 from lightning_avgpipe.runtime.link import measure_links
 from lightning_avgpipe.runtime.materialize import Origin
@@ -123,7 +124,8 @@ class Division:
 
         def attempt(args: Sequence[Any]) -> Any:
             try:
-                return make(args)
+                with alone():
+                    return make(args)
             except SkippedStepError:
                 return None
 

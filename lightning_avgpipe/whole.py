@@ -22,6 +22,7 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.metrics import BatchValues, SyncedLoggerConnector, local_metrics
 from lightning_avgpipe.replaced import replaced
+from lightning_avgpipe.runtime.alone import alone
 from lightning_avgpipe.runtime.clipping import norms_over_stages
 from lightning_avgpipe.runtime.exchange import Exchange
 from lightning_avgpipe.runtime.lockstep import Lockstep
@@ -128,12 +129,12 @@ class WholeSteps:
 
     def run(self, name: str, step: Callable[..., Any], *args: Any) -> Any:
         """Run a step in lockstep."""
-        with self.lockstep.running(name):
+        with self.lockstep.running(name), alone():
             return step(*args)
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One batch of training; all processes know the metrics of rank 0 afterwards."""
-        with self.lockstep.running("training_step"):
+        with self.lockstep.running("training_step"), alone():
             result = run(*args, **kwargs)
         connector = self._trainer._logger_connector
         if isinstance(connector, SyncedLoggerConnector):
@@ -150,7 +151,7 @@ class WholeSteps:
             decides = name.endswith("_epoch_end") and not self._trainer.sanity_checking
             if decides and isinstance(connector, SyncedLoggerConnector):
                 connector.sync()
-            with self.lockstep.running(name):
+            with self.lockstep.running(name), alone():
                 return hook(*args, **kwargs)
 
         return run

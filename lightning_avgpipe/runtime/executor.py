@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from lightning_avgpipe import tree
 from lightning_avgpipe.errors import StageError
 from lightning_avgpipe.runtime.accounting import Meter
+from lightning_avgpipe.runtime.alone import alone
 from lightning_avgpipe.runtime.channel import Arrivals, Inbox, Outbox
 from lightning_avgpipe.runtime.guard import MemoryGuard
 from lightning_avgpipe.runtime.message import Message
@@ -96,9 +97,10 @@ class Lane:
             outbox.put(output)
 
     def _do(self, action: Action, message: Message | None) -> Message | None:
-        if action.kind == "F":
-            return self.stage.forward(self.task, action.micro_batch, message)
-        return self.stage.backward(action.micro_batch, message)
+        with alone():
+            if action.kind == "F":
+                return self.stage.forward(self.task, action.micro_batch, message)
+            return self.stage.backward(action.micro_batch, message)
 
     def _inbox(self) -> Inbox | None:
         return self.values if self.actions[0].kind == "F" else self.gradients
