@@ -49,6 +49,10 @@ class StepChangedError(AvgPipeError):
     """A step function did something else than when it was captured."""
 
 
+class VerificationError(AvgPipeError):
+    """An iteration is not what a plain run of the same micro-batches computes; names the first difference."""
+
+
 class AbsentValueError(AvgPipeError):
     """Code of one stage computes with a value that lives on another stage."""
 

@@ -95,6 +95,9 @@ class StepLog:
         module: whose ``log`` it is.
         hosts_last: whether the last stage is here.
         heads: where the last stages of the groups are.
+
+    Attributes:
+        listener: is told each name and value that a step logs for its batch.
     """
 
     def __init__(self, module: pl.LightningModule, hosts_last: bool, heads: Collectives) -> None:
@@ -107,6 +110,7 @@ class StepLog:
         self._position = (0, 0)
         self._muted = False
         self._collected: list[_Entry] = []
+        self.listener: Callable[[str, Any], None] | None = None
         self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -191,6 +195,8 @@ class StepLog:
                 if entry.options != last.options:  # Lightning refuses the second one, with an explanation
                     results.log(entry.fx, name, entry.value, **entry.options, batch_size=1)
             value, batch_size = self._merged(logged, name in self._alike)
+            if self.listener is not None:
+                self.listener(name, value)
             results.log(last.fx, name, value, **last.options, batch_size=batch_size)
 
     def _of_all_groups(self) -> list[_Entry]:

@@ -68,6 +68,7 @@ ALLOWED = {
     "reader": choice("last", "first"),
     "send_batch": choice("needed", "all"),
     "verify_copies": flag(),
+    "verify": either(flag(), whole(1, 1000, 3)),
     "alpha": optional(number(0, 1, 0.5, least=True), "1/N"),
     "outer_lr": number(0, 1000, 1.0, "auto"),
     "outer_optimizer": optional(
@@ -116,6 +117,7 @@ class Options:
     reader: str
     send_batch: str
     verify_copies: bool
+    verify: bool | int
     alpha: float | None
     outer_lr: float | Literal["auto"]
     outer_optimizer: OuterOptimizer | None

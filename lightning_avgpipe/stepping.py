@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,6 +20,7 @@ from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.data import expected_now
 from lightning_avgpipe.errors import BatchError, ConfigurationError
 from lightning_avgpipe.grouping import recount
+from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.options import SplitBatch
 from lightning_avgpipe.parallel import ParallelModelsStrategy
 from lightning_avgpipe.partition import Plan
@@ -30,6 +31,9 @@ from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.whole import WholeSteps
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.verify import Verifier
 
 __all__ = ["SteppingStrategy"]
 
@@ -43,6 +47,7 @@ class SteppingStrategy(ParallelModelsStrategy):
     Attributes:
         plan: the stages with their units, parameters and boundary values, known from the first batch on.
         whole_steps: of a run on several processes whose steps run whole; None of any other.
+        verifier: compares the first iterations with plain ones; None if nobody asked for it.
         tuner: is shown the first batch of training before it is used, and may reconfigure; called once more before each
             further batch until it returns True. Set before the run is set up.
     """
@@ -52,6 +57,7 @@ class SteppingStrategy(ParallelModelsStrategy):
     whole_steps: WholeSteps | None = None
     _seen: dict[tuple[str, int], Seen]
     _warned: set[str]
+    verifier: Verifier | None = None
     _zero_grad: Callable[[], None] | None = None
     tuner: Callable[[Any], bool] | None = None
 
@@ -129,6 +135,29 @@ class SteppingStrategy(ParallelModelsStrategy):
     def given(self) -> dict[str, Any]:
         """What ``reconfigure`` would change that is not as by default."""
         return self._options.given
+
+    @property
+    def clears_gradients(self) -> bool:
+        """Whether the training step that runs now begins with cleared gradients."""
+        return self._zero_grad is not None
+
+    @property
+    def loss_is_mean(self) -> bool:
+        """Whether losses are means over the samples of their micro-batch; else they are sums."""
+        return self._options.loss_reduction == "mean"
+
+    @property
+    def step_log(self) -> StepLog:
+        """What collects ``self.log`` in this run."""
+        assert self._log is not None
+        return self._log
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The stages of a parameter, a buffer, or an attribute of a unit, by its full name; empty if it has none."""
+        known = {} if self.plan is None else self.plan.stages_of
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        return known.get(name, ())
 
     @property
     def schedule_name(self) -> str:
@@ -228,6 +257,8 @@ class SteppingStrategy(ParallelModelsStrategy):
         if trains:
             if not module.trainer.fit_loop._should_accumulate():
                 self._division.sum_copied_gradients()
+            if self.verifier is not None and self.verifier.active:
+                self.verifier.compare()
             loss = torch.zeros((), device=self.root_device) if result is None else checks.loss_in(result)
             self.after_backwards(loss, len(works))
         return None if 0 in self.skipped else result
@@ -272,6 +303,9 @@ class SteppingStrategy(ParallelModelsStrategy):
         # groups train on batches of their own, but evaluate the same
         first = self.mesh.group_number * self.num_pipelines if step == "training_step" else 0
         decides = step == "training_step" or module.trainer.state.fn != TrainerFn.FITTING
+        verifier = self.verifier if finish is not None and self.verifier is not None and self.verifier.active else None
+        if verifier is not None:
+            verifier.watch()
         schedules = [self._schedule(parts, training=finish is not None) for parts in works]
         examples = [(part.data, *rest) for parts in works for part in parts]
         trains = self.num_pipelines if step == "training_step" else 1
@@ -283,6 +317,8 @@ class SteppingStrategy(ParallelModelsStrategy):
         pipelines = self.pipelines_for(step, len(works))
         step_log.begin(sum(map(len, works)))
         iteration = self._iteration(step)
+        if verifier is not None and finish is not None:
+            finish = verifier.begin(works, rest, context, iteration, finish)
         tasks = [
             Task(
                 partial(run, n),

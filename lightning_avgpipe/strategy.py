@@ -37,6 +37,7 @@ from lightning_avgpipe.runtime.recompute import chosen
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.shares import check_alike, sharing
 from lightning_avgpipe.stepping import SteppingStrategy
+from lightning_avgpipe.verify import request
 from lightning_avgpipe.whole import WholeSteps
 
 __all__ = ["AvgPipeStrategy"]
@@ -123,6 +124,10 @@ class AvgPipeStrategy(SteppingStrategy):
             shape), or ``"all"``, for hooks and callbacks that look at batches on every rank.
         verify_copies: after every optimizer step check that the copies of parameters which several stages use (tied
             embeddings) are equal bit for bit. For debugging: it reads all of them.
+        verify: run each batch of the first 2 optimizer steps (or of this many) also as plain accumulation of the same
+            micro-batches, with the whole model on rank 0, and compare losses, gradients, weights, buffers, attributes
+            and logged values by name. The first difference is a ``VerificationError``. It leaves no trace in training,
+            and takes time and memory in these iterations only.
         alpha: how far a parallel model goes to their mean at each averaging, from 0 (not at all) to 1 (they become
             equal). None: 1/N.
         outer_lr: how far the reference goes at each averaging, as a multiple of the mean of the models' updates.
@@ -186,6 +191,7 @@ class AvgPipeStrategy(SteppingStrategy):
         reader: Literal["last", "first"] = "last",
         send_batch: Literal["needed", "all"] = "needed",
         verify_copies: bool = False,
+        verify: bool | int = False,
         alpha: float | None = None,
         outer_lr: float | Literal["auto"] = "auto",
         outer_optimizer: OuterOptimizer | None = None,
@@ -208,7 +214,8 @@ class AvgPipeStrategy(SteppingStrategy):
                 num_microbatches=num_microbatches, schedule=schedule, advance=advance, split_points=split_points,
                 costs=costs, costs_cache=costs_cache, memory_limit=memory_limit, recompute=recompute,
                 loss_reduction=loss_reduction, split_batch=split_batch, reader=reader, send_batch=send_batch,
-                verify_copies=verify_copies, alpha=alpha, outer_lr=outer_lr, outer_optimizer=outer_optimizer,
+                verify_copies=verify_copies, verify=verify, alpha=alpha, outer_lr=outer_lr,
+                outer_optimizer=outer_optimizer,
                 average_every=average_every, save_replicas=save_replicas,
                 save_distributed_checkpoint=save_distributed_checkpoint, on_nonfinite=on_nonfinite,
                 start_method=start_method,
@@ -228,6 +235,7 @@ class AvgPipeStrategy(SteppingStrategy):
         self._log: StepLog | None = None
         self.whole_steps = None
         self._seen, self._warned = {}, set()
+        self.verifier = None
         self.forget_models()
         self._asked = {}
 
@@ -247,6 +255,8 @@ class AvgPipeStrategy(SteppingStrategy):
         if fitting and self.num_models == 1 and self.tuner is None:
             checks.without_effect(self._options)
         if self.plain:
+            if trainer.state.fn == TrainerFn.FITTING:
+                request.nothing_to_verify(self._options.verify)
             super().setup(trainer)
             return
         assert trainer.state.fn is not None
@@ -255,6 +265,7 @@ class AvgPipeStrategy(SteppingStrategy):
         checks.same_checkpoint([path for path, _ in everywhere])
         checks.same_options([options for _, options in everywhere])
         if fitting and why is None:
+            self.verifier = request.verifier(self, self._options.verify)
             self._share_data(trainer)
         checks.contents(module)
         super().setup(trainer)
@@ -364,6 +375,7 @@ class AvgPipeStrategy(SteppingStrategy):
             self._lightning_module = None
         super().teardown()
         self._lightning_module = module
+        request.end_of_run(self)
 
     # -- batches and steps -------------------------------------------------------------------------------------------
 
@@ -392,7 +404,8 @@ class AvgPipeStrategy(SteppingStrategy):
         """Run the closure and step."""
         if self.whole_steps is not None:
             return self.whole_steps.optimizer_step(super().optimizer_step, *args, **kwargs)
-        result = super().optimizer_step(*args, **kwargs)
+        with contextlib.nullcontext() if self.verifier is None else self.verifier.stepping():
+            result = super().optimizer_step(*args, **kwargs)
         if self._options.verify_copies and self._division is not None:
             self._division.verify_copies()
         return result
@@ -404,7 +417,8 @@ class AvgPipeStrategy(SteppingStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # a module that was trained knows its trainer, and must be one that torch.save can save
-        of_a_run = dict.fromkeys(("_mesh", "_division", "_log", "_shipping", "advancing", "tuner", "whole_steps"))
+        names = ("_mesh", "_division", "_log", "_shipping", "advancing", "tuner", "whole_steps", "verifier")
+        of_a_run = dict.fromkeys(names)
         return {**super().__getstate__(), **of_a_run, "_undo": contextlib.ExitStack()}
 
     def __repr__(self) -> str:

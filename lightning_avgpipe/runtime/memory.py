@@ -21,6 +21,7 @@ from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
 __all__ = [
     "MemoryLimit",
     "ModelBytes",
+    "free_bytes",
     "holdings",
     "holdings_of_models",
     "limit_of",
@@ -70,6 +71,16 @@ def limit_of(limit: MemoryLimit, device: torch.device, sharing: int) -> float:
     """
     number = parse_limit(limit)
     return number * _total(device) / sharing if number <= 1 else number
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a device that nobody uses now; on a host that does not tell, all of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except ValueError:
+        return _total(device)
 
 
 def _total(device: torch.device) -> int:

@@ -29,10 +29,10 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
 
-__all__ = ["Drawing", "Draws", "RandomKey", "generators", "host_stream", "stream"]
+__all__ = ["DRAWING_FUNCTIONS", "Drawing", "Draws", "RandomKey", "generators", "host_stream", "stream"]
 
 # fmt: off
-_DRAWING_FUNCTIONS = frozenset((
+DRAWING_FUNCTIONS = frozenset((
     "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout",
     "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout", "rrelu", "rrelu_",
     "gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward",
@@ -108,6 +108,17 @@ class _Scope:
     occurrence: int
     seeds_functions: bool
     functions: int = 0
+    regions: int = 0
+
+    def region(self) -> _Scope:
+        """What is checkpointed in one piece; where the call is split, not every stage executes it, so it counts alone.
+
+        Every process asks for it at the same point of the call.
+        """
+        if self is _QUIET:
+            return _QUIET
+        self.regions += 1
+        return _Scope(f"{self.path}<{self.regions}>", self.occurrence, self.seeds_functions)
 
 
 _QUIET = _Scope("", 0, False)
@@ -162,7 +173,7 @@ class Draws(CallWatcher):
     def function(self, name: str) -> None:
         """A torch function is about to be called, here or (as glue of an earlier stage) elsewhere."""
         scope = self._scopes[-1]
-        if scope.seeds_functions and (name in _DRAWING_FUNCTIONS or name.endswith(".apply")):
+        if scope.seeds_functions and (name in DRAWING_FUNCTIONS or name.endswith(".apply")):
             _seed(self._key.derive(scope.path, scope.occurrence, 1 + scope.functions), self._device)
             scope.functions += 1
 
@@ -183,13 +194,19 @@ class Draws(CallWatcher):
     # -- what backwards call again ------------------------------------------------------------------------------------
 
     def repeatable(self, function: Callable[..., Any], calls_before: int) -> Callable[..., Any]:
-        counts, scopes, calls = self._counts.copy(), [copy.copy(scope) for scope in self._scopes], 0
+        counts, calls = self._counts.copy(), 0
+        within = [*self._scopes, self._scopes[-1].region()] if calls_before else self._scopes
+        scopes = [copy.copy(scope) if scope is not _QUIET else scope for scope in within]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls <= calls_before:
-                return function(*args, **kwargs)
+                self._scopes.append(within[-1])
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self._scopes.pop()
             again = Draws(self._drawing, self._key, self._device)
             again._counts, again._scopes = counts.copy(), [copy.copy(scope) for scope in scopes]
             with stream(self._key.derive("again"), self._device), watching(again), _Functions(again):

@@ -291,7 +291,9 @@ class _Replayer(StepTracer):
         if self._function_draws is None or kind == "glue":
             result = run(*args, **kwargs)
         else:
-            with self._function_draws.functions(None if node is None else (node.name, *node.drawn)):
+            # a region is code of the step itself, whose path is ""
+            inside = "" if kind == "region" else name
+            with self._function_draws.functions(None if node is None else (inside, *node.drawn)):
                 result = run(*args, **kwargs)
         if node is None:
             return result

@@ -1,0 +1,9 @@
+"""Verification: training's first iterations run plainly as well, and are compared by name.
+
+Nothing here uses the captured step: the user's own ``training_step`` runs on a copy of the module, with autograd.
+"""
+
+from lightning_avgpipe.verify import request
+from lightning_avgpipe.verify.verifier import Verifier
+
+__all__ = ["Verifier", "request"]

@@ -1,0 +1,68 @@
+"""Verify a training script without changing it: ``python -m lightning_avgpipe.verify train.py fit --config x.yaml``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_avgpipe.verify.request import REPORT, STEPS
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script; every AvgPipeStrategy in it verifies, and the script ends after the first that has.
+
+    Returns:
+        0 if what was compared is equal, 1 if not, or if nothing was compared.
+    """
+    options = _parser().parse_args(arguments)
+    command = ["-m", options.script] if options.module else [options.script]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.txt"
+        environment = {**os.environ, STEPS: str(options.steps), REPORT: str(report)}
+        code = subprocess.call([sys.executable, *command, *options.arguments], env=environment)
+        verdict = report.read_text() if report.exists() else None
+    if verdict is not None and code == 0:
+        print(verdict)
+        return 0
+    if verdict is not None:
+        print(f"{verdict}\nbut the script ended with exit status {code}", file=sys.stderr)
+    elif code:
+        print(f"not verified: the script ended with exit status {code}; its error is above", file=sys.stderr)
+    else:
+        print(
+            "nothing was verified: the script ended without training with the strategy 'avgpipe', or before "
+            f"{options.steps} optimizer steps",
+            file=sys.stderr,
+        )
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_avgpipe.verify",
+        description="Run a training script, and in its first optimizer steps each batch also plainly, in one process; "
+        "compare losses, gradients, weights, buffers and logged values by name; end.",
+    )
+    parser.add_argument("--steps", type=_count, default=2, metavar="N", help="optimizer steps to verify (default: 2)")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="that trains with AvgPipeStrategy or strategy='avgpipe'")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Who asks for verification: the option ``verify``, or the command ``python -m lightning_avgpipe.verify``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.partition.memory import nbytes
+from lightning_avgpipe.runtime.memory import free_bytes
+from lightning_avgpipe.verify.verifier import Verifier
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy import AvgPipeStrategy
+
+__all__ = ["REPORT", "STEPS", "end_of_run", "nothing_to_verify", "verifier"]
+
+STEPS = "AVGPIPE_VERIFY"  # of the environment: optimizer steps, and the run ends after them
+REPORT = "AVGPIPE_VERIFY_REPORT"  # the file that gets the verdict
+
+_DEFAULT = 2
+_COPIES = 4  # of the weights, while a step is compared: weights, gradients, and two states of an optimizer
+
+
+def verifier(strategy: AvgPipeStrategy, verify: bool | int) -> Verifier | None:
+    """What verifies a run of the trainer that fits; None if nobody asks for it.
+
+    Raises:
+        ConfigurationError: the whole model does not fit the process that would run it.
+    """
+    commanded = int(os.environ.get(STEPS, 0))
+    steps = commanded or (_DEFAULT if verify is True else int(verify))
+    if not steps:
+        return None
+    _check_memory(strategy)
+    return Verifier(strategy, steps, _end(strategy) if commanded else _go_on)
+
+
+def nothing_to_verify(verify: bool | int) -> None:
+    """Say so where a run has one stage and one micro-batch."""
+    if verify or STEPS in os.environ:
+        text = "verify: there is one stage and one micro-batch, so training is plain already; nothing to compare"
+        rank_zero_info(text)
+        _report(text)
+
+
+def end_of_run(strategy: AvgPipeStrategy) -> None:
+    """After a run has been torn down that the command asked for: the script ends here."""
+    if STEPS in os.environ and strategy.verifier is not None and strategy.verifier.succeeded:
+        raise SystemExit(0)
+
+
+def _go_on(text: str) -> None:
+    """Training goes on."""
+
+
+def _end(strategy: AvgPipeStrategy) -> Callable[[str], None]:
+    def end(text: str) -> None:
+        if strategy.is_global_zero:
+            _report(text)
+        strategy.barrier("the end of verification")
+        raise _TunerExitException  # in all processes: Lightning ends the run as if it were done
+
+    return end
+
+
+def _report(text: str) -> None:
+    path = os.environ.get(REPORT)
+    if path:
+        Path(path).write_text(text)
+
+
+def _check_memory(strategy: AvgPipeStrategy) -> None:
+    module = strategy.lightning_module
+    assert module is not None
+    size = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+    needed, free = _COPIES * size, free_bytes(strategy.root_device)
+    if strategy.mesh.rank == 0 and needed > free:
+        raise ConfigurationError(
+            f"verify runs the whole model on rank 0, which takes {nbytes(needed)} ({_COPIES} times its {nbytes(size)} "
+            f"of weights), but {nbytes(free)} are free on {strategy.root_device}; verify a model with fewer of the "
+            "same layers, or use verify=False"
+        )

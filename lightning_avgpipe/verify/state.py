@@ -1,0 +1,83 @@
+"""What a module holds besides parameters and buffers, by name: numbers, texts, tensors, in containers and objects."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchmetrics import Metric
+
+from lightning_avgpipe.absent import Absent
+
+__all__ = ["attributes", "clone"]
+
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
+_LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
+_LIBRARIES = ("torch", "lightning", "lightning_avgpipe", "torchmetrics", "builtins", "logging", "threading", "weakref")
+_NO_DATA = (types.FunctionType, types.MethodType, types.ModuleType, type, nn.Module, Dataset, DataLoader, Sampler)
+_DEPTH = 6
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """Names of what may change -> what it is now; tensors as they are, not copied, and ``...`` for placeholders."""
+    found: dict[str, Any] = {}
+    registered = {id(t) for t in (*module.parameters(), *module.buffers())}
+    for path, m in module.named_modules():
+        for name, value in _own(m):
+            _enter(f"{path}.{name}" if path else name, value, found, registered, _DEPTH)
+    return found
+
+
+def clone(value: Any) -> Any:
+    """A copy of one entry."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _own(module: nn.Module) -> Iterable[tuple[str, Any]]:
+    if isinstance(module, Metric):  # the rest are caches
+        return [(name, vars(module).get(name)) for name in (*module._defaults, "_update_count")]
+    library = _OF_LIGHTNING if isinstance(module, pl.LightningModule) else _OF_MODULES
+    return [(name, value) for name, value in vars(module).items() if name not in library or name == "training"]
+
+
+def _enter(name: str, value: Any, found: dict[str, Any], passed: set[int], depth: int) -> None:
+    if isinstance(value, Absent):
+        found[name] = ...
+        return
+    if isinstance(value, Tensor):
+        if id(value) not in passed:
+            found[name] = value.detach()
+        return
+    if isinstance(value, _LEAVES):
+        found[name] = value
+        return
+    if depth == 0 or id(value) in passed or isinstance(value, _NO_DATA):
+        return
+    passed = passed | {id(value)}
+    below = _below(value)
+    if below is None:
+        return
+    if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
+        found[f"len({name})"] = len(value)
+    for place, entry in below:
+        _enter(name + place, entry, found, passed, depth - 1)
+
+
+def _below(value: Any) -> Iterator[tuple[str, Any]] | None:
+    if isinstance(value, dict):
+        return ((f"[{key!r}]", entry) for key, entry in value.items() if isinstance(key, (*_LEAVES, tuple)))
+    if isinstance(value, (list, tuple, deque)):
+        return ((f"[{i}]", entry) for i, entry in enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        return ((f" has {entry!r}", True) for entry in value if isinstance(entry, _LEAVES))
+    if hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _LIBRARIES:
+        return ((f".{key}", entry) for key, entry in vars(value).items())
+    return None

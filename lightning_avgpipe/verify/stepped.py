@@ -1,0 +1,134 @@
+"""The plain step: gradients are clipped and the optimizer steps once more, for the whole model in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from lightning_avgpipe.elastic.twin import twin
+from lightning_avgpipe.verify.comparison import Difference, first_difference
+from lightning_avgpipe.verify.state import clone
+
+__all__ = ["Clipping", "PlainStep", "StepNotes"]
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How gradients are clipped.
+
+    Attributes:
+        limit: of the norm or of each element; None clips nothing.
+        by_norm: which of both.
+    """
+
+    limit: float | None
+    by_norm: bool
+
+
+@dataclass
+class StepNotes:
+    """What one process sees of one optimizer's step, by names of parameters that it answers for.
+
+    Attributes:
+        unclipped: gradients as they come from backwards, without the scale of losses.
+        clipped: gradients as the optimizer gets them.
+        before: weights.
+        states: of the optimizer, before.
+        after: weights after it; empty if the step was skipped.
+    """
+
+    unclipped: dict[str, Tensor | None] = field(default_factory=dict)
+    clipped: dict[str, Tensor | None] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+
+    def join(self, other: StepNotes) -> None:
+        """Take over what another process has seen."""
+        for name in ("unclipped", "clipped", "before", "states", "after"):
+            getattr(self, name).update(getattr(other, name))
+
+    def see_states(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """Note the optimizer's states, before it steps."""
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in names:
+                self.states[names[id(parameter)]] = {key: clone(value) for key, value in state.items()}
+
+
+class PlainStep:
+    """An optimizer like another one, as it is now, for copies of all parameters of a model.
+
+    Args:
+        optimizer: about to step.
+        names: id of a parameter -> its name.
+        device: of the copies.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], device: torch.device) -> None:
+        own = {id(p): _room(p, device) for group in optimizer.param_groups for p in group["params"]}
+        self._optimizer = twin(optimizer, own)
+        self._parameters = {names[i]: p for i, p in own.items()}
+
+    def check(self, notes: StepNotes, clipping: Clipping | None, skips: bool) -> Iterator[Difference | None]:
+        """Compare with what the processes have seen.
+
+        Args:
+            notes: of all processes.
+            clipping: None if hooks may have changed gradients otherwise.
+            skips: whether infinite gradients skip the step.
+        """
+        for name, parameter in self._parameters.items():
+            with torch.no_grad():
+                parameter.copy_(notes.before[name])
+            parameter.grad = _moved(notes.unclipped.get(name), parameter)
+            state = notes.states.get(name)
+            if state is not None:
+                self._optimizer.state[parameter] = {k: _beside(parameter, v) for k, v in state.items()}
+        finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in self._parameters.values())
+        if clipping is not None:
+            self._clip(clipping)
+            clipped = {name: p.grad for name, p in self._parameters.items()}
+            yield first_difference("the clipped gradient", clipped, {n: notes.clipped.get(n) for n in clipped})
+        if skips and not finite:
+            for name, after in notes.after.items():
+                if not torch.equal(after, notes.before[name]):
+                    yield Difference("the weight", name, "it has changed, although a gradient is infinite")
+            return
+        for name, parameter in self._parameters.items():
+            parameter.grad = _moved(notes.clipped.get(name), parameter)
+        self._optimizer.step()
+        weights = {name: p.detach() for name, p in self._parameters.items()}
+        found = notes.after or notes.before
+        yield first_difference("the weight after the optimizer step", weights, {n: found[n] for n in weights})
+
+    def _clip(self, clipping: Clipping) -> None:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if not clipping.limit:
+            return
+        if clipping.by_norm:
+            norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+            clip_grads_with_norm_(parameters, clipping.limit, norm)
+        else:
+            clip_grad_value_(parameters, clipping.limit)
+
+
+def _room(parameter: Tensor, device: torch.device) -> nn.Parameter:
+    data = torch.empty_like(parameter, device=device if parameter.is_meta else None)
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def _moved(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
+    return None if gradient is None else gradient.detach().to(parameter.device, copy=True)
+
+
+def _beside(parameter: Tensor, value: Any) -> Any:
+    """States lie beside their parameter, except for counters, which stay where the optimizer has put them."""
+    if isinstance(value, Tensor):
+        return value.to(parameter.device if value.shape == parameter.shape else value.device, copy=True)
+    return value

@@ -1,0 +1,286 @@
+"""Whatever makes a pipeline compute something else than a plain run is found in the first iterations, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.errors import ConfigurationError, VerificationError
+from lightning_avgpipe.metrics import StepLog
+from lightning_avgpipe.replaced import replaced
+from lightning_avgpipe.runtime import microbatch, randomness
+from lightning_avgpipe.runtime.copies import Copies
+from lightning_avgpipe.runtime.stage import Stage
+from lightning_avgpipe.verify import verifier as verifying
+from tests import processes
+from tests.engine import assert_same_parameters
+from tests.lightning_side.test_precision import half_mixed
+from tests.models import MLP, Regression, TinyTransformer, loader
+from tests.trainers import pipeline
+
+
+class Dropping(TinyTransformer):
+    def __init__(self) -> None:
+        super().__init__("adamw", dropout=0.3, layers=1)
+
+
+class Normed(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8)
+        )
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What verification says."""
+    texts: list[str] = []
+    monkeypatch.setattr(verifying, "rank_zero_info", texts.append)
+    return texts
+
+
+def fit(
+    module: Regression,
+    num_stages: int = 2,
+    verify: bool | int = True,
+    runner: dict[str, Any] | None = None,
+    **options: Any,
+) -> L.Trainer:
+    """Train on batches of which the last one is small."""
+    strategy = {"num_microbatches": 3, "verify": verify, **options}
+    running = pipeline(num_stages, strategy=strategy, **{"max_epochs": 1, **(runner or {})})
+    running.fit(module, loader(type(module), 46, 8))
+    return running
+
+
+# -- what is equal ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "runner"),
+    [
+        (Dropping, {"num_stages": 3, "recompute": True}, {"gradient_clip_val": 0.1}),
+        (Normed, {"loss_reduction": "sum"}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
+        (Normed, {"num_pipelines": 2}, {"accumulate_grad_batches": 2}),
+        (Dropping, {"schedule": "afab"}, {"precision": "bf16-mixed"}),
+        (MLP, {"num_stages": 3}, {"plugins": [half_mixed()], "gradient_clip_val": 0.1}),
+    ],
+)
+def test_training_is_equal_and_verification_says_so(
+    model: Callable[[], Regression], options: dict[str, Any], runner: dict[str, Any], said: list[str]
+) -> None:
+    fit(model(), runner=runner, **options)
+    (text,) = said
+    assert text.startswith("verified 2 optimizer steps: ")
+    assert "equal bit for bit" in text
+
+
+def test_what_is_compared_is_counted(said: list[str]) -> None:
+    fit(Normed(), verify=3)
+    assert said == [
+        "verified 3 optimizer steps: 9 losses, 8 gradients, 8 weights, 3 buffers equal bit for bit; "
+        "1 logged values up to rounding"
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_pipelines": 2}])
+def test_verification_leaves_no_trace(options: dict[str, Any]) -> None:
+    found = []
+    for verify in (False, 3):
+        torch.manual_seed(3)
+        module = Normed()
+        running = fit(module, verify=verify, **options)
+        found.append((module, running.callback_metrics, torch.get_rng_state()))
+    (plain, metrics, state), (verified, same_metrics, same_state) = found
+    assert_same_parameters(plain, verified)
+    assert all(torch.equal(b, verified.get_buffer(name)) for name, b in plain.named_buffers())
+    assert metrics == same_metrics
+    assert torch.equal(state, same_state)
+
+
+def test_one_stage_needs_no_verification() -> None:
+    fit(MLP(), num_stages=1, num_microbatches=1)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_avgpipe.verify.request.free_bytes", lambda device: 100)
+    with pytest.raises(ConfigurationError, match="100 B are free on cpu"):
+        fit(MLP())
+
+
+# -- what the engine may do wrong ------------------------------------------------------------------------------------
+
+
+def lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = Stage.backward
+
+    def lossy(stage: Stage, micro_batch: int, message: Any) -> Any:
+        if stage.program.is_first and micro_batch == 1:
+            stage.stash.pop(micro_batch)
+            return None
+        return backward(stage, micro_batch, message)
+
+    monkeypatch.setattr(Stage, "backward", lossy)
+
+
+def wrong_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = microbatch._micro_batches
+
+    def alike(*args: Any) -> Any:
+        return [microbatch.MicroBatch(p.index, p.data, p.size, 1 / 3) for p in make(*args)]
+
+    monkeypatch.setattr(microbatch, "_micro_batches", alike)
+
+
+def executed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Stage.forward
+
+    def twice(stage: Stage, task: Any, micro_batch: int, message: Any) -> Any:
+        if stage.program.is_first and micro_batch == 2:
+            forward(stage, task, micro_batch, message)
+        return forward(stage, task, micro_batch, message)
+
+    monkeypatch.setattr(Stage, "forward", twice)
+
+
+def equal_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    derive = randomness.RandomKey.derive
+
+    def without_pipeline(key: randomness.RandomKey, *args: Any) -> int:
+        return derive(randomness.RandomKey(key.seed, key.iteration, 0, key.micro_batch), *args)
+
+    monkeypatch.setattr(randomness.RandomKey, "derive", without_pipeline)
+
+
+def unsummed_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_only(copies: Copies) -> None:
+        for stages in copies._stand_ins.values():
+            for copy in stages.values():
+                copy.parameter.grad = copy.stand_in.grad
+
+    monkeypatch.setattr(Copies, "sum_gradients", first_only)
+
+
+def mean_of_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    merged = StepLog._merged
+    monkeypatch.setattr(StepLog, "_merged", lambda log, entries, alike: merged(log, entries[:1], alike))
+
+
+class Tied(TinyTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("fault", "model", "options", "found"),
+    [
+        (lost_gradient, MLP, {}, "the gradient of 'layers.*stage 0"),
+        (wrong_weights, MLP, {}, "the gradient of 'layers.8.bias'"),
+        (executed_twice, Normed, {}, "the buffer of 'layers.1.running_mean'"),
+        (equal_masks, Dropping, {"num_pipelines": 2}, "the loss of 'micro-batch 0'.*pipeline 1"),
+        (unsummed_copies, Tied, {}, "the gradient of 'embed.weight'"),
+        (mean_of_logged, MLP, {}, "the logged value of 'train_loss'"),
+    ],
+)
+def test_a_fault_of_the_engine_is_named(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    model: Callable[[], Regression],
+    options: dict[str, Any],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(VerificationError, match=found):
+        fit(model(), **options)
+
+
+class Spoiling(torch.optim.SGD):
+    """Steps otherwise each time that any optimizer of this kind steps."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        result = super().step(closure)
+        Spoiling.steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(1 + Spoiling.steps)
+        return result
+
+
+def test_weights_that_depend_on_more_than_the_gradients_are_named() -> None:
+    module = MLP()
+    module.configure_optimizers = lambda: Spoiling(module.parameters(), 0.1)  # type: ignore[method-assign]
+    with pytest.raises(VerificationError, match=r"the weight after the optimizer step of 'layers.0.weight'"):
+        fit(module)
+
+
+# -- what modules may do that nobody can see -------------------------------------------------------------------------
+
+
+class Remembering(MLP):
+    """The loss depends on how often a function was called, which only a closure knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls = [0]
+
+        def count() -> int:
+            calls[0] += 1
+            return calls[0]
+
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x * (1 + 0.1 * self.count()))
+
+
+def test_state_in_a_closure_is_found() -> None:
+    with pytest.raises(VerificationError, match="the loss of 'micro-batch"):
+        fit(Remembering())
+
+
+# -- several processes -----------------------------------------------------------------------------------------------
+
+
+def fit_in_processes(rank: int, faulty: bool) -> list[str]:
+    torch.set_num_threads(1)
+    texts: list[str] = []
+    torch.manual_seed(3)
+    module, backward = Normed(), Stage.backward
+
+    def lossy(stage: Stage, micro_batch: int, message: Any) -> Any:
+        result = backward(stage, micro_batch, message)
+        if faulty and stage.program.is_first and micro_batch == 1:
+            module.layers[0].weight.grad.mul_(0.5)
+        return result
+
+    Stage.backward = lossy  # type: ignore[method-assign]
+    with replaced(verifying, "rank_zero_info", texts.append) if rank == 0 else nullcontext():
+        running = pipeline(2, 2, {"num_microbatches": 4, "verify": True}, max_epochs=1, gradient_clip_val=0.1)
+        running.fit(module, loader(Normed, 32, 8))
+    return texts
+
+
+def test_two_processes_are_verified_together(tmp_path: Path) -> None:
+    texts, others = processes.results(processes.run(2, fit_in_processes, False, folder=tmp_path))
+    assert texts == [
+        "verified 2 optimizer steps: 8 losses, 8 gradients, 8 weights, 3 buffers equal bit for bit; "
+        "1 logged values up to rounding"
+    ]
+    assert not others
+
+
+def test_a_fault_in_another_process_is_named(tmp_path: Path) -> None:
+    outcomes = processes.run(2, fit_in_processes, True, folder=tmp_path)
+    assert "the gradient of 'layers.0.weight'" in str(outcomes[0].error)
+    assert "VerificationError" in str(outcomes[1].error)
