@@ -275,6 +275,7 @@ class AvgPipeStrategy(SteppingStrategy):
         early = not has_transfer_hooks(trainer)
         self._shipping = Shipping(self.mesh.feed, self._needs, sends, early, partial(batches_wanted, trainer))
         if why is not None:
+            request.refuse(self._options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
             self.whole_steps = WholeSteps(trainer, module, self, partial(self._settled, module))
             self._undo.enter_context(adapted_to_whole_steps(trainer, module, self, self.whole_steps))
             return

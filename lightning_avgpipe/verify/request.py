@@ -18,7 +18,7 @@ from lightning_avgpipe.verify.verifier import Verifier
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy import AvgPipeStrategy
 
-__all__ = ["REPORT", "STEPS", "end_of_run", "nothing_to_verify", "verifier"]
+__all__ = ["REPORT", "STEPS", "end_of_run", "nothing_to_verify", "refuse", "verifier"]
 
 STEPS = "AVGPIPE_VERIFY"  # of the environment: optimizer steps, and the run ends after them
 REPORT = "AVGPIPE_VERIFY_REPORT"  # the file that gets the verdict
@@ -44,9 +44,21 @@ def verifier(strategy: AvgPipeStrategy, verify: bool | int) -> Verifier | None:
 def nothing_to_verify(verify: bool | int) -> None:
     """Say so where a run has one stage and one micro-batch."""
     if verify or STEPS in os.environ:
-        text = "verify: there is one stage and one micro-batch, so training is plain already; nothing to compare"
+        text = (
+            "verify: there is nothing to compare, since here steps run whole, in one process, as with strategy='auto'"
+        )
         rank_zero_info(text)
         _report(text)
+
+
+def refuse(verify: bool | int, reason: str) -> None:
+    """Raise if somebody asks for what cannot be had.
+
+    Raises:
+        ConfigurationError: verification is asked for.
+    """
+    if verify or STEPS in os.environ:
+        raise ConfigurationError(f"verify compares micro-batches with plain ones, but {reason}; use verify=False")
 
 
 def end_of_run(strategy: AvgPipeStrategy) -> None:
