@@ -3,6 +3,12 @@
 Importing this package registers the strategy.
 """
 
+# ruff: noqa: E402
+from lightning_avgpipe.versions import check_versions  # isort: skip
+
+check_versions()  # before others are imported that would fail in their own words
+
+# isort: split
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_avgpipe.callbacks import AvgPipeTuner, PipelineTimeline

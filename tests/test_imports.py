@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_avgpipe"
 # Each part may import the parts named with it, and itself.
 ALLOWED = {
     "errors": set(),
+    "versions": set(),
     "tree": set(),
     "source": set(),
     "replaced": set(),

@@ -1,0 +1,42 @@
+"""Versions that this package works with: others are refused when it is imported, not in the middle of a training."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from importlib import metadata
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+__all__ = ["RANGES", "TESTED_PYTHON", "check_versions"]
+
+RANGES = {"torch": ">=2.6,<2.16", "lightning": ">=2.5,<2.7"}
+PYTHON = ">=3.11"
+TESTED_PYTHON = (3, 11)
+
+
+def check_versions() -> None:
+    """Compare what is installed with what is needed.
+
+    Raises:
+        ImportError: another version, or none; names the one found and the range.
+    """
+    python = ".".join(map(str, sys.version_info[:3]))
+    if not SpecifierSet(PYTHON).contains(python, prereleases=True):
+        raise ImportError(f"lightning_avgpipe needs Python {PYTHON}, and this is {python}")
+    for name, wanted in RANGES.items():
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            raise ImportError(f"lightning_avgpipe needs {name}{wanted}, which is not installed") from None
+        # a development version is as the release that it will be
+        if not SpecifierSet(wanted).contains(Version(found).base_version):
+            raise ImportError(
+                f"lightning_avgpipe needs {name}{wanted}, and {found} is installed; pip install '{name}{wanted}'"
+            )
+    if sys.version_info[:2] != TESTED_PYTHON:
+        warnings.warn(
+            f"lightning_avgpipe is tested with Python {'.'.join(map(str, TESTED_PYTHON))}, and this is {python}",
+            stacklevel=2,
+        )
