@@ -47,6 +47,11 @@ def options(given: Options) -> None:
             f"advance={given.advance} has no meaning for schedule={given.schedule!r}; use schedule='advance_forward', "
             "or advance=0"
         )
+    if given.loss_weight is not None and given.loss_reduction == "sum":
+        raise ConfigurationError(
+            "loss_weight says what micro-batches count in a mean, but loss_reduction='sum' adds their losses up; leave "
+            "one of them out"
+        )
     if given.outer_optimizer is not None and given.outer_lr != "auto":
         raise ConfigurationError(
             f"outer_lr={given.outer_lr} and an outer_optimizer: both move the reference; give the optimizer its own lr "

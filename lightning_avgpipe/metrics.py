@@ -108,6 +108,7 @@ class StepLog:
         self._hosts_last = hosts_last
         self._size: int | None = None
         self._position = (0, 0)
+        self._weight: float | None = None
         self._muted = False
         self._collected: list[_Entry] = []
         self.listener: Callable[[str, Any], None] | None = None
@@ -145,14 +146,15 @@ class StepLog:
         return observed
 
     @contextlib.contextmanager
-    def micro_batch(self, size: int, position: tuple[int, int] = (0, 0)) -> Iterator[None]:
+    def micro_batch(self, size: int, position: tuple[int, int] = (0, 0), weight: float | None = None) -> Iterator[None]:
         """Within this context logged values belong to a micro-batch.
 
         Args:
             size: samples.
             position: pipeline and micro-batch. Values are put in this order, whenever they come.
+            weight: what it counts in a mean; None: as many samples, or the ``batch_size`` that the step gives.
         """
-        self._size, self._position = size, position
+        self._size, self._position, self._weight = size, position, weight
         try:
             yield
         finally:
@@ -211,7 +213,7 @@ class StepLog:
         numbers = [entry for entry in numbers if entry.name not in of_metrics]
         for logged in of_metrics.values():  # of this group's batches together; then the mean over groups
             value, size = self._merged(logged, False)
-            numbers.append(replace(logged[-1], value=value, size=size, given=size, metric=None))
+            numbers.append(replace(logged[-1], value=value, size=size, given=size, metric=None, weight=None))
         reduce = self._module.trainer.strategy.reduce
         for group in self._heads.exchange_objects([_portable(entry) for entry in numbers]):
             for entry in group:
@@ -229,7 +231,10 @@ class StepLog:
                 last.value._forward_cache = of_batch
         elif last.metric is not None and len(logged) > 1:
             return self.batch_values.of(last.metric), batch_size
-        return _reduce([entry.value for entry in logged], sizes, last.options.get("reduce_fx", "mean")), batch_size
+        weights = [size if e.weight is None else e.weight for e, size in zip(logged, sizes, strict=True)]
+        counting = [(entry.value, weight) for entry, weight in zip(logged, weights, strict=True) if weight]
+        values, weights = map(list, zip(*counting, strict=True)) if counting else ([last.value], [1.0])
+        return _reduce(values, weights, last.options.get("reduce_fx", "mean")), batch_size
 
     def _collect(self, *args: Any, **kwargs: Any) -> None:
         """Run ``log``, Lightning's or the user's, as far as to where its values would be stored."""
@@ -245,7 +250,8 @@ class StepLog:
         given = options.pop("batch_size", None)
         # an override may log something else than the metric's value
         metric = returned[1] if returned is not None and _same_number(returned[0], value) else None
-        self._collected.append(_Entry(fx, name, self._position, value, self._size or 1, given, options, metric))
+        entry = _Entry(fx, name, self._position, value, self._size or 1, given, options, metric, self._weight)
+        self._collected.append(entry)
 
 
 @dataclass(frozen=True)
@@ -261,6 +267,7 @@ class _Entry:
         given: the ``batch_size`` that the step gave, if it did.
         options: the other arguments of Lightning's store of values.
         metric: the metric object whose ``forward`` returned the value.
+        weight: of the micro-batch in a mean; None: ``given`` or ``size``.
     """
 
     fx: str
@@ -271,6 +278,7 @@ class _Entry:
     given: int | None
     options: dict[str, Any]
     metric: Metric | None
+    weight: float | None
 
 
 def _portable(entry: _Entry) -> _Entry:
@@ -286,7 +294,7 @@ def _same_number(returned: Tensor, logged: Any) -> bool:
     return torch.allclose(returned.detach().reshape(-1), logged.detach().to(returned).reshape(-1), equal_nan=True)
 
 
-def _reduce(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:
+def _reduce(values: list[Any], sizes: list[float], reduce_fx: Any) -> Any:
     """One value for the values of the micro-batches; what is no number (a metric object) keeps its own state."""
     if len(values) == 1 or not all(isinstance(value, (Tensor, int, float)) for value in values):
         return values[-1]

@@ -18,6 +18,7 @@ from lightning_avgpipe.durations import DURATION
 from lightning_avgpipe.elastic.averaging import Elasticity, OuterOptimizer
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.runtime.memory import MemoryLimit, parse_limit
+from lightning_avgpipe.runtime.weighting import LossWeight
 
 __all__ = ["ALLOWED", "MEMORY", "Options", "SplitBatch"]
 
@@ -62,6 +63,15 @@ ALLOWED = {
     "memory_limit": MEMORY,
     "recompute": either(flag(), names("names of submodules, or patterns of such", "['blocks.*']")),
     "loss_reduction": choice("mean", "sum"),
+    "loss_weight": optional(
+        Allowed(
+            "a function of a micro-batch that returns a number, or the name of a tensor of the batch whose entries "
+            "other than -100 count",
+            "'labels'",
+            lambda value: callable(value) or (isinstance(value, str) and bool(value)),
+        ),
+        "numbers of samples",
+    ),
     "split_batch": optional(
         Allowed("a function (batch, num_microbatches) -> list of micro-batches", "my_split", callable), "tensors"
     ),
@@ -113,6 +123,7 @@ class Options:
     memory_limit: MemoryLimit
     recompute: bool | Sequence[str]
     loss_reduction: str
+    loss_weight: LossWeight | None
     split_batch: SplitBatch | None
     reader: str
     send_batch: str
@@ -142,7 +153,7 @@ class Options:
     @property
     def shared(self) -> dict[str, Any]:
         """Those that must be the same in all processes, and can be compared."""
-        own = {"costs_cache", "split_batch", "outer_optimizer", "timeout"}
+        own = {"costs_cache", "loss_weight", "split_batch", "outer_optimizer", "timeout"}
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in own}
 
     @property

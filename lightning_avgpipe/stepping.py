@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from lightning_avgpipe.runtime.microbatch import MicroBatch, mean, merge, split,
 from lightning_avgpipe.runtime.pipeline import Outcome, run_together
 from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
+from lightning_avgpipe.runtime.weighting import LossWeight, uneven_targets, weighted
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.whole import WholeSteps
 
@@ -58,6 +60,7 @@ class SteppingStrategy(ParallelModelsStrategy):
     _seen: dict[tuple[str, int], Seen]
     _warned: set[str]
     verifier: Verifier | None = None
+    _unweighted: int
     _zero_grad: Callable[[], None] | None = None
     tuner: Callable[[Any], bool] | None = None
 
@@ -216,7 +219,7 @@ class SteppingStrategy(ParallelModelsStrategy):
         module, precision = self.lightning_module, self.precision_plugin
         batches = [args[0], *self.take_beside()]
         works = [self._split(batch, n) for n, batch in enumerate(batches)]
-        weighted = self._options.loss_reduction == "mean"
+        averages = self._options.loss_reduction == "mean"
         accumulate, zero_grad = module.trainer.accumulate_grad_batches, self._zero_grad
         if zero_grad is not None and (self.num_models > 1 or not self.mesh.hosts_last):
             # here no forward comes before all backwards, or the module may show another pipeline's model by then
@@ -229,7 +232,7 @@ class SteppingStrategy(ParallelModelsStrategy):
         def finish(n: int, i: int, result: Any) -> Tensor | None:
             if i == 0 and zero_grad is not None:  # after a forward, as on one device, and before all backwards
                 zero_grad()
-            if result is None:
+            if result is None or (averages and not works[n][i].weight):  # a mean over nothing is not a number
                 return None
             loss = checks.loss(result)
             if accumulate > 1:
@@ -240,7 +243,7 @@ class SteppingStrategy(ParallelModelsStrategy):
                 loss = precision.pre_backward(loss, module)
             if n == 0:
                 started.append(loss.detach())
-            return loss * works[n][i].weight if weighted and len(works[n]) > 1 else loss
+            return loss * works[n][i].weight if averages and len(works[n]) > 1 else loss
 
         # Lightning's weight averaging passes over the data once more without training
         trains = not module.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
@@ -280,9 +283,9 @@ class SteppingStrategy(ParallelModelsStrategy):
             return getattr(super(), step)(*args)
         if self.whole_steps is not None:
             return self.whole_steps.run(step, getattr(super(), step), *args)
-        parts = self._split(args[0])
+        parts = self._split(args[0], weighs=step != "predict_step" and self._loss_weight is not None)
         (outcome,) = self._run(step, context, [parts], args[1:], None)
-        return None if outcome.results is None else merge(outcome.results, [part.size for part in parts])
+        return None if outcome.results is None else merge(outcome.results, *self._counts(parts))
 
     def _run(
         self,
@@ -297,7 +300,9 @@ class SteppingStrategy(ParallelModelsStrategy):
         assert module is not None and division is not None and step_log is not None
 
         def run(n: int, i: int, *args: Any) -> Any:
-            with context(), step_log.micro_batch(works[n][i].size, (first + n, i)):
+            part, total = works[n][i], sum(part.size for part in works[n])
+            weight = None if self._loss_weight is None else part.weight * (total or 1)
+            with context(), step_log.micro_batch(part.size, (first + n, i), weight):
                 return getattr(module, step)(*args)
 
         # groups train on batches of their own, but evaluate the same
@@ -349,9 +354,32 @@ class SteppingStrategy(ParallelModelsStrategy):
             tell = rank_zero_warn if plan.slowest.share > _USELESS else rank_zero_info
             tell(plan.note)
 
-    def _split(self, batch: Any, pipeline: int = 0) -> list[MicroBatch]:
+    def _split(self, batch: Any, pipeline: int = 0, weighs: bool = True) -> list[MicroBatch]:
         self._shipping.check_seal(batch, pipeline)
-        return self._parts(batch)
+        parts = self._parts(batch)
+        if not (weighs and self.mesh.hosts_last and len(parts) > 1):  # elsewhere there is no loss
+            return parts
+        if self._loss_weight is not None:
+            return weighted(parts, self._loss_weight)
+        if self._unweighted > 0 and self._options.loss_reduction == "mean":
+            self._unweighted -= 1
+            name = uneven_targets(parts)
+            if name is not None:
+                self._unweighted = 0
+                self._warn_once(
+                    f"'{name}' of the batch holds ignored targets (-100), and micro-batches have unequal numbers of "
+                    "others. A loss that is a mean over targets is then not that of the whole batch, since each "
+                    f"micro-batch counts by its samples; loss_weight={name!r} lets it count by its targets"
+                )
+        return parts
+
+    @property
+    def _loss_weight(self) -> LossWeight | None:
+        """The user's; a method of the module counts if it takes a batch, for the name may mean something else there."""
+        own = getattr(self.lightning_module, "loss_weight", None)
+        if inspect.ismethod(own) and next(iter(inspect.signature(own).parameters), None) == "batch":
+            return own
+        return self._options.loss_weight
 
     def _parts(self, batch: Any) -> list[MicroBatch]:
         count, splitter = self._options.microbatches(self.num_stages), self._splitter
@@ -404,15 +432,20 @@ class SteppingStrategy(ParallelModelsStrategy):
         if not given:
             return None
         detached = [tree.map_tensors(Tensor.detach, output) for output, _ in given]
-        losses, sizes = [checks.loss_in(output) for output in detached], [part.size for _, part in given]
-        loss = torch.stack(losses).sum(0) if self._options.loss_reduction == "sum" else mean(losses, sizes)
+        losses, (sizes, weights) = [checks.loss_in(output) for output in detached], self._counts([p for _, p in given])
+        loss = torch.stack(losses).sum(0) if self._options.loss_reduction == "sum" else mean(losses, weights)
         if not all(isinstance(output, Mapping) for output in detached):
             return loss
         merged = {}
         for name in dict.fromkeys(name for output in detached for name in output):
-            having = [(output[name], size) for output, size in zip(detached, sizes, strict=True) if name in output]
+            having = [(o[name], s, w) for o, s, w in zip(detached, sizes, weights, strict=True) if name in o]
             merged[name] = merge(*map(list, zip(*having, strict=True)))
         return {**merged, "loss": loss}
+
+    def _counts(self, parts: Sequence[MicroBatch]) -> tuple[list[int], list[float]]:
+        """Sizes of micro-batches, and what they count in a mean."""
+        sizes = [part.size for part in parts]
+        return sizes, list(sizes) if self._loss_weight is None else [part.weight for part in parts]
 
     def _iteration(self, step: str) -> int:
         """A number that no other batch of this step function has, and the same after a resume."""

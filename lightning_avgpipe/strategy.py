@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ from lightning_avgpipe.whole import WholeSteps
 __all__ = ["AvgPipeStrategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
+_LOOKED_AT = 8  # batches of training in which ignored targets are looked for
 _MOST = 0.9  # of a device's memory, where nobody says what an advance may use
 
 _STEPS = {
@@ -116,6 +118,11 @@ class AvgPipeStrategy(SteppingStrategy):
             prints, or changes outside of the module, happens again.
         loss_reduction: how the loss depends on the batch: ``"mean"`` weights each micro-batch's loss by its share of
             the samples, ``"sum"`` adds them up.
+        loss_weight: what a micro-batch counts in the mean over its batch, for losses that are means of something else
+            than samples: a function of a micro-batch that returns a number (say, of its targets), or the name of a
+            tensor of the batch (``"labels"``, ``"1"`` for the second of a tuple), whose entries other than -100 are
+            counted. Loss, gradients and logged means are then those of the whole batch. A method ``loss_weight(self,
+            batch)`` of the LightningModule does the same. None: the number of samples.
         split_batch: ``(batch, num_microbatches) -> list of micro-batches`` for batches that are no trees of tensors
             with a common first dimension. A method of this name on the LightningModule does the same.
         reader: which stage's process reads the data: ``"last"`` (global rank 0, where the loss is) or ``"first"``, so
@@ -187,6 +194,7 @@ class AvgPipeStrategy(SteppingStrategy):
         memory_limit: str | int | float | None = None,
         recompute: bool | list[str] = False,
         loss_reduction: Literal["mean", "sum"] = "mean",
+        loss_weight: Callable[[Any], Any] | str | None = None,
         split_batch: SplitBatch | None = None,
         reader: Literal["last", "first"] = "last",
         send_batch: Literal["needed", "all"] = "needed",
@@ -213,8 +221,8 @@ class AvgPipeStrategy(SteppingStrategy):
                 num_stages=num_stages, num_pipelines=num_pipelines, processes_per_device=processes_per_device,
                 num_microbatches=num_microbatches, schedule=schedule, advance=advance, split_points=split_points,
                 costs=costs, costs_cache=costs_cache, memory_limit=memory_limit, recompute=recompute,
-                loss_reduction=loss_reduction, split_batch=split_batch, reader=reader, send_batch=send_batch,
-                verify_copies=verify_copies, verify=verify, alpha=alpha, outer_lr=outer_lr,
+                loss_reduction=loss_reduction, loss_weight=loss_weight, split_batch=split_batch, reader=reader,
+                send_batch=send_batch, verify_copies=verify_copies, verify=verify, alpha=alpha, outer_lr=outer_lr,
                 outer_optimizer=outer_optimizer,
                 average_every=average_every, save_replicas=save_replicas,
                 save_distributed_checkpoint=save_distributed_checkpoint, on_nonfinite=on_nonfinite,
@@ -234,8 +242,8 @@ class AvgPipeStrategy(SteppingStrategy):
         self.failed = False
         self._log: StepLog | None = None
         self.whole_steps = None
-        self._seen, self._warned = {}, set()
         self.verifier = None
+        self._seen, self._warned, self._unweighted = {}, set(), _LOOKED_AT
         self.forget_models()
         self._asked = {}
 
@@ -399,6 +407,8 @@ class AvgPipeStrategy(SteppingStrategy):
         if self.whole_steps is not None or self._division is None:
             return None
         stage = self.lightning_module.trainer.state.stage
+        if self._loss_weight is not None and rank == self.mesh.rank_of(self.num_stages - 1):
+            return None  # which weighs micro-batches
         return None if stage is None else self._division.pipeline.leaves(_STEPS[stage], rank, batch)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -119,7 +119,7 @@ def split_with(splitter: Callable[[Any, int], Sequence[Any]], batch: Any, num_mi
     return _micro_batches(parts, known if len(known) == len(parts) else [1] * len(parts))
 
 
-def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def merge(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None) -> Any:
     """Make the result of a batch from what a step function returned for each of its micro-batches.
 
     Containers of the same structure are merged child by child; in each place the first rule that fits all parts holds:
@@ -128,7 +128,7 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     only one part; None in all parts                                  that part; None
     lists or tuples without tensors, one element per sample           joined
     tensors whose dimension 0 is the micro-batch                      ``torch.cat``
-    0-dim floating tensors; Python floats                             mean, weighted by ``sizes``, same dtype
+    0-dim floating tensors; Python floats                             mean by ``weights``, same dtype
     equal in all parts (integers, strings, tensors of other shapes)   that value
     anything else, and containers of different structures             list of the parts
     ================================================================  =========================================
@@ -138,6 +138,7 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     Args:
         outputs: one per micro-batch, in order.
         sizes: number of samples of each micro-batch.
+        weights: of the micro-batches in a mean; None: their sizes.
     """
     if len(outputs) != len(sizes):
         raise ValueError(f"{len(outputs)} outputs with {len(sizes)} sizes; each micro-batch needs one of both")
@@ -145,7 +146,7 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         return None
     if len(outputs) == 1:
         return outputs[0]
-    return _merge(outputs, sizes)
+    return _merge(outputs, sizes, sizes if weights is None else weights)
 
 
 def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -184,15 +185,15 @@ def _micro_batches(parts: Sequence[Any], sizes: Sequence[int]) -> list[MicroBatc
 # -- merging ---------------------------------------------------------------------------------------------------------
 
 
-def _merge(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _merge(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
     if _are_columns(parts, sizes):
         return type(parts[0])(chain.from_iterable(parts))
     below, specs = zip(*(tree.children(part) for part in parts), strict=True)
     if any(spec != specs[0] for spec in specs):
         return list(parts)
     if specs[0].is_leaf():
-        return _merge_leaves(parts, sizes)
-    return tree.unflatten([_merge(values, sizes) for values in zip(*below, strict=True)], specs[0])
+        return _merge_leaves(parts, sizes, weights)
+    return tree.unflatten([_merge(values, sizes, weights) for values in zip(*below, strict=True)], specs[0])
 
 
 def _are_columns(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
@@ -203,15 +204,15 @@ def _are_columns(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
     return not (type(parts[0]) is tuple and all(map(is_square, parts)))
 
 
-def _merge_leaves(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _merge_leaves(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
     first = parts[0]
     if all(isinstance(part, Tensor) for part in parts):
         if _can_be_joined(parts, sizes):
             return torch.cat(tuple(parts))
         if all(part.ndim == 0 and part.dtype == first.dtype and _is_inexact(part) for part in parts):
-            return mean(parts, sizes)
+            return mean(parts, weights)
     elif all(isinstance(part, float) for part in parts):
-        return _mean(parts, sizes)
+        return _mean(parts, weights)
     return first if all(_equal(first, part) for part in parts[1:]) else list(parts)
 
 
@@ -225,9 +226,10 @@ def _is_inexact(tensor: Tensor) -> bool:
 
 
 def _mean(values: Sequence[Any], sizes: Sequence[float]) -> Any:
-    """Weight by sizes; with Python numbers, so that nothing is copied to a device."""
+    """Weight by sizes; with Python numbers, so that nothing is copied to a device. What weighs nothing may be NaN."""
     weights = sizes if sum(sizes) else [1] * len(sizes)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    return sum(value * weight for value, weight in pairs) / sum(weights)
 
 
 def _equal(a: Any, b: Any) -> bool:

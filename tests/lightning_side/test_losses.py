@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import UserDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
 from tests.engine import assert_same_parameters
 from tests.lightning_side.twins import loaders, single, staged, twins
 from tests.models import MLP, loader
-from tests.trainers import pipeline
+from tests.trainers import pipeline, trainer
 
 
 class Detached(MLP):
@@ -179,3 +182,101 @@ def test_all_processes_skip_the_same_batches(tmp_path: Path, precision: str) -> 
         assert steps == expected.global_step
         for name, value in one.state_dict().items():
             assert torch.equal(weights[name], value), name
+
+
+# -- means over targets ----------------------------------------------------------------------------------------------
+
+
+class Tokens(MLP):
+    """A mean over the targets that are not ignored, of which micro-batches have unequal numbers, one of them none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = F.cross_entropy(
+            self.head(self.layers(self.embed(batch["ids"]))).flatten(0, 1), batch["labels"].flatten()
+        )
+        self.log("largest", loss, reduce_fx="max", on_step=True, on_epoch=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+
+
+class Weighs(Tokens):
+    def loss_weight(self, batch: Any) -> Tensor:
+        return (batch["labels"] != -100).sum()
+
+
+class HasAnother(Tokens):
+    def loss_weight(self, epoch: int) -> float:
+        return 0.0
+
+
+def tokens() -> DataLoader[Any]:
+    ids = torch.randint(0, 11, (16, 6), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    for i in range(16):
+        labels[i, : i % 7] = -100
+    labels[4:6] = -100
+    return DataLoader([{"ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)], batch_size=8)
+
+
+WEIGHTS = [
+    (Tokens, "labels"),
+    (Tokens, lambda batch: (batch["labels"] != -100).sum()),
+    (Weighs, None),
+    (HasAnother, "labels"),
+]
+
+
+@pytest.mark.parametrize(("model", "loss_weight"), WEIGHTS)
+def test_weighted_micro_batches_have_loss_gradients_and_logs_of_the_batch(model: Any, loss_weight: Any) -> None:
+    models, logged = [], []
+    for make in (trainer, partial(pipeline, 2, strategy={"num_microbatches": 4, "loss_weight": loss_weight})):
+        torch.manual_seed(3)
+        models.append(model())
+        runner = make(max_epochs=2)
+        runner.fit(models[-1], tokens(), tokens())
+        names = ("train_loss_step", "train_loss_epoch", "val_loss")
+        logged.append({name: float(runner.callback_metrics[name]) for name in names})
+    assert logged[1] == pytest.approx(logged[0], abs=1e-6)
+    for name, gradient in models[0].gradients.items():
+        torch.testing.assert_close(models[1].gradients[name], gradient, rtol=1e-4, atol=1e-6)
+    assert_same_parameters(*models, exact=False)
+
+
+def test_unequal_numbers_of_targets_are_told() -> None:
+    with pytest.warns(UserWarning, match=r"'labels' of the batch holds ignored targets \(-100\).*loss_weight='labels'"):
+        pipeline(2, strategy={"num_microbatches": 4}, max_epochs=1).fit(Tokens().double(), tokens())
+
+
+def test_a_weight_that_cannot_be_is_refused() -> None:
+    for weight, message in (("label", "no such tensor, but 'ids', 'labels'"), (lambda batch: -1, "returned -1")):
+        runner = pipeline(2, strategy={"num_microbatches": 4, "loss_weight": weight})
+        with pytest.raises(ConfigurationError, match=message):
+            runner.fit(Tokens(), tokens())
+        assert runner.global_step == 0
+    with pytest.raises(ConfigurationError, match=r"loss_reduction='sum'"):
+        AvgPipeStrategy(loss_weight="labels", loss_reduction="sum")
+
+
+def weigh_in_rank(rank: int) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    model = Tokens()
+    pipeline(2, 2, {"num_microbatches": 4, "loss_weight": "labels", "reader": "first"}).fit(model, tokens())
+    return model.state_dict()
+
+
+@pytest.mark.slow
+def test_the_process_of_the_loss_gets_what_weighs(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected = Tokens()
+    trainer().fit(expected, tokens())
+    for weights in processes.results(processes.run(2, weigh_in_rank, folder=tmp_path)):
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
