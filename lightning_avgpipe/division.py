@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from lightning_avgpipe.checkpoint import (
 )
 from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.ensemble import Ensemble
-from lightning_avgpipe.errors import SkippedStepError
+from lightning_avgpipe.errors import PartitionError, SkippedStepError, StepOrderError
 from lightning_avgpipe.partition import Plan, cut_like
 from lightning_avgpipe.runtime.alone import alone
 from lightning_avgpipe.runtime.lending import Lender
@@ -113,10 +112,10 @@ class Division:
             return False
         if self.plan is None or (decides and not self._final):
             return self._divide(step, run, examples, decides, schedule, num_pipelines) and decides
-        units = self.plan.graph.units
-        graph = self._on_first(examples, lambda args: self._planner.capture(step, run, args, units))
+        plan = self.plan
+        graph = self._on_first(examples, lambda args: self._planner.capture_like(step, run, args, plan))
         if graph is not None:
-            self.pipeline.load(graph, cut_like(graph, self.plan.stages_of, self.plan.num_stages))
+            self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
         return False
 
     def _on_first(self, examples: Sequence[Sequence[Any]], make: Callable[[Sequence[Any]], Any]) -> Any:
@@ -145,11 +144,12 @@ class Division:
         num_pipelines: int,
     ) -> bool:
         units = self.plan.graph.units if self.plan is not None else ()
-        planner = self._planner if final else replace(self._planner, costs="flops")
-        links = measure_links(self._mesh) if planner.measures else ()
+        planner = self._planner
+        links = measure_links(self._mesh) if final and planner.measures else ()
         copies, groups = state_copies(self._optimizers()), self._mesh.num_groups
         conditions = Conditions(schedule, links, copies, num_pipelines, groups)
-        plan: Plan | None = self._on_first(examples, lambda args: planner.plan(step, run, args, units, conditions))
+        make = partial(planner.plan, units=units) if final else planner.provisional
+        plan: Plan | None = self._on_first(examples, lambda args: make(step, run, args, conditions=conditions))
         if plan is None:
             return False
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
@@ -160,8 +160,13 @@ class Division:
         self._begin_alike()
         self.pipeline.load(plan.graph, plan.cuts)
         for graph in others:
-            if graph.units == plan.graph.units:  # of others a new capture is made when they are run
+            try:
                 self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
+            except StepOrderError:
+                if not plan.copied:  # finer units might find an order among copies
+                    raise
+            except PartitionError:
+                pass  # it needs finer units: a new capture is made when it is run
         return True
 
     def settle(self, plan: Plan) -> dict[str, int]:

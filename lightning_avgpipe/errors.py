@@ -29,6 +29,10 @@ class PartitionError(AvgPipeError, ValueError):
     """A model that cannot be divided into the wanted stages."""
 
 
+class StepOrderError(PartitionError):
+    """A step function that goes back to a stage which another step function of the module puts first."""
+
+
 class ScheduleError(AvgPipeError, ValueError):
     """A schedule that is not one: wrong sizes, missing or repeated actions."""
 

@@ -170,14 +170,14 @@ class _Timer(StepTracer):
 
     def calibrate(self) -> None:
         """Find out what it takes to start a backward, which each node alone does and a stage does once."""
-        leaf = torch.zeros(1, device=self._device, requires_grad=True)
-        one = torch.ones(1, device=self._device)
 
         def nothing() -> float:
             view = leaf.view(1)
             return self._timed(lambda: torch.autograd.grad(view, leaf, one))[1]
 
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():  # an evaluation is measured too
+            leaf = torch.zeros(1, device=self._device, requires_grad=True)
+            one = torch.ones(1, device=self._device)
             self._call_s = statistics.median(nothing() for _ in range(_CALIBRATIONS))
 
     def visiting(self) -> Visit:

@@ -1,7 +1,7 @@
 """From call graphs and costs to a plan: which calls, parameters and values belong to which stage."""
 
 from lightning_avgpipe.capture.costs import Costs, Link
-from lightning_avgpipe.partition.balance import cut_at, cut_balanced, cut_like
+from lightning_avgpipe.partition.balance import cut_at, cut_balanced, cut_like, scattered
 from lightning_avgpipe.partition.memory import Memory
 from lightning_avgpipe.partition.plan import Forecast, Plan, StagePlan, make_plan
 
@@ -16,4 +16,5 @@ __all__ = [
     "cut_balanced",
     "cut_like",
     "make_plan",
+    "scattered",
 ]

@@ -21,12 +21,12 @@ import numpy as np
 
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph, Node
-from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.errors import PartitionError, StepOrderError
 from lightning_avgpipe.partition.limits import limits
 from lightning_avgpipe.partition.memory import Memory, nbytes
 from lightning_avgpipe.partition.ranges import Ranges, evenest, least_bottleneck
 
-__all__ = ["Gap", "cut_at", "cut_balanced", "cut_like", "gaps"]
+__all__ = ["Gap", "cut_at", "cut_balanced", "cut_like", "gaps", "scattered"]
 
 # Among partitions within this share of the best bottleneck the evenest with the least traffic is taken.
 _SLACK = 0.01
@@ -168,7 +168,8 @@ def cut_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]], num_stage
     Returns:
         K-1 positions that do not decrease; a stage may be empty in this step.
     Raises:
-        PartitionError: the step goes back to an earlier stage, or must be cut where no cut is legal.
+        StepOrderError: the step goes back to an earlier stage.
+        PartitionError: it must be cut where no cut is legal, or has a unit with parameters of several stages.
     """
     stages = _stages_like(graph, stages_of)
     cuts: list[int] = []
@@ -183,6 +184,16 @@ def cut_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]], num_stage
             )
         cuts.append(min(legal, key=lambda p: graph.boundary_bytes[p]))
     return tuple(cuts)
+
+
+def scattered(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    """Units that no stage has all parameters of; same arguments as :func:`cut_like`."""
+    found = []
+    for node in graph.nodes:
+        holders = [set(stages_of[name]) for name in node.parameters if name in stages_of]
+        if node.kind == "call" and holders and not set.intersection(*holders):
+            found.append(node.name)
+    return tuple(dict.fromkeys(found))
 
 
 def _stages_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> list[int | None]:
@@ -204,7 +215,7 @@ def _stages_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> li
             owners = sorted({stage for name in names for stage in stages_of[name]})
             raise PartitionError(f"{graph.step}: {node} needs parameters of stages {owners}")
         if able[-1] < current:
-            raise PartitionError(
+            raise StepOrderError(
                 f"{graph.step} goes back from stage {current} ({latest}) to stage {able[-1]} ({node}); a step must "
                 "call units in the order in which training_step does. Keep both on one stage with split_points; a step "
                 "that runs the whole model again and again (generate()) belongs on one device"

@@ -20,7 +20,7 @@ from lightning_avgpipe.capture.measure import Samples, measure
 from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units, why_whole
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.partition import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan
+from lightning_avgpipe.partition import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
 from lightning_avgpipe.partition.limits import limits
 from lightning_avgpipe.runtime.memory import memory_of
 from lightning_avgpipe.runtime.recompute import Recompute
@@ -106,6 +106,26 @@ class Planner:
     def capture(self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str]) -> CallGraph:
         """The call graph of a step, at the granularity of these units."""
         return capture(step, run, args, self.module, units, self.device, self.observers)
+
+    def capture_like(self, step: str, run: Callable[..., Any], args: Sequence[Any], plan: Plan) -> CallGraph:
+        """The call graph of another step, whose units are opened until each has its parameters on one stage."""
+        units = plan.graph.units
+        while True:
+            graph = self.capture(step, run, args, units)
+            wide = [unit for unit in scattered(graph, plan.stages_of) if divisible(self.module, unit, self.observers)]
+            if not wide:
+                return graph
+            units = refine(self.module, graph.units, wide, self.observers)
+
+    def provisional(self, step: str, run: Callable[..., Any], args: Sequence[Any], conditions: Conditions) -> Plan:
+        """A plan for a step that comes before the one that decides: any, if there is no good one."""
+        planner = replace(self, costs="flops")
+        try:
+            return planner.plan(step, run, args, conditions=conditions)
+        except PartitionError as error:
+            _log.debug("%s runs on the last stage until training begins: %s", step, error)
+            graph = self.capture(step, run, args, initial_units(self.module, self.observers))
+            return make_plan(graph, (0,) * (self.num_stages - 1), planner._counted(graph), self._sizes())
 
     def plan(
         self,

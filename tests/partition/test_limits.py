@@ -98,5 +98,5 @@ def test_a_forbidden_cut_has_the_share_of_what_it_holds_together() -> None:
                 x = layer(x)
             return self.norm(x)
 
-    with pytest.raises(PartitionError, match=r"\n  - (9\d|100)% of the time: no cut may lie there: the buffer 'norm"):
+    with pytest.raises(PartitionError, match=r"\n  - (9\d|100)% of the time: no cut may lie there: 'norm"):
         trainer(strategy=AvgPipeStrategy(num_stages=2)).fit(Normed(), DataLoader([Normed.example(8)], batch_size=None))  # type: ignore[arg-type]
