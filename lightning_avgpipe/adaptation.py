@@ -22,6 +22,7 @@ from lightning_avgpipe.metrics import StepLog, SyncedLoggerConnector, local_metr
 from lightning_avgpipe.replaced import replaced
 from lightning_avgpipe.runtime.clipping import norms_over_stages
 from lightning_avgpipe.runtime.scaling import scaling_together
+from lightning_avgpipe.weight_averages import averaging_parts
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy import AvgPipeStrategy
@@ -170,6 +171,8 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
         undo.enter_context(_without_comparing_contents())
+        assert strategy._division is not None
+        undo.enter_context(averaging_parts(trainer, module, strategy._division))
         if not strategy.mesh.leads:
             for writer in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(writer, BasePredictionWriter):

@@ -167,7 +167,6 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
     if world_size == 1:
         return
     refused: list[tuple[type, str]] = [
-        (StochasticWeightAveraging, "averages parameters of which each process holds a part"),
         (BatchSizeFinder, "restarts training in ways that the stages cannot follow together"),
         (ModelPruning, "puts other parameters into layers of which each process holds a part"),
     ]

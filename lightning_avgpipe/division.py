@@ -379,3 +379,12 @@ class Division:
             if self._mesh.world_size == 1 or self.plan is None or self._mesh.group_number:
                 return self._module.state_dict()
             return full_state_dict(self._module, self._mesh, self._owner)
+
+    def collected(self, copy: nn.Module) -> dict[str, Any]:
+        """The state dict of a copy of the module that is divided as the module is; whole on rank 0.
+
+        Every process calls it.
+        """
+        if self._mesh.world_size == 1 or self.plan is None:
+            return copy.state_dict()
+        return full_state_dict(copy, self._mesh, self._owner)

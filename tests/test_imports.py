@@ -43,7 +43,7 @@ LIGHTNING_SIDE = {
     "__init__", "strategy", "adaptation", "division", "loop", "checkpoint", "checks", "metrics", "data", "callbacks",
     "advancing", "interrupts", "launch", "stateful", "stepping", "storage", "counts", "starter", "parallel", "grouping",
     "shares", "profiler", "rehearsal", "options", "connected", "bars", "whole", "allowed", "durations", "attempt",
-    "verify",
+    "verify", "weight_averages",
 }  # fmt: skip
 
 
