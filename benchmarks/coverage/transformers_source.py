@@ -7,6 +7,7 @@ small images, and no dropout. All else, ``use_cache=True`` included, is as it co
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -69,10 +70,11 @@ def made(model_type: str, name: str, kind: str, rule: Callable[[Any], None]) -> 
             part.is_decoder = True
     if getattr(config, "num_labels", None) is not None:
         config.num_labels = LABELS
-    model = cls(config)
-    size = sum(p.numel() for p in model.parameters())
+    with torch.device("meta"):
+        size = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
     if size > 30e6:
         raise ValueError(f"the rule made a model of {size / 1e6:.0f} million parameters")
+    model = cls(config)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -166,7 +168,7 @@ def common(part: Any, twice: bool) -> None:
     for name, value in numbers(part):
         if _LAYERS.search(name):
             change(part, name, min(value, layers))
-        elif name.endswith("vocab_size") or name.startswith("vocab_size"):
+        elif "vocab" in name:
             change(part, name, min(value, VOCABULARY))
         elif re.search(r"experts_per_tok|top_?k(_experts)?$|num_selected", name):
             change(part, name, min(value, 2))

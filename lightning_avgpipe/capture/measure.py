@@ -62,6 +62,7 @@ class Samples:
 
     found: dict[Hashable, list[Sample]] = field(default_factory=lambda: defaultdict(list))
     complete: set[Hashable] = field(default_factory=set)
+    spent_s: float = 0.0
 
     def median(self, kind: Hashable) -> Sample:
         """The median of forwards, and that of backwards."""
@@ -89,7 +90,8 @@ def measure(
         module: whose step it is.
         device: where to compute; parameters that are elsewhere visit it one unit at a time.
         samples: of other graphs of the same step and module; new ones are added.
-        budget_s: after so many seconds no repetition is begun; each node is measured at least once.
+        budget_s: after so many seconds, with those that the samples have taken, no repetition is begun; each node is
+            measured at least once.
     Raises:
         StepChangedError: the step did something else than when it was captured.
     """
@@ -97,6 +99,7 @@ def measure(
     device = device or torch.device("cpu")
     kinds = _kinds(graph, module)
     begin = time.perf_counter()
+    budget_s -= samples.spent_s
     internal = [0] * len(graph.nodes)
     saved: set[int] = set()
     with tqdm(
@@ -122,6 +125,7 @@ def measure(
             if now + (now - round_begin) > begin + budget_s or samples.complete.issuperset(kinds):
                 break
     samples.complete.update(kinds)
+    samples.spent_s += time.perf_counter() - begin
     medians = [samples.median(kind) for kind in kinds]
     return Costs(
         tuple(sample.forward_s for sample in medians),

@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.capture.tracer import tensor_arguments
+from lightning_avgpipe.objects import Objects
 
 __all__ = ["Provenance"]
+
+
+class _Again(torch.autograd.Function):
+    """The same numbers in the same memory as another tensor, which is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _again(tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is None:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+    with torch.enable_grad():
+        again: Tensor = _Again.apply(tensor)
+    return again
 
 
 class Provenance(TorchDispatchMode):
@@ -48,13 +71,33 @@ class Provenance(TorchDispatchMode):
                 self._made[id(tensor)] = (weakref.ref(tensor), self._node)
         return result
 
+    def followed(self, result: Any, arguments: Any, modules: Iterable[nn.Module]) -> Any:
+        """The result of the node that ran last, with other tensors in place of those that it made.
+
+        The step, and the objects that the node was given, go on with these. Whoever gets hold of one of the others has
+        found it where the node left it.
+        """
+        others: dict[int, Tensor] = {}
+
+        def other(tensor: Tensor) -> Tensor:
+            if self._born(tensor) != self._node:
+                return tensor
+            if id(tensor) not in others:
+                others[id(tensor)] = _again(tensor)
+            return others[id(tensor)]
+
+        holder = [result]
+        Objects((arguments, holder), modules).replace_tensors(other)
+        return holder[0]
+
+    def _born(self, tensor: Tensor) -> int | None:
+        made = self._made.get(id(tensor))
+        return made[1] if made is not None and made[0]() is tensor else None
+
     def birth(self, tensor: Tensor) -> int | None:
         """The node inside of which this very tensor, or the one that it is a view of, was made."""
-        for candidate in (tensor, tensor._base):
-            made = self._made.get(id(candidate))
-            if made is not None and made[0]() is candidate:
-                return made[1]
-        return None
+        born = self._born(tensor)
+        return born if born is not None or tensor._base is None else self._born(tensor._base)
 
     def forget(self) -> None:
         """What ran last was no node: what it made is free."""

@@ -202,6 +202,8 @@ class _Recorder(StepTracer):
         draws = not torch.equal(random_before, random_bits(self._device))
         used = self._provenance.used
         states = self._states([*module.parameters(), *module.buffers(), *used], changes)
+        result = self._provenance.followed(result, (args, kwargs), module.modules() if exports else ())
+        used += [t for t in tree.tensors(result) if self._provenance.birth(t) is not None or self.is_known(t)]
         inputs = self._inputs([*visible, *used])
         parameters = self._parameters([*module.parameters(), *used])
         free = not (inputs or parameters or states or draws or path in self.resident)
@@ -221,11 +223,9 @@ class _Recorder(StepTracer):
             flops=flops + sum(t.numel() for t in tree.tensors(result)),
         )  # fmt: skip
         self.batch.taken([*visible, *used], node.index)
-        changed = [t for t, version in zip(tensors, versions, strict=True) if _version(t) != version]
-        seen = {id(t) for t in visible}
-        writes = any(id(t) not in seen for t in changed)
-        node, given = self._opened(node, result, objects, exports, writes)
-        self._note_writes(node, [self._buffer(name) for name in changes], {id(t) for t in changed})
+        changed = {id(t) for t, version in zip(tensors, versions, strict=True) if _version(t) != version}
+        node, given = self._opened(node, result, objects, exports, not changed <= set(map(id, visible)))
+        self._note_writes(node, [self._buffer(name) for name in changes], changed)
         self._add(node, given, tensors if node.opens else visible, versions)
         return result
 

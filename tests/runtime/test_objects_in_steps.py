@@ -116,6 +116,23 @@ class Penalties(Net):
         return x.abs().mean() + sum(layer.penalty for layer in self.layers)
 
 
+class LeavesOutput(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.output = super().forward(x)
+        return self.output
+
+
+class Outputs(Net):
+    """Units return what they leave in attributes."""
+
+    layer = LeavesOutput
+
+    def training_step(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.abs().mean() + sum(layer.output.square().mean() for layer in self.layers)
+
+
 class Distribution(Layer):
     def forward(self, x: Tensor) -> Any:
         return torch.distributions.Normal(self.linear(x), torch.ones(()))
@@ -249,7 +266,8 @@ class HiddenParameter(Net):
 
 
 MODELS = [
-    KeyValueSharing, HiddenStates, Penalties, Posterior, StateObject, StaticCache, ReadsCache, Lasting, HiddenParameter,
+    KeyValueSharing, HiddenStates, Penalties, Outputs, Posterior, StateObject, StaticCache, ReadsCache, Lasting,
+    HiddenParameter,
 ]  # fmt: skip
 SAMPLES = [torch.randn(3, WIDTH) for _ in range(3)]
 
@@ -343,3 +361,27 @@ def test_what_cannot_be_sent_stays_on_one_stage() -> None:
     graph = graph_of(module)
     assert [graph.obstacles[p] is None for p in (1, 2, 3)] == [True, True, False]
     assert "leaves in an object what cannot be sent to another stage" in str(graph.obstacles[3])
+
+
+STORE: list[Tensor] = []
+
+
+def test_what_a_unit_returns_and_leaves_in_a_global_variable_keeps_its_readers_on_its_stage() -> None:
+    class Stores(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            STORE.append(super().forward(x))
+            return STORE[-1]
+
+    class Global(Net):
+        def training_step(self, x: Tensor) -> Tensor:
+            STORE.clear()
+            for layer in self.layers:
+                x = layer(x)
+            return x.mean() + STORE[0].square().mean()
+
+    module: Any = Global()
+    module.layers[1] = Stores(1)
+    graph = graph_of(module)
+    assert graph.obstacles[1] is None
+    for position in range(2, len(graph.nodes)):
+        assert "reads a tensor that unit 'layers.1'" in str(graph.obstacles[position])
