@@ -55,7 +55,8 @@ class Changes(TorchDispatchMode):
 
     def __enter__(self) -> Changes:
         self._parameters = dict(self._module.named_parameters())
-        self._memory = {name: p.detach() for name, p in self._parameters.items()}
+        with torch._C.DisableTorchFunction():  # nothing is lent for it
+            self._memory = {name: p.detach() for name, p in self._parameters.items()}
         self._locate([*self._parameters.items(), *self._module.named_buffers()])
         super().__enter__()
         return self
@@ -130,9 +131,9 @@ class Changes(TorchDispatchMode):
 
 def put_back(parameter: nn.Parameter, memory: Tensor, contents: Tensor | None) -> None:
     """Give a parameter its former memory, and that its former contents (None: they did not change)."""
-    if parameter.is_meta or memory.is_meta:  # given up or taken back meanwhile
-        return
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # what is only lent has no memory here
+        if parameter.is_meta or memory.is_meta:  # given up or taken back meanwhile
+            return
         if address(parameter) != address(memory):
             parameter.data = memory
         if contents is not None and not torch.equal(memory, contents.to(memory.device)):

@@ -51,7 +51,8 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
         changing: full names of the parameters that the step changes.
     """
     parameters = dict(module.named_parameters())
-    weights = [(p, p.detach(), p.detach().clone() if name in changing else None) for name, p in parameters.items()]
+    with torch._C.DisableTorchFunction():  # nothing is lent for it
+        weights = [(p, p.detach(), p.detach().clone() if name in changing else None) for name, p in parameters.items()]
     saved = [(m, _save(m)) for m in module.modules()]
     classes = [(kind, _save_class(kind)) for kind in _own_classes(module)]
     objects = Objects((held for held in attribute_values(module) if not isinstance(held, Tensor)), contents=True)
