@@ -154,6 +154,22 @@ class Uncalled(Layers):
         return (self.d(self.c(self.encoder.encode(self.b(self.a(batch[0]))))) - batch[1]).square().mean()
 
 
+class Remembering(Layers):
+    """A counter that is assigned first, and a hidden state that the next micro-batch finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.hidden = 0, None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        if self.hidden is None:
+            self.hidden = torch.zeros(len(batch[0]), 8)
+        y = self.b(self.a(batch[0]) + self.hidden)
+        self.hidden = y.detach()
+        return (self.d(self.c(y)) - batch[1]).square().mean() / self.count
+
+
 def data() -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     return DataLoader(TensorDataset(*torch.randn(2, 32, 8, generator=generator)), batch_size=8)
@@ -196,6 +212,7 @@ def assert_same(module: nn.Module, other: nn.Module) -> None:
         (Clipped, 3, "measured"),
         (WithinUnit, 2, "measured"),
         (Uncalled, 3, "flops"),
+        (Remembering, 3, "flops"),
     ],
 )
 def test_what_a_step_changes_is_what_one_process_makes_of_it(

@@ -156,6 +156,7 @@ class CallGraph:
         glue_states: full names of the parameters and buffers that the step changes and that glue uses, or several
             units; operations on them are nodes.
         rewritten: those of all that it changes which operations write into, so that backwards would find it changed.
+        attributes: path of a module and name, of those that code between units assigns.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
         opened: calls of modules that hold units, in the order in which they ended.
     """
@@ -172,6 +173,7 @@ class CallGraph:
     batch_writes: bool = False
     glue_states: frozenset[str] = frozenset()
     rewritten: frozenset[str] = frozenset()
+    attributes: tuple[tuple[str, str], ...] = ()
     pinned: tuple[tuple[int, int, str], ...] = ()
     opened: tuple[Opened, ...] = ()
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import tree
 from lightning_avgpipe.absent import described
+from lightning_avgpipe.capture.attributes import Assignments
 from lightning_avgpipe.capture.batch import BatchUse
 from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.changes import Changes, address
@@ -93,8 +94,10 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
     if args:
         recorder.batch.begin(args[0])
     with untouched(module), Objects(args).restored(), recorder.visiting(), recorder.changes:
-        with recorder.following(), watching(recorder.calls):
+        with recorder.assignments.watched(), recorder.following(), watching(recorder.calls):
             result = run(*args)
+        recorder.pinned += recorder.assignments.pinned()
+        attributes = tuple(recorder.assignments.changed())
         recorder.watch.look()
         if step == "training_step":
             _check_loss(result)
@@ -114,6 +117,7 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
         batch_writes=any(_version(leaf) != version for leaf, version in batch),
         glue_states=frozenset(recorder.glue_states),
         rewritten=frozenset(recorder.rewritten),
+        attributes=attributes,
         pinned=tuple(recorder.pinned),
         opened=tuple(recorder.calls.ended),
     )
@@ -162,6 +166,7 @@ class _Recorder(StepTracer):
         self._buffer_names = {id(b): name for name, b in self._buffers.items()}
         self._buffers_seen: set[str] = set()  # by glue
         self.changes = Changes(module, batch)
+        self.assignments = Assignments(module, lambda: None if self._inside else len(self.nodes))
         self.glue_states = set(foresight.glue_states)
         self._exports = set(foresight.exports)
         self._readers = set(foresight.readers)
@@ -404,8 +409,6 @@ class _Recorder(StepTracer):
         self._held.append(tensor)
         self.know(tensor, index)
         return index
-
-    # -- what stages cannot share ------------------------------------------------------------------------------------
 
     def keep(self, tensors: list[Tensor]) -> None:
         """These tensors are needed at the end of the step."""

@@ -103,7 +103,9 @@ class Pipeline:
         }
         self._copies[graph.step] = copies
         self._stages[graph.step] = [
-            Stage(programs[k], self._module, self._mesh.device, copies, self._recompute, self._strangers)
+            Stage(
+                programs[k], self._module, self._mesh.device, copies, self._recompute, self._strangers, self.number == 0
+            )
             for k in self._mesh.stages
         ]
 

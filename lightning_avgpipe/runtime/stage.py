@@ -15,6 +15,7 @@ from lightning_avgpipe import tree
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.parcel import Packer
+from lightning_avgpipe.runtime.attributes import OwnAttributes
 from lightning_avgpipe.runtime.copies import Copies
 from lightning_avgpipe.runtime.inspection import Inspection, Strangers
 from lightning_avgpipe.runtime.message import Message
@@ -133,6 +134,7 @@ class Stage:
         copies: parameters that other stages use as well.
         recompute: what is repeated before, or in, a backward.
         strangers: what its first forward of training must not use; None: it may use everything.
+        shown: whether it belongs to the pipeline whose attributes of modules hooks see.
 
     Attributes:
         stash: micro-batch -> what its forward keeps for its backward.
@@ -148,6 +150,7 @@ class Stage:
         copies: Copies,
         recompute: Recompute = Recompute(),  # noqa: B008
         strangers: Strangers | None = None,
+        shown: bool = True,
     ) -> None:
         self._strangers = strangers
         self.program = program
@@ -158,6 +161,7 @@ class Stage:
         self._owned = owned_tensors(module, ())
         self._packer = Packer(module) if any(node.opens for node in program.graph.nodes) else None
         self._rewritten = Rewritten.of(program, module)
+        self._attributes = OwnAttributes(module, program.graph.attributes, shown and program.is_last)
         self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
         self._repeats: frozenset[int] = frozenset()
         self._recompute = recompute
@@ -170,6 +174,7 @@ class Stage:
 
     def begin(self, row: Sequence[Action]) -> None:
         """An iteration with these actions begins."""
+        self._attributes.begin()
         self._repeats = repeated(row, self.program.is_last) if self._recompute.stages else frozenset()
 
     def forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
@@ -186,7 +191,11 @@ class Stage:
                 f"stage {program.stage} wants micro-batch {micro_batch} and received {message.micro_batch}; "
                 "the stages do not run the same schedule"
             )
-        with _profiled(f"avgpipe::F{micro_batch}"), self._copies.placed(program.stage) as copies:
+        with (
+            _profiled(f"avgpipe::F{micro_batch}"),
+            self._copies.placed(program.stage) as copies,
+            self._attributes.placed(),
+        ):
             if task.trains and micro_batch in self._repeats:
                 return self._forward_to_repeat(task, micro_batch, message, copies)
             gates, replayed = self._replay(task, micro_batch, message, copies)
@@ -330,6 +339,7 @@ class Stage:
         with (
             _profiled(f"avgpipe::B{micro_batch}"),
             self._copies.placed(self.program.stage) as copies,
+            self._attributes.placed(),
         ):
             if isinstance(stash, _Inputs):
                 stash, gradients = self._repeat(stash, micro_batch, message, copies)
@@ -347,6 +357,7 @@ class Stage:
 
     def clear(self) -> None:
         """Forget everything about unfinished micro-batches."""
+        self._attributes.end()
         self.stash.clear()
         self.results.clear()
         self.skipped.clear()
