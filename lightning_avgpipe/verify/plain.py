@@ -95,12 +95,13 @@ class PlainRun:
         for name, parameter in module.named_parameters():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.clone()
-        total = sum(part.size for part in parts)
+        total = sum(part.size for part in parts) or 1
         with random_state():
             for i, part in enumerate(parts):
-                weight = part.size / total if total else 1 / len(parts)
+                weight = part.weight
+                by_samples = weight * total == part.size or weight == part.size / total
                 data = _copied((part.data, *rest))
-                logged.size, module._current_fx_name = part.size, "training_step"
+                logged.size, module._current_fx_name = part.size if by_samples else weight * total, "training_step"
                 with drawing_as_promised(module, (*self.key, i), self.device), self.context():
                     result: Any = module.training_step(*data)
                 module._current_fx_name = None
@@ -110,6 +111,8 @@ class PlainRun:
                     continue
                 loss = checks.loss_in(result)
                 losses[f"micro-batch {i}"] = loss.detach().clone()
+                if self.mean and not weight:  # a mean over nothing
+                    continue
                 if self.accumulate > 1:
                     loss = loss / self.accumulate
                 loss = self.precision.pre_backward(loss, module)
@@ -159,7 +162,7 @@ class _Logged:
     """Takes what ``self.log`` gives, behind all that a user may have put before it."""
 
     def __init__(self) -> None:
-        self.size = 1
+        self.size: float = 1
         self.dataloader_idx = None
         self._of_metric = False
         self._entries: dict[str, list[tuple[Any, int, Any, bool]]] = {}
@@ -189,6 +192,8 @@ class _Logged:
             return
         if self._of_metric:
             value = None
+        if not self.size:  # a mean over nothing
+            return
         given = options.get("batch_size")
         if isinstance(value, Tensor):
             value = value.detach().clone()
