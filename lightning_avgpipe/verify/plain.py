@@ -165,7 +165,7 @@ class _Logged:
         self.size: float = 1
         self.dataloader_idx = None
         self._of_metric = False
-        self._entries: dict[str, list[tuple[Any, int, Any, bool]]] = {}
+        self._entries: dict[str, list[tuple[Any, float, Any, bool]]] = {}
 
     def listen(self, module: pl.LightningModule) -> None:
         """Learn which numbers a metric object has returned: their mean over micro-batches is not the batch's."""
@@ -206,7 +206,7 @@ class _Logged:
         return {name: _reduced(entries) for name, entries in self._entries.items()}
 
 
-def _reduced(entries: list[tuple[Any, int, Any, bool]]) -> Any:
+def _reduced(entries: list[tuple[Any, float, Any, bool]]) -> Any:
     values = [value for value, *_ in entries]
     if any(value is None or isinstance(value, Metric) for value in values):
         return None
