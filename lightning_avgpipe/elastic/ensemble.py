@@ -124,8 +124,11 @@ class Ensemble:
         return replica
 
     def _leaf(self, name: str) -> nn.Parameter:
-        leaf = leaf_like(self._reference[name])
-        leaf.requires_grad_(self._placement.own.parameters[name].requires_grad)
+        leaf, own = leaf_like(self._reference[name]), self._placement.own.parameters[name]
+        leaf.requires_grad_(own.requires_grad)
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # of gradients: they act on every model's
+            if getattr(own, hooks, None):
+                setattr(leaf, hooks, getattr(own, hooks))
         return leaf
 
     def follow(self) -> bool:

@@ -63,6 +63,13 @@ class Copies:
         self._mesh = mesh
         self._copied = dict(sorted(copied.items()))
         self._parameters = {name: p for name, p in module.named_parameters() if name in copied}
+        for name, parameter in self._parameters.items():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ConfigurationError(
+                    f"'{name}' has a hook on its gradient and is used on the stages "
+                    f"{', '.join(map(str, copied[name]))}, of which none has the whole gradient; keep its uses on one "
+                    "stage with split_points, or change gradients in on_before_optimizer_step"
+                )
         self._stand_ins: dict[int, dict[str, _Copy]] = {k: {} for k in mesh.stages}
         for name, stages in self._copied.items():
             mine = [k for k in stages if k in self._stand_ins]

@@ -39,6 +39,7 @@ DRAWING_FUNCTIONS = frozenset((
     "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu", "rand", "rand_like", "randn", "randn_like",
     "randint", "randint_like", "randperm", "bernoulli", "bernoulli_", "normal", "normal_", "multinomial", "poisson",
     "binomial", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_",
+    "_standard_gamma", "_sample_dirichlet",
 ))
 # fmt: on
 

@@ -244,6 +244,32 @@ class Remembering(MLP):
         return self.layers(x * (1 + 0.1 * self.count()))
 
 
+class Halved(MLP):
+    """A hook halves a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[None] = []
+        self.layers[0].weight.register_hook(self.halve)
+
+    def halve(self, gradient: Tensor) -> Tensor:
+        self.seen.append(None)
+        return gradient / 2
+
+
+def test_hooks_of_gradients_run_in_every_parallel_model() -> None:
+    module = Halved()
+    fit(module, verify=False, num_pipelines=2)
+    assert len(module.seen) == 6 * 3  # batches and micro-batches
+
+
+def test_a_hook_on_a_gradient_that_no_stage_has_whole_is_refused() -> None:
+    module = Tied()
+    module.head.weight.register_hook(lambda gradient: gradient / 2)
+    with pytest.raises(ConfigurationError, match=r"'embed.weight' has a hook on its gradient"):
+        fit(module)
+
+
 def test_state_in_a_closure_is_found() -> None:
     with pytest.raises(VerificationError, match="the loss of 'micro-batch"):
         fit(Remembering())
