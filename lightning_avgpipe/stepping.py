@@ -283,7 +283,7 @@ class SteppingStrategy(ParallelModelsStrategy):
             return getattr(super(), step)(*args)
         if self.whole_steps is not None:
             return self.whole_steps.run(step, getattr(super(), step), *args)
-        parts = self._split(args[0], weighs=step != "predict_step" and self._loss_weight is not None)
+        parts = self._split(args[0], weighs=step != "predict_step" and self.loss_weight is not None)
         (outcome,) = self._run(step, context, [parts], args[1:], None)
         return None if outcome.results is None else merge(outcome.results, *self._counts(parts))
 
@@ -301,7 +301,7 @@ class SteppingStrategy(ParallelModelsStrategy):
 
         def run(n: int, i: int, *args: Any) -> Any:
             part, total = works[n][i], sum(part.size for part in works[n])
-            weight = None if self._loss_weight is None else part.weight * (total or 1)
+            weight = None if self.loss_weight is None else part.weight * (total or 1)
             with context(), step_log.micro_batch(part.size, (first + n, i), weight):
                 return getattr(module, step)(*args)
 
@@ -359,8 +359,8 @@ class SteppingStrategy(ParallelModelsStrategy):
         parts = self._parts(batch)
         if not (weighs and self.mesh.hosts_last and len(parts) > 1):  # elsewhere there is no loss
             return parts
-        if self._loss_weight is not None:
-            return weighted(parts, self._loss_weight)
+        if self.loss_weight is not None:
+            return weighted(parts, self.loss_weight)
         if self._unweighted > 0 and self._options.loss_reduction == "mean":
             self._unweighted -= 1
             name = uneven_targets(parts)
@@ -374,8 +374,8 @@ class SteppingStrategy(ParallelModelsStrategy):
         return parts
 
     @property
-    def _loss_weight(self) -> LossWeight | None:
-        """The user's; a method of the module counts if it takes a batch, for the name may mean something else there."""
+    def loss_weight(self) -> LossWeight | None:
+        """What micro-batches count by, if not by samples: a method of the module that takes a batch, or the option."""
         own = getattr(self.lightning_module, "loss_weight", None)
         if inspect.ismethod(own) and next(iter(inspect.signature(own).parameters), None) == "batch":
             return own
@@ -445,7 +445,7 @@ class SteppingStrategy(ParallelModelsStrategy):
     def _counts(self, parts: Sequence[MicroBatch]) -> tuple[list[int], list[float]]:
         """Sizes of micro-batches, and what they count in a mean."""
         sizes = [part.size for part in parts]
-        return sizes, list(sizes) if self._loss_weight is None else [part.weight for part in parts]
+        return sizes, list(sizes) if self.loss_weight is None else [part.weight for part in parts]
 
     def _iteration(self, step: str) -> int:
         """A number that no other batch of this step function has, and the same after a resume."""

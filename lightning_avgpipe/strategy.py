@@ -407,7 +407,7 @@ class AvgPipeStrategy(SteppingStrategy):
         if self.whole_steps is not None or self._division is None:
             return None
         stage = self.lightning_module.trainer.state.stage
-        if self._loss_weight is not None and rank == self.mesh.rank_of(self.num_stages - 1):
+        if self.loss_weight is not None and rank == self.mesh.rank_of(self.num_stages - 1):
             return None  # which weighs micro-batches
         return None if stage is None else self._division.pipeline.leaves(_STEPS[stage], rank, batch)
 

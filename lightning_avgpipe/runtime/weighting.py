@@ -15,7 +15,7 @@ from lightning_avgpipe.absent import Absent
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.runtime.microbatch import MicroBatch
 
-__all__ = ["LossWeight", "uneven_targets", "weighted"]
+__all__ = ["LossWeight", "counts_for", "uneven_targets", "weighted"]
 
 # a function of a micro-batch, or the name of a leaf whose entries other than IGNORED are counted
 LossWeight = Callable[[Any], Any] | str
@@ -34,7 +34,7 @@ def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[Micro
     Raises:
         ConfigurationError: no leaf has the name, or a weight is no finite number of at least 0.
     """
-    weights = [_weight(part.data, loss_weight) for part in parts]
+    weights = [counts_for(part.data, loss_weight) for part in parts]
     total = sum(weights)
     return [
         replace(part, weight=weight / total if total else part.weight)
@@ -42,7 +42,12 @@ def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[Micro
     ]
 
 
-def _weight(data: Any, loss_weight: LossWeight) -> float:
+def counts_for(data: Any, loss_weight: LossWeight) -> float:
+    """What a micro-batch counts, of any unit.
+
+    Raises:
+        ConfigurationError: no leaf has the name, or it is no finite number of at least 0.
+    """
     if isinstance(loss_weight, str):
         return float(_targets(_leaf(data, loss_weight)))
     found = loss_weight(data)

@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from lightning_avgpipe import checks, tree
 from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.runtime.microbatch import MicroBatch
+from lightning_avgpipe.runtime.weighting import LossWeight, counts_for
 from lightning_avgpipe.verify.plain_draws import drawing_as_promised
 from lightning_avgpipe.verify.state import attributes, clone
 
@@ -58,7 +59,8 @@ class PlainRun:
         context: in which steps run.
         key: seed, iteration and pipeline, for random numbers.
         accumulate: batches per optimizer step.
-        mean: whether a loss is a mean over the samples of its micro-batch; else it is a sum.
+        mean: whether a loss is a mean over its micro-batch; else it is a sum.
+        loss_weight: what the mean is over; None: the samples.
         device: of the computation.
     """
 
@@ -68,6 +70,7 @@ class PlainRun:
     key: tuple[int, int, int]
     accumulate: int
     mean: bool
+    loss_weight: LossWeight | None
     device: torch.device
 
     def run(
@@ -95,13 +98,12 @@ class PlainRun:
         for name, parameter in module.named_parameters():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.clone()
-        total = sum(part.size for part in parts) or 1
+        sizes, shares = [part.size for part in parts], self._shares(parts)
         with random_state():
-            for i, part in enumerate(parts):
-                weight = part.weight
-                by_samples = weight * total == part.size or weight == part.size / total
+            for i, (part, weight) in enumerate(zip(parts, shares, strict=True)):
                 data = _copied((part.data, *rest))
-                logged.size, module._current_fx_name = part.size if by_samples else weight * total, "training_step"
+                logged.size = part.size if self.loss_weight is None else weight * (sum(sizes) or 1)
+                module._current_fx_name = "training_step"
                 with drawing_as_promised(module, (*self.key, i), self.device), self.context():
                     result: Any = module.training_step(*data)
                 module._current_fx_name = None
@@ -130,6 +132,16 @@ class PlainRun:
             {name: clone(value) for name, value in attributes(module).items()},
             logged.of_batch(),
         )
+
+    def _shares(self, parts: Sequence[MicroBatch]) -> list[float]:
+        """What each loss counts in the mean, by a rule of its own: the pipeline's weights are to be verified."""
+        sizes: list[float] = [part.size for part in parts]
+        if not sum(sizes):
+            sizes = [1] * len(parts)
+        counts = sizes if self.loss_weight is None else [counts_for(part.data, self.loss_weight) for part in parts]
+        if not sum(counts):
+            counts = sizes
+        return [count / sum(counts) for count in counts]
 
 
 class _StandIn:

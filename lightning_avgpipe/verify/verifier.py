@@ -140,7 +140,7 @@ class Verifier:
         twin.to(strategy.root_device)
         run = PlainRun(
             trainer, strategy.precision_plugin, context, (strategy.seed, iteration, number),
-            trainer.accumulate_grad_batches, strategy.loss_is_mean, strategy.root_device,
+            trainer.accumulate_grad_batches, strategy.loss_is_mean, strategy.loss_weight, strategy.root_device,
         )  # fmt: skip
         clear = None
         if clears and n == 0:
