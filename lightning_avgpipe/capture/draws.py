@@ -53,9 +53,10 @@ class DrawWatch(CallWatcher):
 
     def enter(self, module: nn.Module) -> None:
         self.look()
-        path = self.path(module)
-        self.calls.append(path)
-        self._stack.append(path)
+        path = self._paths.get(id(module))
+        if path is not None:
+            self.calls.append(path)
+        self._stack.append(self._stack[-1] if path is None else path)  # what the step makes draws for its caller
 
     def leave(self, module: nn.Module) -> None:
         self.look()

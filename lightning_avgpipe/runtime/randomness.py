@@ -76,6 +76,7 @@ class Drawing:
         composite: paths of the others that draw from torch's generators.
         host: paths of those that draw from the generators of Python and NumPy.
         step: whether the step's own code draws.
+        known: ids of all modules of the root; what the step makes itself is none of them, and draws for its caller.
     """
 
     paths: Mapping[int, str]
@@ -83,6 +84,7 @@ class Drawing:
     composite: frozenset[str]
     host: frozenset[str]
     step: bool
+    known: frozenset[int]
 
     @classmethod
     def of(cls, module: nn.Module, drawing: Collection[str], host_drawing: Collection[str]) -> Drawing:
@@ -95,6 +97,7 @@ class Drawing:
             frozenset(drawing) - simple,
             frozenset(host_drawing),
             "" in drawing,
+            frozenset(map(id, module.modules())),
         )
 
     def __bool__(self) -> bool:
@@ -148,7 +151,8 @@ class Draws(CallWatcher):
     def enter(self, module: nn.Module) -> None:
         path = self._drawing.paths.get(id(module))
         if path is None:
-            self._scopes.append(_QUIET)
+            if id(module) in self._drawing.known:
+                self._scopes.append(_QUIET)
             return
         occurrence = self._counts[path]
         self._counts[path] += 1
@@ -161,6 +165,8 @@ class Draws(CallWatcher):
             self._host_streams[-1].__enter__()
 
     def leave(self, module: nn.Module) -> None:
+        if id(module) not in self._drawing.known:
+            return
         scope = self._scopes.pop()
         if scope is not _QUIET and scope.path in self._drawing.host:
             self._host_streams.pop().__exit__(None, None, None)
