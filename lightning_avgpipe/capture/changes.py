@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.capture.visit import Visit
 
-__all__ = ["Changes", "address", "put_back"]
+__all__ = ["Changes", "address", "put_back", "targets"]
 
 
 def address(tensor: Tensor) -> int:
@@ -111,7 +111,7 @@ class Changes(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            for tensor in _targets(func, args, kwargs):
+            for tensor in targets(func, args, kwargs):
                 self._note(tensor)
         result = func(*args, **kwargs)
         places = map(address, tensor_arguments(result))
@@ -140,7 +140,7 @@ def put_back(parameter: nn.Parameter, memory: Tensor, contents: Tensor | None) -
             memory.copy_(contents)
 
 
-def _targets(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+def targets(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """The tensors that an operation writes into."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

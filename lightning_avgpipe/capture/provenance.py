@@ -10,10 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_avgpipe import tree
+from lightning_avgpipe.capture.changes import address, targets
 from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.objects import Objects
 
 __all__ = ["Provenance"]
+
+# What they give depends on the description of their arguments.
+_LIKE = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
+        "empty_like", "full_like", "ones_like", "zeros_like",
+    )
+)  # fmt: skip
 
 
 class _Again(torch.autograd.Function):
@@ -41,14 +52,19 @@ class Provenance(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._made: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}  # the node; whether it is a constant
+        self._mixed: set[int] = set()  # memory of constants into which something else was written
+        self._told = False  # whether Python knows numbers by now that are no constants
         self._node = 0
+        self._descriptions: dict[int, tuple[Any, ...]] = {}  # of what nodes were given
         self._used: dict[int, tuple[Tensor, int]] = {}
 
-    def at(self, node: int) -> Provenance:
-        """The context in which a node runs."""
+    def at(self, node: int, args: Any, kwargs: Any) -> Provenance:
+        """The context in which a node runs with these arguments."""
         self._node = node
+        self._descriptions[node] = _description(args, kwargs)
         self._used = {}
+        self._told = False
         return self
 
     @property
@@ -62,14 +78,35 @@ class Provenance(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in tensor_arguments(args, kwargs):
+        tensors = tensor_arguments(args, kwargs)
+        for tensor in tensors:
             if self.birth(tensor) != self._node:
                 self._used.setdefault(id(tensor), (tensor, _version(tensor)))
+        known = func.overloadpacket in _LIKE or all(map(self.is_constant, tensors))
+        constant = known and not self._told and torch.Tag.nondeterministic_seeded not in func.tags
+        if func._schema.is_mutable and not constant:
+            self._mixed.update(map(address, targets(func, args, kwargs)))
         result = func(*args, **kwargs)
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and id(tensor) not in self._used:
-                self._made[id(tensor)] = (weakref.ref(tensor), self._node)
+        found = tensor_arguments(result)
+        self._told |= not (found or known)
+        before = set(map(address, tensors))
+        for tensor in found:
+            if id(tensor) not in self._used:
+                self._made[id(tensor)] = (weakref.ref(tensor), self._node, constant)
+            if constant and address(tensor) not in before:  # memory that was another tensor's
+                self._mixed.discard(address(tensor))
         return result
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether a node made a tensor from no other numbers: neither parameters, nor the batch, nor random ones."""
+        made = self._entry(tensor) or (None if tensor._base is None else self._entry(tensor._base))
+        return made is not None and made[2] and address(tensor) not in self._mixed
+
+    def makes_again(self, tensor: Tensor) -> bool:
+        """Whether the node that is running, or was last, would make this very tensor, which one like it has made."""
+        birth = self.birth(tensor)
+        alike = birth is not None and self._descriptions[birth] == self._descriptions[self._node]
+        return alike and self.is_constant(tensor)
 
     def followed(self, result: Any, arguments: Any, modules: Iterable[nn.Module]) -> Any:
         """The result of the node that ran last, with other tensors in place of those that it made.
@@ -90,9 +127,13 @@ class Provenance(TorchDispatchMode):
         Objects((arguments, holder), modules).replace_tensors(other)
         return holder[0]
 
-    def _born(self, tensor: Tensor) -> int | None:
+    def _entry(self, tensor: Tensor) -> tuple[weakref.ref[Tensor], int, bool] | None:
         made = self._made.get(id(tensor))
-        return made[1] if made is not None and made[0]() is tensor else None
+        return made if made is not None and made[0]() is tensor else None
+
+    def _born(self, tensor: Tensor) -> int | None:
+        made = self._entry(tensor)
+        return None if made is None else made[1]
 
     def birth(self, tensor: Tensor) -> int | None:
         """The node inside of which this very tensor, or the one that it is a view of, was made."""
@@ -102,6 +143,15 @@ class Provenance(TorchDispatchMode):
     def forget(self) -> None:
         """What ran last was no node: what it made is free."""
         self._made = {key: made for key, made in self._made.items() if made[1] != self._node}
+
+
+_ATOMS = (type(None), bool, int, float, str)
+
+
+def _description(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What a node is given, without numbers in tensors."""
+    leaves = tree.flatten((args, kwargs))[0]
+    return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x if type(x) in _ATOMS else type(x) for x in leaves)
 
 
 def _version(tensor: Tensor) -> int:

@@ -201,7 +201,7 @@ class _Recorder(StepTracer):
         with self._visit(module):
             before = self._state(path)
             self.changes.begin()
-            with self._provenance.at(len(self.nodes)), Flops() as counter:
+            with self._provenance.at(len(self.nodes), args, kwargs), Flops() as counter:
                 result = run(*args, **kwargs)
             changes = self._changed(before)
         draws = not torch.equal(random_before, random_bits(self._device))
@@ -262,7 +262,7 @@ class _Recorder(StepTracer):
         outer = Outermost(self.watch, self._visit, self._state)
         random_before = random_bits(self._device)
         self.changes.begin()
-        with watching(outer), self._provenance.at(len(self.nodes)), Flops() as counter:
+        with watching(outer), self._provenance.at(len(self.nodes), args, kwargs), Flops() as counter:
             result = run(*args, **kwargs)
         used, given = self._provenance.used, tree.tensors(result)
         names = dict.fromkeys(self.watch.path(module) for module in outer.modules)
@@ -436,10 +436,24 @@ class _Recorder(StepTracer):
             if birth is None or birth >= len(self.nodes) or self.value_of(tensor) is not None:
                 continue
             writer = self.nodes[birth]
+            if writer.kind == "call" and writer.name == unit and self._keeps(unit, tensor):
+                host_drawing = any(f"{path}.".startswith(f"{unit}.") for path in self.watch.host_drawing)
+                if host_drawing or not self._provenance.makes_again(tensor):
+                    reason = f"{name} at {source_line()} reads an attribute of its own that {writer} has made"
+                    self.pinned.append((birth + 1, end, reason))
+                continue
             if writer.kind == "call":
                 self._exports.add(writer.name)
             reason = f"{name} at {source_line()} reads a tensor that {writer} left where it cannot be followed"
             self.pinned.append((birth + 1, end, reason))
+
+    def _keeps(self, unit: str, tensor: Tensor) -> bool:
+        """Whether a tensor is in an attribute of a unit after a call that read it, so maybe in the next step as well.
+
+        What is not is made anew in every step, and travels.
+        """
+        held = set(map(id, Objects((), self.module.get_submodule(unit).modules()).tensors))
+        return id(tensor) in held or id(tensor._base) in held
 
     def _note_writes(self, node: Node, buffers: Sequence[Tensor | None], followed: Collection[int]) -> None:
         """What a unit writes into besides its arguments is not sent to other stages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -265,9 +266,83 @@ class HiddenParameter(Net):
         return x.square().mean()
 
 
+class Table(nn.Module):
+    """Makes a table of positions when it is first called, as Lightning's demo transformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.table: Tensor | None = None
+
+    def made(self, x: Tensor) -> Tensor:
+        table = torch.zeros(x.size(0), x.size(1))
+        table[:, 0::2] = torch.sin(torch.arange(x.size(0)).unsqueeze(1) + 1.0)
+        return table
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < len(x):
+            self.table = self.made(x)
+        return self.linear(x) * self.table[: len(x)]
+
+
+class Positions(Net):
+    """A unit that makes a table is called on several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.table(layer(x))
+        return x.square().mean()
+
+
+class Scale(Table):
+    def made(self, x: Tensor) -> Tensor:
+        return torch.ones(x.shape) * x.detach().abs().max()
+
+
+class PeeksAtNumbers(Table):
+    def made(self, x: Tensor) -> Tensor:
+        return torch.full(x.shape, x.abs().max().item())
+
+
+class WritesNumbers(Table):
+    def made(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            table = torch.zeros(x.shape)
+            table[:, 1] = x.detach()[:, 1]
+        return table.clone()
+
+
+class Weighs(Table):
+    def made(self, x: Tensor) -> Tensor:
+        return self.linear.weight.detach().sum().expand(x.shape)
+
+
+class Starts(Table):
+    def made(self, x: Tensor) -> Tensor:
+        return torch.full(x.shape, random.random())
+
+
+class Scales(Net):
+    """What the first call of a unit makes of its numbers, the second one reads."""
+
+    table: Callable[[], Table] = Scale
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = type(self).table()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[1](self.layers[0](x)))
+        return self.layers[3](self.layers[2](x)).square().mean()
+
+
 MODELS = [
     KeyValueSharing, HiddenStates, Penalties, Outputs, Posterior, StateObject, StaticCache, ReadsCache, Lasting,
-    HiddenParameter,
+    HiddenParameter, Positions, Scales,
 ]  # fmt: skip
 SAMPLES = [torch.randn(3, WIDTH) for _ in range(3)]
 
@@ -276,24 +351,26 @@ def graph_of(module: Any) -> CallGraph:
     return capture("training_step", module.training_step, (SAMPLES[0],), module, initial_units(module))
 
 
-def trained(module: Any, graph: CallGraph, cuts: tuple[int, ...], apart: bool) -> list[Any]:
+def trained(
+    module: Any, graph: CallGraph, cuts: tuple[int, ...], apart: bool, samples: list[Tensor] = SAMPLES
+) -> list[Any]:
     """Run all micro-batches through the stages of these cuts; the modules in which gradients are."""
     programs = stage_programs(graph, cuts)
     mesh = Mesh(len(programs), 0, 1, torch.device("cpu"), timedelta(seconds=10))
     modules = [copy.deepcopy(module) if apart else module for _ in programs]
     stages = [Stage(p, m, mesh.device, Copies(m, mesh, {})) for p, m in zip(programs, modules, strict=True)]
-    tasks = [Task(lambda i, x, m=m: m.training_step(x), [(x,) for x in SAMPLES], lambda i, loss: loss) for m in modules]
+    tasks = [Task(lambda i, x, m=m: m.training_step(x), [(x,) for x in samples], lambda i, loss: loss) for m in modules]
 
     def passed(message: Any) -> Any:
         return pickle.loads(pickle.dumps(message)) if apart else message
 
     # a stage is ahead of the next one by a micro-batch, as in any schedule
     messages: dict[tuple[int, int], Any] = {}
-    for time in range(len(SAMPLES) + len(stages)):
+    for time in range(len(samples) + len(stages)):
         for k in range(len(stages)):
-            if 0 <= (i := time - k) < len(SAMPLES):
+            if 0 <= (i := time - k) < len(samples):
                 messages[k, i] = passed(stages[k].forward(tasks[k], i, messages.get((k - 1, i))))
-    for i in range(len(SAMPLES)):
+    for i in range(len(samples)):
         message = None
         for stage in reversed(stages):
             message = passed(stage.backward(i, message))
@@ -385,3 +462,37 @@ def test_what_a_unit_returns_and_leaves_in_a_global_variable_keeps_its_readers_o
     assert graph.obstacles[1] is None
     for position in range(2, len(graph.nodes)):
         assert "reads a tensor that unit 'layers.1'" in str(graph.obstacles[position])
+
+
+def test_a_table_that_a_unit_makes_lasts_and_grows_on_every_stage() -> None:
+    plain: Any = Positions()
+    module: Any = copy.deepcopy(plain)
+    samples = [torch.randn(n, WIDTH) for n in (3, 2, 5, 3)]
+    for x in samples:
+        plain.training_step(x).backward()
+    graph = graph_of(module)
+    cuts = tuple(p for p in range(1, len(graph.nodes)) if graph.nodes[p].kind == "call")
+    assert all(graph.obstacles[p] is None for p in cuts)
+    found = trained(module, graph, cuts, apart=True, samples=samples)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradient(found, name), parameter.grad, msg=name)
+    assert {len(m.table.table) for m in found if m.table.table is not None} == {5}
+
+
+@pytest.mark.parametrize("table", [Scale, PeeksAtNumbers, WritesNumbers, Weighs, Starts])
+def test_what_a_unit_makes_of_numbers_and_reads_later_stays_on_its_stage(table: type[Table]) -> None:
+    graph = graph_of(type("Model", (Scales,), {"table": table})())
+    assert [graph.obstacles[p] is None for p in (1, 2, 3)] == [True, False, True]
+    assert "unit 'layers.1' at" in str(graph.obstacles[2])
+    assert "reads an attribute of its own" in str(graph.obstacles[2])
+
+
+def test_a_table_that_depends_on_the_arguments_of_the_first_call_stays_on_its_stage() -> None:
+    class Lengths(Positions):
+        def training_step(self, x: Tensor) -> Tensor:
+            x = self.table(self.layers[0](x))
+            return self.layers[2](self.table(self.layers[1](x[1:]))).mean()
+
+    graph = graph_of(Lengths())
+    calls = [node.index for node in graph.nodes if node.kind == "call"]
+    assert [graph.obstacles[p] is None for p in calls[1:]] == [True, False, False, True]
