@@ -12,13 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.lstm import LightningLSTM, SequenceSampler, SimpleLSTM
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.runtime.microbatch import split
 from tests import processes
+from tests.engine import accumulate
 from tests.trainers import trainer
 
 NUM_MICROBATCHES = 4
@@ -274,3 +276,54 @@ def test_two_processes_make_the_same_of_a_momentum_encoder(tmp_path: Path) -> No
     expected = by_hand(Momentum()).state_dict()
     for state in processes.results(processes.run(2, in_process, folder=tmp_path)):
         assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+
+
+class Text(Dataset):
+    """Successive pieces of one text."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.randint(20, (48 * 5 + 1,), generator=torch.Generator().manual_seed(2))
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index * 5 :][:5], self.tokens[index * 5 + 1 :][:5]
+
+
+class DemoLSTM(LightningLSTM):
+    def __init__(self) -> None:
+        super().__init__(20)
+        torch.manual_seed(3)
+        self.model = SimpleLSTM(20, 16, 16, 2, dropout=0.0)
+
+    def prepare_data(self) -> None:
+        pass
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Text(), batch_sampler=SequenceSampler(Text(), batch_size=16))
+
+    val_dataloader = train_dataloader
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        predicted, _ = self.model(x, self.model.init_hidden(len(x)))
+        self.log("val_loss", F.nll_loss(predicted, y.flatten()))
+
+
+def test_the_demo_of_an_lstm_carries_its_hidden_state_from_micro_batch_to_micro_batch() -> None:
+    plain, module = DemoLSTM(), DemoLSTM()
+    optimizer: Any = plain.configure_optimizers()
+    for _ in range(2):
+        for batch in plain.train_dataloader():
+            optimizer.zero_grad()
+            accumulate(plain, tuple(batch), 8)
+            optimizer.step()
+        plain.on_train_epoch_end()
+    training = trainer(strategy=AvgPipeStrategy(num_stages=2), devices=1, max_epochs=2)
+    training.fit(module)
+    assert_same(module, plain)
+    x, y = (torch.cat(parts) for parts in zip(*plain.val_dataloader(), strict=True))
+    with torch.no_grad():
+        loss = F.nll_loss(plain.model(x, plain.model.init_hidden(len(x)))[0], y.flatten())
+    torch.testing.assert_close(training.callback_metrics["val_loss"], loss)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_avgpipe import tree
+from lightning_avgpipe.objects import Objects
 from lightning_avgpipe.source import source_line
 
 __all__ = ["Assignments"]
@@ -18,6 +22,14 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}
 _REGISTERS = ("_parameters", "_buffers", "_modules")
 
 Key = tuple[str, str]  # path of a module, name of the attribute
+
+
+class _Write(NamedTuple):
+    """An assignment: how many nodes came before it, its line, and how tensors lie in what was assigned."""
+
+    position: int
+    source: str
+    layout: Any
 
 
 class Assignments:
@@ -32,8 +44,10 @@ class Assignments:
         self._modules = {id(m): (path, m) for path, m in module.named_modules()}
         self._position = position
         self._reads: dict[Key, tuple[int, str]] = {}  # of what the step before has assigned
-        self._writes: dict[Key, tuple[int, str]] = {}  # the last ones
+        self._writes: dict[Key, list[_Write]] = defaultdict(list)
         self._before: dict[Key, Any] = {}
+        self._holders: dict[int, tuple[weakref.ref[Tensor], frozenset[Key]]] = {}
+        self._uses: dict[Key, int] = {}  # the first node that takes what an attribute held, or what comes from it
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -45,7 +59,7 @@ class Assignments:
         read = nn.Module.__getattribute__
 
         def watched_assign(module: nn.Module, name: str, value: Any) -> None:
-            self._assigned(module, name)
+            self._assigned(module, name, value)
             assign(module, name, value)
 
         def watched_read(module: nn.Module, name: str) -> Any:
@@ -65,12 +79,13 @@ class Assignments:
         known = self._modules.get(id(module))
         return None if known is None or known[1] is not module else (known[0], name)
 
-    def _assigned(self, module: nn.Module, name: str) -> None:
+    def _assigned(self, module: nn.Module, name: str, value: Any) -> None:
         position, key = self._position(), self._key(module, name)
         if position is None or key is None or any(name in vars(module)[register] for register in _REGISTERS):
             return
         self._before.setdefault(key, vars(module).get(name, _MISSING))
-        self._writes[key] = (position, source_line())
+        self._writes[key].append(_Write(position, source_line(), _layout(value)))
+        self._hold(Objects((value,)).tensors, frozenset((key,)))
 
     def _was_read(self, module: nn.Module, name: str) -> None:
         if name not in vars(module):
@@ -78,6 +93,35 @@ class Assignments:
         position, key = self._position(), self._key(module, name)
         if position is not None and key is not None and key not in self._writes and key not in self._reads:
             self._reads[key] = (position, source_line())
+            self._hold(Objects((vars(module)[name],)).tensors, frozenset((key,)))
+
+    def _hold(self, tensors: Iterable[Tensor], keys: frozenset[Key]) -> None:
+        for tensor in tensors:
+            self._holders[id(tensor)] = (weakref.ref(tensor), keys | self._keys([tensor]))
+
+    def _keys(self, tensors: Iterable[Tensor]) -> frozenset[Key]:
+        found: frozenset[Key] = frozenset()
+        for tensor in tensors:
+            holder = self._holders.get(id(tensor))
+            if holder is not None and holder[0]() is tensor:
+                found |= holder[1]
+        return found
+
+    def taken(self, tensors: Iterable[Tensor], node: int) -> None:
+        """A node takes these tensors, which no node of this step has made."""
+        for key in self._keys(tensors):
+            self._uses.setdefault(key, node)
+
+    def computed(self, tensors: Iterable[Tensor], result: Any, position: int) -> None:
+        """Free glue before a node made this result of these tensors."""
+        keys = self._keys(tensors)
+        if not keys:
+            return
+        if all(isinstance(leaf, Tensor) for leaf in tree.flatten(result)[0]):
+            self._hold(tree.tensors(result), keys)
+            return
+        for key in keys:  # numbers, on which anything may depend
+            self._uses.setdefault(key, position - 1)
 
     def changed(self) -> list[Key]:
         """Attributes that are something else than before."""
@@ -85,17 +129,38 @@ class Assignments:
         return [key for key, before in self._before.items() if vars(modules[key[0]]).get(key[1]) is not before]
 
     def pinned(self) -> Iterator[tuple[int, int, str]]:
-        """Where no cut may lie: a stage that reads what a step before assigned must come to the assignment."""
+        """Where no cut may lie: a stage that reads what a step before assigned must come to the assignment.
+
+        ::
+
+            training_step    if h is None: h = zeros | embed | rnn(x, h) | decoder | h = ... of rnn
+            stage 0          reads h, which stays zeros here; no node of this stage takes it
+            stage 1                                    takes h, and comes to the last assignment
+        """
         for key in self.changed():
-            if key in self._reads and self._reads[key][0] < self._writes[key][0]:
-                (first, place), (last, where) = self._reads[key], self._writes[key]
-                name = ".".join(part for part in key if part)
-                yield (
-                    first,
-                    last - 1,
-                    f"the attribute '{name}' is read at {place} and assigned at {where}, for the next micro-batch; "
-                    "assign it before the first submodule is called, or in on_train_batch_start",
-                )
+            if key not in self._reads:
+                continue
+            (first, place), writes = self._reads[key], self._writes[key]
+            last = writes[-1]
+            name = ".".join(part for part in key if part)
+            reason = (
+                f"the attribute '{name}' is read at {place} and assigned at {last.source}, for the next micro-batch; "
+                "assign it before the first submodule is called, or in on_train_batch_start"
+            )
+            for end in range(first, last.position):
+                held = [write.layout for write in writes if write.position <= end]
+                alike = bool(held) and held[-1] is not None and held[-1] == last.layout
+                if not alike or self._uses.get(key, last.position) < end:
+                    yield end, end, reason
+
+
+def _layout(value: Any) -> Any:
+    """How tensors lie in what an attribute holds; None if there is anything else in it."""
+    try:
+        leaves, spec = tree.flatten(value)
+    except RecursionError:  # it leads back into itself, so it is no tree
+        return None
+    return spec if leaves and all(isinstance(leaf, Tensor) for leaf in leaves) else None
 
 
 def _is_compiled(module: nn.Module) -> bool:

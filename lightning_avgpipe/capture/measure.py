@@ -150,7 +150,7 @@ class _Timer(StepTracer):
         bar: tqdm,
     ) -> None:
         units = {id(module.get_submodule(path)): path for path in graph.units}
-        super().__init__(units, owned_tensors(module, graph.glue_states))
+        super().__init__(units, owned_tensors(module, graph.glue_states), device)
         self._graph = graph
         self._module = module
         self._device = device

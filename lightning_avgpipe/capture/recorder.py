@@ -170,7 +170,7 @@ class _Recorder(StepTracer):
         self.glue_states = set(foresight.glue_states)
         self._exports = set(foresight.exports)
         self._readers = set(foresight.readers)
-        super().__init__({}, owned_tensors(module, foresight.glue_states))
+        super().__init__({}, owned_tensors(module, foresight.glue_states), device)
         self.watch = DrawWatch(module, device)
         self.calls = Calls(self.watch, self._is_outside, lambda: len(self.nodes))
         self.batch = BatchUse(device)
@@ -217,6 +217,7 @@ class _Recorder(StepTracer):
             self.resident.add(path)
         elif free:
             self.batch.computed([*visible, *used], len(self.nodes))
+            self.assignments.computed([*visible, *used], result, len(self.nodes))
             self._provenance.forget()
             return result
         elif not self._inputs(visible):
@@ -227,7 +228,7 @@ class _Recorder(StepTracer):
             changes=tuple(changes), draws=draws, drawn=tuple(self.watch.calls[calls:]),
             flops=flops + sum(t.numel() for t in tree.tensors(result)),
         )  # fmt: skip
-        self.batch.taken([*visible, *used], node.index)
+        self._taken([*visible, *used])
         changed = {id(t) for t, version in zip(tensors, versions, strict=True) if _version(t) != version}
         node, given = self._opened(node, result, objects, exports, not changed <= set(map(id, visible)))
         self._note_writes(node, [self._buffer(name) for name in changes], changed)
@@ -275,7 +276,7 @@ class _Recorder(StepTracer):
             draws=not torch.equal(random_before, random_bits(self._device)), drawn=tuple(self.watch.calls[calls:]),
             flops=float(counter.get_total_flops()) + sum(t.numel() for t in given),
         )  # fmt: skip
-        self.batch.taken([*tensors, *used], node.index)
+        self._taken([*tensors, *used])
         self._add(node, given, tensors, versions)
         return result
 
@@ -340,13 +341,14 @@ class _Recorder(StepTracer):
         elif free:
             self.batch.computed(tensors, len(self.nodes))
         if free:
+            self.assignments.computed(tensors, result, len(self.nodes))
             return result
         states = tuple(dict.fromkeys((*changed, *(name for name in parameters if name in self.glue_states))))
         parameters = tuple(name for name in parameters if name not in self._buffers)
         draws = not torch.equal(random_before, random_bits(self._device))
         if name in ("backward", "grad"):
             self.pinned.append((0, _ANYWHERE, f"the step calls {name}() itself at {source_line()}"))
-        self.batch.taken(tensors, len(self.nodes))
+        self._taken(tensors)
         leaves = tree.flatten(result)[0]
         plain = all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
         entry = described(result) if plain and not draws and not self.batch.knows(tensors) else None
@@ -357,6 +359,11 @@ class _Recorder(StepTracer):
             tree.tensors(result), tensors, versions,
         )  # fmt: skip
         return result
+
+    def _taken(self, tensors: Sequence[Tensor]) -> None:
+        """The node that comes next takes these tensors."""
+        self.batch.taken(tensors, len(self.nodes))
+        self.assignments.taken([t for t in tensors if self.value_of(t) is None], len(self.nodes))
 
     def _name_of(self, tensor: Tensor) -> str | None:
         name = self._owned.get(id(tensor))

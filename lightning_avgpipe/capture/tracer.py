@@ -5,8 +5,8 @@ outside of units, the torch functions (a ``TorchFunctionMode``). Inside a unit b
 speed at which it always ran.
 
 A tensor is *known* as a value if it came out of a node. An operation is a node if it touches a known tensor or a
-parameter; everything else is free. Capture and replay decide this by the same rule, in the same order, which is why
-nodes can be matched by counting them.
+parameter; everything else is free, also what only asks a parameter for its description. Capture and replay decide this
+by the same rule, in the same order, which is why nodes can be matched by counting them.
 """
 
 from __future__ import annotations
@@ -75,6 +75,15 @@ DEVICE_QUESTIONS = frozenset(
 )
 
 
+# New tensors like another one, of which only the description matters. (Random ones are drawn where that one is.)
+_LIKE = frozenset(
+    (
+        *(getattr(Tensor, name) for name in ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")),
+        *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like),
+    )
+)
+
+
 def function_name(func: Any) -> str:
     """A name for a torch function that is the same in every process."""
     name: str = getattr(func, "__name__", type(func).__name__)
@@ -135,10 +144,12 @@ class StepTracer(TorchFunctionMode):
     Args:
         units: ``id(module) -> path`` of the submodules that are never split.
         owned: ``id -> full name`` of the tensors whose use makes a node: parameters, and buffers that glue changes.
+        place: where the step computes; None: where its parameters are.
     """
 
-    def __init__(self, units: Mapping[int, str], owned: Mapping[int, str]) -> None:
+    def __init__(self, units: Mapping[int, str], owned: Mapping[int, str], place: torch.device | None = None) -> None:
         super().__init__()
+        self._place = place
         self._units = units
         self._owned = owned
         self._inside = False  # a unit, or a node's own work, is running: nothing is a node now
@@ -210,11 +221,24 @@ class StepTracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside or func in METADATA:
             return func(*args, **(kwargs or {}))
+        if func in _LIKE and self._is_parameter(args, kwargs):
+            return self._like(func, args, kwargs or {})
         self._inside = True  # the mode itself is off the stack while it handles a function
         try:
             return self.on_glue(func, args, kwargs or {})
         finally:
             self._inside = False
+
+    def _is_parameter(self, args: Any, kwargs: Any) -> bool:
+        """Whether a parameter is all that a function is given of tensors."""
+        given = tensor_arguments(args, kwargs)
+        return len(given) == 1 and isinstance(given[0], nn.Parameter) and id(given[0]) in self._owned
+
+    def _like(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A new tensor like a parameter, which may have no contents here, or lie elsewhere now."""
+        if self._place is not None and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": self._place}
+        return func(*args, **kwargs)
 
     @contextlib.contextmanager
     def following(self, compiled: bool = False) -> Iterator[None]:

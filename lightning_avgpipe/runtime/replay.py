@@ -135,7 +135,7 @@ class _Replayer(StepTracer):
         repeat: Repeat | None,
         packer: Packer | None,
     ) -> None:
-        super().__init__(units, owned)
+        super().__init__(units, owned, device)
         self._observe = observe
         self._repeat = repeat
         self._packer = packer
