@@ -353,6 +353,12 @@ class SteppingStrategy(ParallelModelsStrategy):
         if plan is not None and plan.note:
             tell = rank_zero_warn if plan.slowest.share > _USELESS else rank_zero_info
             tell(plan.note)
+        if plan is not None and plan.graph.carried and self._options.microbatches(self.num_stages) > 1:
+            self._warn_once(
+                f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
+                "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
+                "num_microbatches=1 it goes from batch to batch, as on one device"
+            )
 
     def _split(self, batch: Any, pipeline: int = 0, weighs: bool = True) -> list[MicroBatch]:
         self._shipping.check_seal(batch, pipeline)

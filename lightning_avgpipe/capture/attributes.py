@@ -128,6 +128,14 @@ class Assignments:
         modules = dict(self._modules.values())
         return [key for key, before in self._before.items() if vars(modules[key[0]]).get(key[1]) is not before]
 
+    def carried(self) -> Iterator[str]:
+        """Attributes that hold more than numbers for the next micro-batch, by full name."""
+        modules = dict(self._modules.values())
+        for key in self.changed():
+            held = Objects((vars(modules[key[0]]).get(key[1]),)).tensors
+            if key in self._reads and key in self._uses and any(tensor.ndim > 1 for tensor in held):
+                yield ".".join(part for part in key if part)
+
     def pinned(self) -> Iterator[tuple[int, int, str]]:
         """Where no cut may lie: a stage that reads what a step before assigned must come to the assignment.
 

@@ -157,6 +157,7 @@ class CallGraph:
             units; operations on them are nodes.
         rewritten: those of all that it changes which operations write into, so that backwards would find it changed.
         attributes: path of a module and name, of those that code between units assigns.
+        carried: full names of those of them whose tensors go from one micro-batch to the next.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
         opened: calls of modules that hold units, in the order in which they ended.
     """
@@ -174,6 +175,7 @@ class CallGraph:
     glue_states: frozenset[str] = frozenset()
     rewritten: frozenset[str] = frozenset()
     attributes: tuple[tuple[str, str], ...] = ()
+    carried: tuple[str, ...] = ()
     pinned: tuple[tuple[int, int, str], ...] = ()
     opened: tuple[Opened, ...] = ()
 

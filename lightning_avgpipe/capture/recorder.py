@@ -97,7 +97,7 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
         with recorder.assignments.watched(), recorder.following(), watching(recorder.calls):
             result = run(*args)
         recorder.pinned += recorder.assignments.pinned()
-        attributes = tuple(recorder.assignments.changed())
+        attributes, carried = tuple(recorder.assignments.changed()), tuple(recorder.assignments.carried())
         recorder.watch.look()
         if step == "training_step":
             _check_loss(result)
@@ -118,6 +118,7 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
         glue_states=frozenset(recorder.glue_states),
         rewritten=frozenset(recorder.rewritten),
         attributes=attributes,
+        carried=carried,
         pinned=tuple(recorder.pinned),
         opened=tuple(recorder.calls.ended),
     )
