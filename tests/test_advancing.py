@@ -54,12 +54,12 @@ class MadeUp:
 def forced(alone: bool) -> Iterator[list[int]]:
     """Within this context times are made up, and one process adapts too; yields the advance of every iteration."""
     used: list[int] = []
-    run, init = Pipeline.run, Advancing.__init__
+    lanes, init = Pipeline.lanes, Advancing.__init__
 
     def noted(self: Pipeline, step: str, schedule: Any, task: Any) -> Any:
         if task.trains:
             used.append(max(a - b for a, b in zip(schedule.warm_up, schedule.warm_up[1:], strict=False)) - 1)
-        return run(self, step, schedule, task)
+        return lanes(self, step, schedule, task)
 
     def begun(self: Advancing, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -67,7 +67,7 @@ def forced(alone: bool) -> Iterator[list[int]]:
 
     MadeUp.used = used
     with (
-        mock.patch.object(Pipeline, "run", noted),
+        mock.patch.object(Pipeline, "lanes", noted),
         mock.patch.object(Advancing, "__init__", begun),
         mock.patch.object(advancing, "Stopwatch", MadeUp),
     ):
@@ -135,9 +135,9 @@ def test_weights_do_not_depend_on_the_advance_that_changes(fixed: Regression) ->
 
 def test_one_process_has_nothing_to_overlap_and_stays_at_1f1b() -> None:
     runner = pipeline(2, 1, SPLIT, max_steps=3)
-    with mock.patch.object(Pipeline, "run", autospec=True, side_effect=Pipeline.run) as run:
+    with mock.patch.object(Pipeline, "lanes", autospec=True, side_effect=Pipeline.lanes) as lanes:
         runner.fit(MLP(), loader(MLP, BATCH * 3, BATCH))
-    assert {call.args[2].warm_up for call in run.call_args_list} == {(1, 0)}
+    assert {call.args[2].warm_up for call in lanes.call_args_list} == {(1, 0)}
 
 
 def test_a_resumed_run_goes_on_with_its_advance_after_one_iteration(tmp_path: Path) -> None:

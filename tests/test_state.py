@@ -172,6 +172,18 @@ class Remembering(Layers):
         return (self.d(self.c(y)) - batch[1]).square().mean() / self.count
 
 
+class Hooked(Layers):
+    """Puts hooks on its layers in the first step, and notes in an attribute that they are there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.norms: list[Tensor] = []
+        if not getattr(self, "is_hooked", False):
+            for layer in (self.a, self.b, self.c, self.d):
+                layer.register_forward_hook(lambda module, args, output: self.norms.append(output.square().mean()))
+            self.is_hooked = True
+        return (self.through(batch[0]) - batch[1]).square().mean() + 0.1 * sum(self.norms)
+
+
 def data() -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     return DataLoader(TensorDataset(*torch.randn(2, 32, 8, generator=generator)), batch_size=8)
@@ -215,6 +227,8 @@ def assert_same(module: nn.Module, other: nn.Module) -> None:
         (WithinUnit, 2, "measured"),
         (Uncalled, 3, "flops"),
         (Remembering, 3, "flops"),
+        (Hooked, 2, "measured"),
+        (Hooked, 3, "flops"),
     ],
 )
 def test_what_a_step_changes_is_what_one_process_makes_of_it(

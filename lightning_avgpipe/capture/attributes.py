@@ -128,6 +128,14 @@ class Assignments:
         modules = dict(self._modules.values())
         return [key for key, before in self._before.items() if vars(modules[key[0]]).get(key[1]) is not before]
 
+    def created(self) -> set[Key]:
+        """Attributes that were not there before."""
+        return {key for key in self.changed() if self._before[key] is _MISSING}
+
+    def assigned(self) -> set[Key]:
+        """All attributes that were assigned, changed or not."""
+        return set(self._writes)
+
     def carried(self) -> Iterator[str]:
         """Attributes that hold more than numbers for the next micro-batch, by full name."""
         modules = dict(self._modules.values())

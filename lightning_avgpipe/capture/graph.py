@@ -159,6 +159,8 @@ class CallGraph:
         attributes: path of a module and name, of those that code between units assigns.
         carried: full names of those of them whose tensors go from one micro-batch to the next.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
+        leaving: units that leave tensors where they cannot be followed, say in a global list; what is followed when
+            they are opened, such as forward hooks, is no obstacle.
         opened: calls of modules that hold units, in the order in which they ended.
     """
 
@@ -177,6 +179,7 @@ class CallGraph:
     attributes: tuple[tuple[str, str], ...] = ()
     carried: tuple[str, ...] = ()
     pinned: tuple[tuple[int, int, str], ...] = ()
+    leaving: frozenset[str] = frozenset()
     opened: tuple[Opened, ...] = ()
 
     @cached_property

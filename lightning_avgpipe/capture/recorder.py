@@ -6,6 +6,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,9 +62,10 @@ def capture(
     foresight = Foresight()
     while True:
         batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
-        recorder = _Recorder(module, units, device, foresight, ignore, [*tree.tensors(batch), *Objects(batch).tensors])
+        make = partial(_Recorder, module, units, device, foresight, ignore)
+        recorder = make([*tree.tensors(batch), *Objects(batch).tensors])
         try:
-            graph = _record(recorder, step, run, batch)
+            graph = _record(recorder, make, step, run, batch)
         except Exception as error:
             error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
             raise
@@ -88,8 +90,15 @@ class Foresight:
     readers: frozenset[str] = frozenset()
 
 
-def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Sequence[Any]) -> CallGraph:
+def _record(
+    recorder: _Recorder,
+    make: Callable[[Sequence[Tensor]], _Recorder],
+    step: str,
+    run: Callable[..., Any],
+    args: Sequence[Any],
+) -> CallGraph:
     module = recorder.module
+    spare = tree.map_tensors(torch.clone, tuple(args))
     batch = [(leaf, _version(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
@@ -104,6 +113,8 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
         recorder.keep(tree.tensors(result))
         recorder.find_reassigned_buffers()
         recorder.find_shared_states()
+        if recorder.assignments.created():
+            attributes = tuple(key for key in attributes if key not in _made_once(recorder, make, run, spare))
     return CallGraph(
         step=step,
         nodes=tuple(recorder.drawn(node) for node in recorder.nodes),
@@ -120,8 +131,23 @@ def _record(recorder: _Recorder, step: str, run: Callable[..., Any], args: Seque
         attributes=attributes,
         carried=carried,
         pinned=tuple(recorder.pinned),
+        leaving=frozenset(recorder.leaving),
         opened=tuple(recorder.calls.ended),
     )
+
+
+def _made_once(
+    recorder: _Recorder, make: Callable[[Sequence[Tensor]], _Recorder], run: Callable[..., Any], args: Sequence[Any]
+) -> set[tuple[str, str]]:
+    """Attributes that the step has made for good: it assigned them, and leaves them when it runs once more.
+
+    All stages of a process share them and what was made with them (hooks, tables): a stage of its own mind would make
+    everything once more.
+    """
+    again = make(tree.tensors(args))
+    with again.changes, again.assignments.watched(), again.following(), watching(again.calls):
+        run(*args)
+    return recorder.assignments.created() - again.assignments.assigned()
 
 
 def _check_loss(result: Any) -> None:
@@ -182,6 +208,7 @@ class _Recorder(StepTracer):
         self.rewritten: set[str] = set()
         self.resident: set[str] = set(foresight.readers)
         self.pinned: list[tuple[int, int, str]] = []
+        self.leaving: set[str] = set()
         self._storages: dict[int, int] = {}
         self._provenance = Provenance()
         self._written: dict[int, tuple[Tensor, int]] = {}  # tensors that are nobody's arguments -> node that writes
@@ -452,6 +479,7 @@ class _Recorder(StepTracer):
                 continue
             if writer.kind == "call":
                 self._exports.add(writer.name)
+                self.leaving.add(writer.name)
             reason = f"{name} at {source_line()} reads a tensor that {writer} left where it cannot be followed"
             self.pinned.append((birth + 1, end, reason))
 

@@ -235,7 +235,8 @@ class _Reader:
                 f"{name} is a {type(node).__name__} of {n} elements with {n} entries each, which may be one per "
                 f"sample, or tensors over {n} samples. To say how it is split, {WAY_OUT}"
             )
-        if known is False or not (alike or known or n == self._expected.size):
+        record = known is None and self._expected.size is None and name == "batch" and n <= _RECORD
+        if known is False or record or not (alike or known or n == self._expected.size):
             raise refusal or BatchError(f"{name} has elements of several kinds")
         self.lists[name] = True
         return Layout("split")

@@ -237,6 +237,7 @@ class Planner:
                 if plan.slowest.share * self.num_stages <= _BALANCED:
                     return best
             heavy = self._heavy_units(graph, costs, fair * _HEAVY if plan is not None else 0.0)
+            heavy += [u for u in sorted(graph.leaving) if u not in heavy and divisible(self.module, u, self.observers)]
             if not heavy and plan is not None and closer > 0:
                 closer -= 1
                 stages = plan.stages
