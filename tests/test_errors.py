@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_avgpipe import AvgPipeStrategy, checks
-from lightning_avgpipe.errors import AvgPipeError, BatchError, CaptureError, ConfigurationError, PartitionError
+from lightning_avgpipe.errors import AvgPipeError, BatchError, ConfigurationError, PartitionError
 from tests.models import MLP, loader
 from tests.trainers import pipeline, trainer
 
@@ -79,11 +79,6 @@ class Closure(MLP):
         return torch.optim.LBFGS(self.parameters())
 
 
-class NoLoss(MLP):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        super().training_step(batch, batch_idx)
-
-
 class GradientInside(MLP):
     def loss(self, batch: Any) -> Tensor:
         x = batch[0].requires_grad_()
@@ -106,7 +101,6 @@ class Disagreeing(MLP):
     [
         (Closure, 2, ConfigurationError, "Closure.configure_optimizers returns LBFGS"),
         (Lazy, 2, ConfigurationError, r"'layers\.0\.weight' of Lazy has no shape before its first forward"),
-        (NoLoss, 2, CaptureError, "training_step returned None instead of a loss"),
         (lambda: MLP(depth=2), 4, PartitionError, "num_stages=4 needs 3 cuts, but 2 cuts are legal in training_step"),
         (GradientInside, 2, PartitionError, r"the step calls grad\(\) itself at test_errors\.py"),
     ],
@@ -130,7 +124,7 @@ def test_stages_that_do_not_fit_into_memory_are_refused(costs: str) -> None:
 
 def test_leaves_that_disagree_on_the_batch_size_are_named() -> None:
     with pytest.raises(BatchError, match=r"\[0\].*4.*\[1\].*3.*split_batch"):
-        pipeline(2, max_steps=1).fit(Disagreeing())
+        pipeline(2, strategy={"num_microbatches": 2}, max_steps=1).fit(Disagreeing())
 
 
 @pytest.mark.parametrize(

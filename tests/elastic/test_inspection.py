@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.runtime.inspection import Inspection
 from tests.elastic.models import assert_equal, train
 from tests.models import MLP, Regression, loader
@@ -91,7 +91,9 @@ def test_what_no_model_can_exchange_is_refused(kind: str, num_stages: int, recom
     model = Hidden(kind)
     before = copy.deepcopy(model.state_dict())
     says = rf"pipeline 1 ran, training_step used '{model.name}' \(at test_inspection.py:\d+ in .* of another parallel"
-    with pytest.raises(ConfigurationError, match=says):
+    if num_stages > 2 and kind == "a buffer that changes":  # which its stage cannot leave, with one model either
+        says = r"unit 'function' at test_inspection.py:\d+ in forward reads a tensor that unit 'norm'"
+    with pytest.raises((ConfigurationError, PartitionError), match=says):
         train(model, loader(MLP, 32, 8), num_stages, recompute=recompute)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
