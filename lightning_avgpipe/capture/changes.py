@@ -24,7 +24,8 @@ __all__ = ["Changes", "address", "put_back", "targets"]
 def address(tensor: Tensor) -> int:
     """Of the memory that a tensor shares with its views."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunction():  # of a parameter without contents here, not of what is lent for it
+            return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none
         return id(tensor)
 

@@ -323,7 +323,8 @@ class _Recorder(StepTracer):
     def _state(self, path: str) -> list[tuple[str, Tensor, Tensor]]:
         """Full name, tensor and what is needed to see whether it changes, for a module's parameters and buffers."""
         module = self.module.get_submodule(path)
-        state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters()]
+        with torch._C.DisableTorchFunction():  # nothing is lent for it
+            state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters()]
         return state + [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
 
     def _changed(self, state: Sequence[tuple[str, Tensor, Tensor]]) -> list[str]:
