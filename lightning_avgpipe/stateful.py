@@ -116,10 +116,16 @@ class StatefulStrategy(ConnectedStrategy):
         if mesh is None:
             return module.state_dict()
         # after training, each rank has its part of a module that began on meta
-        owner = scattered_owners(module, mesh) if mesh.world_size > 1 and on_meta(module) else {}
+        owner = scattered_owners(module, mesh) if self._is_scattered(module, mesh) else {}
         if not whole:
             return own_state_dict(module, mesh, owner)
         return full_state_dict(module, mesh, owner) if owner and not mesh.group_number else module.state_dict()
+
+    def _is_scattered(self, module: nn.Module, mesh: Mesh) -> bool:
+        """Whether some process is without contents of a part of the module; one that has all of it takes part too."""
+        if mesh.world_size == 1 or self.failed:
+            return False
+        return bool(int(mesh.sum(torch.tensor(int(on_meta(module))))))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 an ordinary optimizer state; for a distributed checkpoint one's own. Every rank calls it."""

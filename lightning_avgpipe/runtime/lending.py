@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_avgpipe.capture.tracer import DEVICE_QUESTIONS, METADATA
 from lightning_avgpipe.errors import CaptureError
@@ -169,7 +170,8 @@ class _Lent(TorchFunctionMode):
     def _contents(self, name: str) -> Tensor:
         if name not in self._last:
             self.clear()
-            self._last = self._fetch(name)
+            with _disable_current_modes():  # what fetches, or initialises, is no part of the step
+                self._last = self._fetch(name)
             self._versions = {name: tensor._version for name, tensor in self._last.items()}
         return self._last[name].detach()
 
