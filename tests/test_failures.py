@@ -38,9 +38,10 @@ ALL = USUAL + [
 
 
 def known(cell: tuple[str, str, str]) -> tuple[pytest.MarkDecorator, ...]:
-    """A stopped process that is continued late may leave threads behind."""
+    """The cells that have failed: a process that was stopped and goes on late leaves threads behind."""
     reason = "known defect: threads of the watch are left behind by a process that was stopped"
-    return (pytest.mark.xfail(reason=reason),) if cell[0] == "SIGSTOP" else ()
+    failed = cell[:2] == ("SIGSTOP", "last") and cell[2] in ("connecting", "set-up", "forward")
+    return (pytest.mark.xfail(reason=reason),) if failed else ()
 
 
 @pytest.mark.parametrize(
