@@ -88,7 +88,7 @@ class Bench:
         self.args = args
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.division = Division(model, mesh, Planner(model, NUM_STAGES, [split_point]), lambda: [self.optimizer])
-        self.division.prepare(STEP, self._step, args, True, build("1f1b", NUM_STAGES, 1))
+        self.division.prepare(STEP, self._step, [args], True, build("1f1b", NUM_STAGES, 1))
         self.pipelines = self.division.parallel(1)
         self.iterations = 0
 

@@ -26,7 +26,7 @@ from lightning_avgpipe.options import SplitBatch
 from lightning_avgpipe.parallel import ParallelModelsStrategy
 from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.runtime.layout import Seen
-from lightning_avgpipe.runtime.microbatch import MicroBatch, mean, merge, split, split_with, whole
+from lightning_avgpipe.runtime.microbatch import MicroBatch, fewest_samples, mean, merge, split, split_with, whole
 from lightning_avgpipe.runtime.pipeline import Outcome, run_together
 from lightning_avgpipe.runtime.randomness import RandomKey
 from lightning_avgpipe.runtime.stage import Task
@@ -398,7 +398,8 @@ class SteppingStrategy(ParallelModelsStrategy):
         first = (stage, self.dataloader_idx) not in self._seen
         seen = self._seen.setdefault((stage, self.dataloader_idx), Seen())
         try:
-            parts = split(batch, count, expected, seen)
+            chosen = self._options.num_microbatches == "auto"
+            parts = split(batch, count, expected, seen, fewest_samples(self.lightning_module) if chosen else 1)
         except BatchError as error:
             if self._options.num_microbatches != "auto":
                 raise

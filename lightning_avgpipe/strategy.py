@@ -88,9 +88,9 @@ class AvgPipeStrategy(SteppingStrategy):
             Each process has a context on the device, and the reference is averaged over the host, since NCCL connects
             no device with itself. What starts processes itself (torchrun, SLURM) must start so many for each device.
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
-            stage, or 1 for one stage: then there is nothing to pipeline, and everything is as on one device. More of
-            them shrink the idle time at both ends of an iteration and the memory per micro-batch, but make each kernel
-            smaller.
+            stage, with two samples each where batches are normalised; or 1 for one stage: then there is nothing to
+            pipeline, and everything is as on one device. More of them shrink the idle time at both ends of an
+            iteration and the memory per micro-batch, but make each kernel smaller.
         schedule: ``"advance_forward"`` (1F1B with ``advance`` extra forwards in flight), ``"1f1b"`` or ``"afab"`` (all
             forwards, then all backwards).
         advance: h of advance forward propagation: stage k starts ``(K-1-k) * (1+h)`` forwards ahead of its first

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+ENDING_S = 5.0
+
 
 @pytest.fixture(autouse=True)
 def same_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +27,9 @@ def same_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     yield
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("avgpipe")]
+    for thread in (own := [thread for thread in threading.enumerate() if thread.name.startswith("avgpipe")]):
+        thread.join(ENDING_S)  # one that was told to end may be about to
+    left = [thread.name for thread in own if thread.is_alive()]
     assert not left, f"threads left behind: {left}"
     children = multiprocessing.active_children()
     assert not children, f"processes left behind: {children}"

@@ -112,7 +112,6 @@ def test_parallel_pipelines_are_measured_without_root(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="known defect: the benchmark's measurement ends with an IndexError")
 def test_the_memory_of_parallel_pipelines_is_measured_on_every_rank(tmp_path: Path) -> None:
     rows = measure_parallel(tmp_path, "--parts", "memory")["memory"]
     assert [(row["rank"], row["pipelines"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]

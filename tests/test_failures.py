@@ -37,19 +37,9 @@ ALL = USUAL + [
 ]
 
 
-def known(cell: tuple[str, str, str]) -> tuple[pytest.MarkDecorator, ...]:
-    """The cells that have failed: a process that was stopped and goes on late leaves threads behind."""
-    reason = "known defect: threads of the watch are left behind by a process that was stopped"
-    failed = cell[:2] == ("SIGSTOP", "last") and cell[2] in ("connecting", "set-up", "forward")
-    return (pytest.mark.xfail(reason=reason),) if failed else ()
-
-
 @pytest.mark.parametrize(
     ("kind", "stage", "phase"),
-    [
-        pytest.param(*cell, marks=() if cell in USUAL else (pytest.mark.slow, *known(cell)), id="-".join(cell))
-        for cell in ALL
-    ],
+    [pytest.param(*cell, marks=() if cell in USUAL else pytest.mark.slow, id="-".join(cell)) for cell in ALL],
 )
 def test_a_fault_of_one_process_ends_all_and_is_named(kind: str, stage: str, phase: str, tmp_path: Path) -> None:
     faults.check(faults.Fault(kind, faults.STAGES[stage], phase), tmp_path)

@@ -46,7 +46,6 @@ def test_a_trainer_needs_no_more_threads_files_and_sockets_than_the_one_before(t
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="known defect: under the default launcher a later trainer loses its connections")
 def test_memory_is_flat_under_the_default_launcher_and_a_limit_of_files(tmp_path: Path) -> None:
     printed = run(
         tmp_path, ROOT / "benchmarks" / "soak.py", "--trainers", "10", "--iterations", "500", "--files", str(FILES)

@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_avgpipe import checks
 from lightning_avgpipe.allowed import Allowed, check, choice, directory, documented, optional, whole
@@ -22,6 +21,7 @@ from lightning_avgpipe.options import ALLOWED, MEMORY
 from lightning_avgpipe.profiler import Profiler
 from lightning_avgpipe.rehearsal import rehearsing
 from lightning_avgpipe.runtime.memory import MemoryLimit
+from lightning_avgpipe.runtime.microbatch import fewest_samples
 from lightning_avgpipe.schedule import picture
 from lightning_avgpipe.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning import PREDICTORS, Result, Setting, candidates, microbatch_counts, search
@@ -253,11 +253,10 @@ class AvgPipeTuner(Callback):
         return Setting(rehearsal.captured, schedule=strategy.schedule_name)
 
     def _counts(self, module: pl.LightningModule, batch_size: int) -> list[int]:
-        """Numbers of micro-batches to consider; where batches are normalised, one sample alone has no statistics."""
+        """Numbers of micro-batches to consider."""
         counts = microbatch_counts(batch_size, self._microbatch_candidates)
-        takes_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
-        if self._microbatch_candidates is None and takes_statistics:
-            return [m for m in counts if 2 * m <= batch_size] or counts
+        if self._microbatch_candidates is None:
+            return [m for m in counts if fewest_samples(module) * m <= batch_size] or counts
         return counts
 
     def _refined(self, profiler: Profiler, strategy: AvgPipeStrategy, result: Result) -> Result:

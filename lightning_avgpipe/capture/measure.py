@@ -368,7 +368,10 @@ class _Timer(StepTracer):
             sources = [leaf for _, leaf, _ in copies.values() if leaf.requires_grad] + weights
             if not outputs or not sources or not torch.is_grad_enabled():
                 return Sample(forward_s, 0.0)
-            backward_s = self._backward_s(outputs, sources, sums)
+            try:
+                backward_s = self._backward_s(outputs, sources, sums)
+            except RuntimeError:  # a reentrant checkpoint inside cannot be asked for gradients: training shows the rest
+                return Sample(forward_s, _REGION_BACKWARD * forward_s)
         return Sample(forward_s, max(0.0, backward_s - self._call_s))
 
     def _backward_s(self, outputs: list[Tensor], sources: list[Tensor], sums: list[Tensor]) -> float:

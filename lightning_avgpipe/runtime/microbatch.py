@@ -8,13 +8,14 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_avgpipe import tree
 from lightning_avgpipe.errors import BatchError
 from lightning_avgpipe.runtime.layout import Expected, Seen, is_plain_list, is_square, layout
 
-__all__ = ["MicroBatch", "batch_size", "mean", "merge", "split", "split_with", "whole"]
+__all__ = ["MicroBatch", "batch_size", "fewest_samples", "mean", "merge", "split", "split_with", "whole"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def split(
     num_microbatches: int,
     expected: Expected = Expected(),  # noqa: B008
     seen: Seen | None = None,
+    smallest: int = 1,
 ) -> list[MicroBatch]:
     """Split a batch into micro-batches of about equal size, in order.
 
@@ -64,8 +66,10 @@ def split(
         num_microbatches: M >= 1.
         expected: what the dataloader says of its batches.
         seen: in batches of the same source before; this one adds to it.
+        smallest: fewest samples of a micro-batch; a smaller batch is not split.
     Returns:
-        min(M, samples) micro-batches, so none is empty unless the batch is; one if there is nothing to split.
+        min(M, samples // smallest) micro-batches, so none is empty unless the batch is; one if there is nothing to
+        split.
     Raises:
         BatchError: M < 1, or with M > 1 a batch whose samples cannot be told, see :func:`layout`.
     """
@@ -76,9 +80,14 @@ def split(
     if found is None:
         return whole(batch, expected)
     total, read = found
-    count = max(1, min(num_microbatches, total))
+    count = max(1, min(num_microbatches, total // smallest))
     sizes = [total // count + (i < total % count) for i in range(count)]
     return _micro_batches(read.parts(batch, sizes), sizes)
+
+
+def fewest_samples(module: nn.Module) -> int:
+    """Of a micro-batch that can train: where batches are normalised, one sample alone has no statistics."""
+    return 2 if any(isinstance(m, _BatchNorm) and m.training for m in module.modules()) else 1
 
 
 def whole(batch: Any, expected: Expected = Expected()) -> list[MicroBatch]:  # noqa: B008

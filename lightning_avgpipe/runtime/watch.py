@@ -180,7 +180,9 @@ class Watch:
         with self._changed:
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(0.0 if self._silent_s() > _SILENT_S else _LOCAL_S)
+            # the board's thread ends when the store answers, which nobody waits for
+            waits = thread is self._threads[0] and self._silent_s() > _SILENT_S
+            thread.join(0.0 if waits else _LOCAL_S)
         self._threads = []
 
     def _until(self, condition: Callable[[], bool], limit_s: float) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_avgpipe.errors import BatchError
-from lightning_avgpipe.runtime.microbatch import MicroBatch, batch_size, merge, split, split_with
+from lightning_avgpipe.runtime.microbatch import MicroBatch, batch_size, fewest_samples, merge, split, split_with
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -292,3 +292,14 @@ def test_a_tuple_of_lists_is_a_record():
 def test_outputs_and_sizes_must_be_as_many():
     with pytest.raises(ValueError, match="2 outputs with 1 sizes"):
         merge([1, 2], [3])
+
+
+def test_micro_batches_may_have_a_smallest_size() -> None:
+    assert [part.size for part in split(torch.zeros(9, 1), 8, smallest=2)] == [3, 2, 2, 2]
+    assert [part.size for part in split(torch.zeros(1, 1), 8, smallest=2)] == [1]
+
+
+def test_where_batches_are_normalised_a_sample_alone_cannot_train() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert fewest_samples(module) == 2
+    assert fewest_samples(module.eval()) == fewest_samples(nn.LayerNorm(2)) == 1

@@ -214,7 +214,8 @@ class Packed(Own):
     @staticmethod
     def split_batch(batch: PackedSequence, num_microbatches: int) -> list[PackedSequence]:
         padded, lengths = pad_packed_sequence(batch)
-        pairs = zip(padded.tensor_split(num_microbatches, 1), lengths.tensor_split(num_microbatches), strict=True)
+        count = min(num_microbatches, len(lengths))
+        pairs = zip(padded.tensor_split(count, 1), lengths.tensor_split(count), strict=True)
         return [pack_padded_sequence(part, sizes) for part, sizes in pairs]
 
     def loss(self, batch: PackedSequence) -> Tensor:
