@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_avgpipe.aftermath import hooks_with_results
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.loop import PipelineOptimization
 from lightning_avgpipe.metrics import StepLog, SyncedLoggerConnector, local_metrics
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["adapted", "adapted_to_whole_steps", "quiet_hooks"]
 
-# Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
-_LAST_STAGE_HOOKS = tuple(
-    f"on_{stage}_{when}_end" for stage in ("train", "validation", "test", "predict") for when in ("batch", "epoch")
-)
 # Hooks between the steps of an epoch, and at its end, that may look at weights.
 _HOOKS_BETWEEN_STEPS = (
     *(f"on_train_{what}_{when}" for what in ("batch", "epoch") for when in ("start", "end")),
@@ -74,9 +71,10 @@ def adapted(
             undo.enter_context(_scaling(strategy))
         if strategy.world_size > 1:
             undo.enter_context(_several_processes(trainer, module, strategy))
-            if not strategy.mesh.hosts_last:
-                for hook in _LAST_STAGE_HOOKS:
-                    undo.enter_context(replaced(module, hook, _nothing))
+            if strategy.mesh.world_size > 1:
+                division = strategy._division
+                assert division is not None
+                undo.enter_context(hooks_with_results(module, strategy, metrics, division.needed_elsewhere))
             for owner, name in _clipping_hooks(trainer, module) if strategy.mesh.world_size > 1 else ():
                 undo.enter_context(replaced(owner, name, _with_norms(getattr(owner, name), module, strategy)))
             undo.enter_context(_known_at_epoch_end(trainer, module))

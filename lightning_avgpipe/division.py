@@ -85,6 +85,11 @@ class Division:
         self._final = False
         self._owner: dict[str, int] = {}
 
+    def needed_elsewhere(self) -> frozenset[tuple[str, str]]:
+        """Path of a module and name of the attributes that steps read on other processes, and of buffers there."""
+        owned = (name.rpartition(".") for name, rank in self._owner.items() if rank != self._mesh.rank)
+        return self.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
+
     def prepare(
         self,
         step: str,

@@ -7,21 +7,27 @@ import functools
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe import opaque as opaque_contents
+
 __all__ = ["Change", "Objects", "is_open"]
 
-# What holds no values of a step, and leads to everything else. Of the standard library only containers are opened.
+# What holds no values of a step, and leads to everything else. Of the standard library, and of Lightning,
+# only containers are opened.
 _CLOSED = (
     "lightning", "lightning_avgpipe", "lightning_fabric", "pytorch_lightning", "torchmetrics", "torch.optim",
     "torch.utils.data", "torch.distributed", "torch.cuda", "torch._C",
 )  # fmt: skip
-_OPEN = ("builtins", "collections", "types.SimpleNamespace", "functools.partial", "abc", "typing")
+_OPEN = (
+    "builtins", "collections", "types.SimpleNamespace", "functools.partial", "abc", "typing",
+    "lightning.fabric.utilities.data.AttributeDict",
+)  # fmt: skip
 
 
 class _State(NamedTuple):
@@ -67,17 +73,25 @@ class Objects:
         roots: where to begin.
         modules: whose attributes are looked at nevertheless.
         contents: whether the numbers in tensors are kept as well, except for parameters.
+        opaque: whether what is in arrays and generators of random numbers is kept as well.
 
     Attributes:
         tensors: that the objects hold, each once, in the order in which they are reached.
         owners: the objects that can change, in this order, which is the same for objects that are alike.
     """
 
-    def __init__(self, roots: Iterable[Any], modules: Iterable[nn.Module] = (), contents: bool = False) -> None:
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        modules: Iterable[nn.Module] = (),
+        contents: bool = False,
+        opaque: bool = False,
+    ) -> None:
         self.tensors: list[Tensor] = []
         self.owners: list[Any] = []
         self._states: list[tuple[Any, _State]] = []
         self._indices: dict[int, int] = {}
+        self._opaque: list[tuple[Any, Any]] = []
         opened = {id(module): module for module in modules}
         seen: set[int] = set()
         waiting = [*opened.values(), *roots][::-1]
@@ -89,13 +103,18 @@ class Objects:
             seen.add(id(obj))
             if isinstance(obj, Tensor):
                 self.tensors.append(obj)
+            elif opaque and opaque_contents.is_opaque(obj):
+                self._opaque.append((obj, opaque_contents.contents(obj)))
             elif is_open(cls) or id(obj) in opened:
                 state = _state(obj)
                 self._states.append((obj, state))
                 if cls not in _FIXED:
                     self._indices[id(obj)] = len(self.owners)
                     self.owners.append(obj)
-                waiting.extend(list(state.children())[::-1])
+                children = list(state.children())
+                if not _ATOMS.issuperset(map(type, children)):  # long lists of numbers are common
+                    waiting.extend(children[::-1])
+        self._versions = [(tensor, _version(tensor)) for tensor in self.tensors]
         numbers = [t for t in self.tensors if contents and not isinstance(t, nn.Parameter)]
         self._contents = [(t, t.detach().clone()) for t in numbers]
 
@@ -115,6 +134,43 @@ class Objects:
         for tensor, copy in self._contents:
             if not tensor.is_meta and not torch.equal(tensor, copy.to(tensor.device)):  # it may have moved meanwhile
                 tensor.detach().copy_(copy)
+        for obj, copy in self._opaque:
+            if not opaque_contents.is_same(obj, copy):
+                opaque_contents.put(obj, copy)
+
+    def changed(self) -> list[Any]:
+        """The objects, and tensors, that have been changed since they were found."""
+        found = [obj for obj, before in self._states if not before.is_same(_state(obj))]
+        found += [obj for obj, copy in self._opaque if not opaque_contents.is_same(obj, copy)]
+        return found + [tensor for tensor, version in self._versions if _version(tensor) != version]
+
+    def follow(self, changed: Iterable[Any]) -> None:
+        """Of these objects keep what they hold now."""
+        ids = set(map(id, changed))
+        self._states = [(obj, _state(obj) if id(obj) in ids else state) for obj, state in self._states]
+        self._opaque = [(o, opaque_contents.contents(o) if id(o) in ids else copy) for o, copy in self._opaque]
+
+    def reach(self, others: Collection[int]) -> bool:
+        """Whether one of the objects and tensors with these ids is among them."""
+        found = (*(obj for obj, _ in self._states), *(obj for obj, _ in self._opaque), *self.tensors)
+        return any(id(obj) in others for obj in found)
+
+    def among(self, chosen: Collection[int]) -> Objects:
+        """Those with these ids, as they are now."""
+        objects = Objects(())
+        objects._states = [(obj, _state(obj)) for obj, _ in self._states if id(obj) in chosen]
+        objects._opaque = [(o, opaque_contents.contents(o)) for o, _ in self._opaque if id(o) in chosen]
+        return objects
+
+    @staticmethod
+    def assign(obj: Any, other: Any) -> bool:
+        """Let an object hold what another of its type holds; returns whether it can."""
+        if type(obj) is not type(other) or type(obj) in _ATOMS | _FIXED or not is_open(type(obj)):
+            return False
+        if opaque_contents.is_opaque(obj):
+            return False
+        _put(obj, _state(other))
+        return True
 
     @classmethod
     def only(cls, owner: Any) -> Objects:
@@ -187,9 +243,11 @@ def _opens(cls: type) -> bool:
     for base in cls.__mro__[:-1]:
         name = f"{base.__module__}.{base.__qualname__}"
         root = base.__module__.partition(".")[0]
+        if any(f"{name}.".startswith(f"{o}.") for o in _OPEN):
+            continue
         if any(name.startswith(f"{closed}.") for closed in _CLOSED):
             return False
-        if root in sys.stdlib_module_names and not any(f"{name}.".startswith(f"{o}.") for o in _OPEN):
+        if root in sys.stdlib_module_names:
             return False
     return True
 
@@ -281,6 +339,10 @@ def _mapped(fn: Callable[[Tensor], Tensor], items: Any) -> Any:
     if items is None:
         return None
     return {key: of(item) for key, item in items.items()} if isinstance(items, dict) else type(items)(map(of, items))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -184,6 +188,50 @@ class Hooked(Layers):
         return (self.through(batch[0]) - batch[1]).square().mean() + 0.1 * sum(self.norms)
 
 
+@dataclass
+class Progress:
+    """An object of the user's."""
+
+    step: int = 0
+
+
+class Counting(Layers):
+    """Objects in attributes that the step changes in place, and whose contents decide the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.progress, self.nested = {"steps": 0}, Progress(), defaultdict(list)
+        self.mean, self.seen, self.losses = np.zeros(2), deque(maxlen=5), []
+        self.generators = torch.Generator().manual_seed(3), random.Random(0), np.random.default_rng(0)
+        self.alias = self.b.progress = self.progress  # one object, whoever refers to it
+        self.save_hyperparameters({"tau": 1.0})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count["steps"] += 1
+        self.progress.step += 1
+        self.nested["of"].append(self.alias.step)
+        self.seen.append(batch_idx)
+        self.hparams.tau *= 0.9
+        self.mean[0] = 0.9 * self.mean[0] + 0.1 * self.count["steps"]
+        first, second, third = self.generators
+        noise = torch.randn(8, generator=first) + second.random() + third.random()
+        loss = (
+            (self.through(batch[0] + 0.1 * noise) - batch[1]).square().mean() * float(self.mean[0]) * self.hparams.tau
+        )
+        self.losses.append(loss.item())
+        return loss / (self.b.progress.step + len(self.nested["of"]) + len(self.seen))
+
+
+class Emptied(Callback):
+    """Empties a list, as ``on_train_batch_end`` of a module may, and resets what the step counts."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        assert len(pl_module.losses) == NUM_MICROBATCHES
+        assert pl_module.count["steps"] == NUM_MICROBATCHES
+        pl_module.losses.clear()
+        pl_module.count["steps"] = 0
+
+
 def data() -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     return DataLoader(TensorDataset(*torch.randn(2, 32, 8, generator=generator)), batch_size=8)
@@ -229,6 +277,8 @@ def assert_same(module: nn.Module, other: nn.Module) -> None:
         (Remembering, 3, "flops"),
         (Hooked, 2, "measured"),
         (Hooked, 3, "flops"),
+        (Counting, 2, "measured"),
+        (Counting, 3, "flops"),
     ],
 )
 def test_what_a_step_changes_is_what_one_process_makes_of_it(
@@ -237,9 +287,32 @@ def test_what_a_step_changes_is_what_one_process_makes_of_it(
     assert_same(piped(make(), num_stages, costs=costs), by_hand(make()))
 
 
-@pytest.mark.parametrize("make", [Momentum, Through, Clipped, WithinUnit])
+@pytest.mark.parametrize("make", [Momentum, Through, Clipped, WithinUnit, Counting])
 def test_what_is_recomputed_changes_nothing_again(make: Callable[[], Layers]) -> None:
     assert_same(piped(make(), 2, recompute=True, schedule="afab", costs="flops"), by_hand(make()))
+
+
+def test_hooks_see_objects_once_changed_and_what_they_reset_is_reset_on_every_stage() -> None:
+    alone, staged = (piped(Counting(), k, callbacks=[Emptied()], costs="flops") for k in (1, 3))
+    assert_same(staged, alone)
+    assert staged.progress == alone.progress == Progress(4 * NUM_MICROBATCHES)
+    assert staged.nested == alone.nested
+
+
+def test_what_is_read_before_a_later_unit_changes_it_is_not_cut_off() -> None:
+    class Carried(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state: dict[str, Any] = {"hidden": 0.0}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            y = self.b(self.a(batch[0]) + self.state["hidden"])
+            self.state["hidden"] = y.detach()
+            return (self.d(self.c(y)) - batch[1]).square().mean()
+
+    assert_same(piped(Carried(), 3, costs="flops"), by_hand(Carried()))
+    with pytest.raises(PartitionError, match=r"'state' is read at test_state.py:\d+ .* and its contents are changed"):
+        piped(Carried(), 4, costs="flops")
 
 
 class Models(Callback):

@@ -1,11 +1,11 @@
-"""Attributes of modules that the code between units assigns: counters, hidden states, running values."""
+"""Attributes of modules that the code between units assigns, or whose objects it changes: counters, hidden states."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from lightning_avgpipe import tree
 from lightning_avgpipe.objects import Objects
 from lightning_avgpipe.source import source_line
 
-__all__ = ["Assignments"]
+__all__ = ["Assignments", "Mutations"]
 
 _MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}
@@ -38,16 +38,21 @@ class Assignments:
     Args:
         module: whose submodules are watched.
         position: how many nodes there are; None: a unit runs, whose attributes are its own.
+        ignore: modules that only observe.
     """
 
-    def __init__(self, module: nn.Module, position: Callable[[], int | None]) -> None:
-        self._modules = {id(m): (path, m) for path, m in module.named_modules()}
+    def __init__(
+        self, module: nn.Module, position: Callable[[], int | None], ignore: Collection[nn.Module] = ()
+    ) -> None:
+        self._modules = {id(m): (path, m) for path, m in _watched(module, ignore).items()}
         self._position = position
         self._reads: dict[Key, tuple[int, str]] = {}  # of what the step before has assigned
         self._writes: dict[Key, list[_Write]] = defaultdict(list)
         self._before: dict[Key, Any] = {}
         self._holders: dict[int, tuple[weakref.ref[Tensor], frozenset[Key]]] = {}
         self._uses: dict[Key, int] = {}  # the first node that takes what an attribute held, or what comes from it
+        self._last = 0  # position
+        self.reads: dict[Key, int] = {}
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -91,6 +96,9 @@ class Assignments:
         if name not in vars(module):
             return
         position, key = self._position(), self._key(module, name)
+        if key is not None:
+            self._last = self._last if position is None else position
+            self.reads.setdefault(key, self._last)
         if position is not None and key is not None and key not in self._writes and key not in self._reads:
             self._reads[key] = (position, source_line())
             self._hold(Objects((vars(module)[name],)).tensors, frozenset((key,)))
@@ -136,6 +144,10 @@ class Assignments:
         """All attributes that were assigned, changed or not."""
         return set(self._writes)
 
+    def read(self, key: Key) -> tuple[int, str]:
+        """Where an attribute was first read, and the line."""
+        return self._reads.get(key, (self.reads.get(key, 0), "an unknown line"))
+
     def carried(self) -> Iterator[str]:
         """Attributes that hold more than numbers for the next micro-batch, by full name."""
         modules = dict(self._modules.values())
@@ -177,6 +189,78 @@ def _layout(value: Any) -> Any:
     except RecursionError:  # it leads back into itself, so it is no tree
         return None
     return spec if leaves and all(isinstance(leaf, Tensor) for leaf in leaves) else None
+
+
+class Mutations:
+    """Which objects in attributes the code between units changes in place, and when.
+
+    Args:
+        module: whose submodules' attributes lead to the objects.
+        chosen: the ids of those that change while the step runs; only these are watched.
+        position: how many nodes there are.
+        ignore: modules that only observe.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        chosen: Collection[int],
+        position: Callable[[], int],
+        ignore: Collection[nn.Module] = (),
+    ) -> None:
+        self._attributes = {
+            (path, name): held
+            for path, m in _watched(module, ignore).items()
+            for name, held in vars(m).items()
+            if name not in _OF_EVERY_MODULE
+        }
+        self.objects = Objects(self._attributes.values(), opaque=True)
+        self._chosen = self.objects.among(chosen)
+        self._position = position
+        self._first: dict[int, int] = {}  # id of an object -> where it first changed
+
+    def look(self) -> None:
+        """Code between units has run."""
+        changed = self._chosen.changed()
+        for obj in changed:
+            self._first.setdefault(id(obj), self._position())
+        if changed:
+            self._chosen.follow(changed)
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Within this context a unit runs, which changes what it changes on its stage only."""
+        self.look()
+        yield
+        self._chosen.follow(self._chosen.changed())
+
+    def found(self) -> frozenset[int]:
+        """Ids of the objects that have changed since the step began, whoever changed them."""
+        return frozenset(id(obj) for obj in self.objects.changed() if not isinstance(obj, Tensor))
+
+    def holders(self) -> dict[Key, int]:
+        """Attributes that lead to what code between units has changed, and where it first did."""
+        found = {}
+        for key, held in self._attributes.items() if self._first else ():
+            reached = Objects([held], opaque=True)
+            first = [position for obj, position in self._first.items() if reached.reach({obj})]
+            if first:
+                found[key] = min(first)
+        return found
+
+    def pinned(self, assignments: Assignments) -> Iterator[tuple[int, int, str]]:
+        """Where no cut may lie: a stage that reads what a step before has changed must come to the change."""
+        for key, change in self.holders().items():
+            first, place = assignments.read(key)
+            if first < change:
+                name = ".".join(part for part in key if part)
+                reason = f"'{name}' is read at {place}, and its contents are changed later, for the next micro-batch"
+                yield (first, change - 1, f"{reason}; change them before the first submodule is called")
+
+
+def _watched(module: nn.Module, ignore: Collection[nn.Module]) -> dict[str, nn.Module]:
+    ignored = {id(m) for observer in ignore for m in observer.modules()}
+    return {path: m for path, m in module.named_modules() if id(m) not in ignored}
 
 
 def _is_compiled(module: nn.Module) -> bool:

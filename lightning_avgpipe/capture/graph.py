@@ -158,6 +158,9 @@ class CallGraph:
         rewritten: those of all that it changes which operations write into, so that backwards would find it changed.
         attributes: path of a module and name, of those that code between units assigns.
         carried: full names of those of them whose tensors go from one micro-batch to the next.
+        holders: the same of those that lead to objects which that code changes in place, and before which node it first
+            does.
+        reads: the same of all that the step reads, and before which node it first does.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
         leaving: units that leave tensors where they cannot be followed, say in a global list; what is followed when
             they are opened, such as forward hooks, is no obstacle.
@@ -178,6 +181,8 @@ class CallGraph:
     rewritten: frozenset[str] = frozenset()
     attributes: tuple[tuple[str, str], ...] = ()
     carried: tuple[str, ...] = ()
+    holders: tuple[tuple[tuple[str, str], int], ...] = ()
+    reads: tuple[tuple[tuple[str, str], int], ...] = ()
     pinned: tuple[tuple[int, int, str], ...] = ()
     leaving: frozenset[str] = frozenset()
     opened: tuple[Opened, ...] = ()

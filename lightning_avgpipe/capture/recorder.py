@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import tree
 from lightning_avgpipe.absent import described
-from lightning_avgpipe.capture.attributes import Assignments
+from lightning_avgpipe.capture.attributes import Assignments, Mutations
 from lightning_avgpipe.capture.batch import BatchUse
 from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.changes import Changes, address
@@ -23,7 +23,7 @@ from lightning_avgpipe.capture.flops import Flops, recurrent_flops
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.outermost import Outermost
 from lightning_avgpipe.capture.provenance import Provenance
-from lightning_avgpipe.capture.snapshot import attribute_values, untouched
+from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.capture.units import Units
 from lightning_avgpipe.capture.visit import Visit
@@ -83,11 +83,13 @@ class Foresight:
         glue_states: buffers that glue changes: whether an operation on one is a node, before the first change.
         exports: units in whose attributes others find tensors.
         readers: units that find values in objects, and may have nothing else that makes them nodes.
+        mutable: ids of objects in attributes that change: whether a unit or the code between them changes one.
     """
 
     glue_states: frozenset[str] = frozenset()
     exports: frozenset[str] = frozenset()
     readers: frozenset[str] = frozenset()
+    mutable: frozenset[int] = frozenset()
 
 
 def _record(
@@ -105,8 +107,11 @@ def _record(
     with untouched(module), Objects(args).restored(), recorder.visiting(), recorder.changes:
         with recorder.assignments.watched(), recorder.following(), watching(recorder.calls):
             result = run(*args)
-        recorder.pinned += recorder.assignments.pinned()
         attributes, carried = tuple(recorder.assignments.changed()), tuple(recorder.assignments.carried())
+        recorder.mutations.look()
+        recorder.mutable |= recorder.mutations.found()
+        recorder.pinned += [*recorder.assignments.pinned(), *recorder.mutations.pinned(recorder.assignments)]
+        holders = tuple(recorder.mutations.holders().items())
         recorder.watch.look()
         if step == "training_step":
             _check_loss(result)
@@ -130,6 +135,8 @@ def _record(
         rewritten=frozenset(recorder.rewritten),
         attributes=attributes,
         carried=carried,
+        holders=holders,
+        reads=tuple(recorder.assignments.reads.items()),
         pinned=tuple(recorder.pinned),
         leaving=frozenset(recorder.leaving),
         opened=tuple(recorder.calls.ended),
@@ -193,7 +200,9 @@ class _Recorder(StepTracer):
         self._buffer_names = {id(b): name for name, b in self._buffers.items()}
         self._buffers_seen: set[str] = set()  # by glue
         self.changes = Changes(module, batch)
-        self.assignments = Assignments(module, lambda: None if self._inside else len(self.nodes))
+        self.mutable = set(foresight.mutable)
+        self.mutations = Mutations(module, foresight.mutable, lambda: len(self.nodes), ignore)
+        self.assignments = Assignments(module, lambda: None if self._inside else len(self.nodes), ignore)
         self.glue_states = set(foresight.glue_states)
         self._exports = set(foresight.exports)
         self._readers = set(foresight.readers)
@@ -213,7 +222,6 @@ class _Recorder(StepTracer):
         self._provenance = Provenance()
         self._written: dict[int, tuple[Tensor, int]] = {}  # tensors that are nobody's arguments -> node that writes
         self._packer = Packer(module)
-        self._lasting = Objects(attribute_values(module))
         self._writers: dict[int, list[int]] = defaultdict(list)  # lasting object -> nodes that write into it
         self._held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
 
@@ -229,7 +237,8 @@ class _Recorder(StepTracer):
         with self._visit(module):
             before = self._state(path)
             self.changes.begin()
-            with self._provenance.at(len(self.nodes), args, kwargs), Flops() as counter:
+            provenance = self._provenance.at(len(self.nodes), args, kwargs)
+            with self.mutations.elsewhere(), provenance, Flops() as counter:
                 result = run(*args, **kwargs)
             changes = self._changed(before)
         draws = not torch.equal(random_before, random_bits(self._device))
@@ -276,7 +285,7 @@ class _Recorder(StepTracer):
             self.pinned.append((node.index + 1, _ANYWHERE, reason))
             return node, tree.tensors(result)
         written = [change.index for change in objects.changes()]
-        lasting = tuple(i for i in written if self._lasting.index(objects.owners[i]) is not None)
+        lasting = tuple(i for i in written if self.mutations.objects.index(objects.owners[i]) is not None)
         for owner in (objects.owners[i] for i in lasting):
             first = self._writers[id(owner)][:1]
             self._writers[id(owner)].append(node.index)
@@ -291,7 +300,8 @@ class _Recorder(StepTracer):
         outer = Outermost(self.watch, self._visit, self._state)
         random_before = random_bits(self._device)
         self.changes.begin()
-        with watching(outer), self._provenance.at(len(self.nodes), args, kwargs), Flops() as counter:
+        provenance = self._provenance.at(len(self.nodes), args, kwargs)
+        with self.mutations.elsewhere(), watching(outer), provenance, Flops() as counter:
             result = run(*args, **kwargs)
         used, given = self._provenance.used, tree.tensors(result)
         names = dict.fromkeys(self.watch.path(module) for module in outer.modules)
@@ -352,6 +362,7 @@ class _Recorder(StepTracer):
         name = function_name(func)
         self._find_hidden(tensors, f"{name}()", True)
         versions = [_version(t) for t in tensors]
+        self.mutations.look()
         free = not inputs and not parameters
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
         mine = {known: t for t in tensors if (known := self._name_of(t)) is not None}
@@ -401,7 +412,8 @@ class _Recorder(StepTracer):
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()
         self.keep(tree.tensors((args, kwargs)))
-        return run(*args, **kwargs)
+        with self.mutations.elsewhere():
+            return run(*args, **kwargs)
 
     def _add(self, node: Node, given: list[Tensor], tensors: list[Tensor], versions: list[int]) -> None:
         """Note a node that gave these tensors and may have written into those that it took."""
@@ -505,7 +517,9 @@ class _Recorder(StepTracer):
     @property
     def foresight(self) -> Foresight:
         """What has been found out."""
-        return Foresight(frozenset(self.glue_states), frozenset(self._exports), frozenset(self._readers))
+        return Foresight(
+            frozenset(self.glue_states), frozenset(self._exports), frozenset(self._readers), frozenset(self.mutable)
+        )
 
     def _refuse_strange(self, name: str) -> None:
         """State must have a name, by which each stage finds it and a checkpoint keeps it."""

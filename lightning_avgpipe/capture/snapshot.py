@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.changes import put_back
 from lightning_avgpipe.objects import Objects
 
-__all__ = ["Attributes", "attribute_values", "random_state", "unchanged", "untouched"]
+__all__ = ["Attributes", "random_state", "unchanged", "untouched"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _CONTAINERS = (list, dict, set, deque)
@@ -55,7 +55,8 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
         weights = [(p, p.detach(), p.detach().clone() if name in changing else None) for name, p in parameters.items()]
     saved = [(m, _save(m)) for m in module.modules()]
     classes = [(kind, _save_class(kind)) for kind in _own_classes(module)]
-    objects = Objects((held for held in attribute_values(module) if not isinstance(held, Tensor)), contents=True)
+    held = (value for value in _attribute_values(module) if not isinstance(value, Tensor))
+    objects = Objects(held, contents=True, opaque=True)
     with random_state(), objects.restored():
         try:
             yield
@@ -68,7 +69,7 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
                 _restore_class(kind, attributes)
 
 
-def attribute_values(module: nn.Module) -> list[Any]:
+def _attribute_values(module: nn.Module) -> list[Any]:
     """What all submodules hold besides parameters, buffers, modules and hooks."""
     return [held for m in module.modules() for name, held in vars(m).items() if name not in _OF_EVERY_MODULE]
 

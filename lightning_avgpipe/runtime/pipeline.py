@@ -104,10 +104,11 @@ class Pipeline:
         self._copies[graph.step] = copies
         self._stages[graph.step] = [
             Stage(
-                programs[k], self._module, self._mesh.device, copies, self._recompute, self._strangers, self.number == 0
+                programs[k], self._module, self._mesh.device, copies, self._recompute, self._strangers,
+                shown=self.number == 0 and k == self._mesh.stages[-1],
             )
             for k in self._mesh.stages
-        ]
+        ]  # fmt: skip
 
     def load_like(self, other: Pipeline, step: str) -> None:
         """Make a step function runnable that is runnable in another pipeline."""
@@ -127,6 +128,15 @@ class Pipeline:
         if graph is None or leaf_names(batch) != tuple(leaf.name for leaf in graph.leaves):
             return None
         return self._leaves[step][rank]
+
+    def read_elsewhere(self) -> frozenset[tuple[str, str]]:
+        """Path of a module and name of the attributes that step functions read on other processes than the last."""
+        return frozenset(
+            key
+            for step, graph in self._graphs.items()
+            for key, position in graph.reads
+            if self._cuts[step] and position <= self._cuts[step][-1]
+        )
 
     def copies(self, step: str) -> Copies:
         """The parameters that several stages use in a step function."""

@@ -47,6 +47,11 @@ class StageProgram:
         nodes = (self.graph.nodes[index] for index in self.graph.upkeep if index not in self.upkeep)
         return {node.index: node.entry for node in nodes if node.entry is not None}
 
+    @cached_property
+    def holders(self) -> tuple[tuple[str, str], ...]:
+        """Path of a module and name of attributes that lead to objects which the step changes where it comes to."""
+        return tuple(key for key, position in self.graph.holders if position <= self.end or self.is_last)
+
     @property
     def is_first(self) -> bool:
         """Whether no stage comes before."""

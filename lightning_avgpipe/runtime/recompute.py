@@ -36,6 +36,7 @@ from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.capture.snapshot import Attributes, random_state
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
+from lightning_avgpipe.objects import Objects
 from lightning_avgpipe.runtime.program import StageProgram
 from lightning_avgpipe.runtime.randomness import Drawing, generators
 from lightning_avgpipe.schedule import Action
@@ -176,12 +177,18 @@ class Surroundings:
         modules: that the forward may change.
         buffers: ids of the buffers of theirs that it changes.
         parameters: that it writes into.
+        objects: that it changes, as they are when it is called.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], buffers: set[int], parameters: Sequence[nn.Parameter] = ()
+        self,
+        modules: Sequence[nn.Module],
+        buffers: set[int],
+        parameters: Sequence[nn.Parameter] = (),
+        objects: Callable[[], Objects] = lambda: Objects(()),
     ) -> None:
         self._modules = modules
+        self._objects, self._objects_before = objects, objects()
         self._parameters = [(p, p.detach().clone()) for p in parameters]
         self._before = Attributes(modules)
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -204,9 +211,10 @@ class Surroundings:
         Raises:
             StepChangedError: a tensor that is no buffer was changed in place, which cannot be undone.
         """
-        now = Attributes(self._modules)
+        now, objects = Attributes(self._modules), self._objects()
         outer, _repeating.now = _repeating.now, True
         self._before.restore()
+        self._objects_before.restore()
         for module, name, copy in self._buffers:
             # other objects, not other contents: what was saved for a backward stays as it is
             module._buffers[name] = copy
@@ -219,6 +227,7 @@ class Surroundings:
         finally:
             _repeating.now = outer
             now.restore()
+            objects.restore()
             for parameter, own in memory:
                 parameter.data = own
         if written is not None:

@@ -134,7 +134,7 @@ class Stage:
         copies: parameters that other stages use as well.
         recompute: what is repeated before, or in, a backward.
         strangers: what its first forward of training must not use; None: it may use everything.
-        shown: whether it belongs to the pipeline whose attributes of modules hooks see.
+        shown: whether hooks on this process see what it made of attributes of modules.
 
     Attributes:
         stash: micro-batch -> what its forward keeps for its backward.
@@ -161,7 +161,7 @@ class Stage:
         self._owned = owned_tensors(module, ())
         self._packer = Packer(module) if any(node.opens for node in program.graph.nodes) else None
         self._rewritten = Rewritten.of(program, module)
-        self._attributes = OwnAttributes(module, program.graph.attributes, shown and program.is_last)
+        self._attributes = OwnAttributes(module, program.graph.attributes, program.holders, shown)
         self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
         self._repeats: frozenset[int] = frozenset()
         self._recompute = recompute
@@ -273,7 +273,8 @@ class Stage:
         """A forward that keeps its inputs. What it computes lives until it ends, as it will in the backward."""
         modules, states = self._scope
         buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
-        surroundings, observations = Surroundings(modules, buffers, self._rewritten.parameters()), Observations()
+        surroundings = Surroundings(modules, buffers, self._rewritten.parameters(), self._attributes.objects)
+        observations = Observations()
         versions = tuple(_version(t) for t in message.tensors) if message is not None else ()
         _, replayed = self._replay(task, micro_batch, message, copies, observations.first)
         surroundings.done()

@@ -1,0 +1,54 @@
+"""What is in objects that have neither items nor attributes: arrays, and generators of random numbers."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["contents", "is_opaque", "is_same", "put"]
+
+
+def is_opaque(obj: Any) -> bool:
+    """Whether it is such an object, and can be changed. An array that is mapped from a file is data."""
+    if isinstance(obj, np.ndarray):
+        return obj.flags.writeable and not isinstance(obj, np.memmap)
+    return isinstance(obj, _GENERATORS)
+
+
+def contents(obj: Any) -> Any:
+    """A copy of what is in it."""
+    if isinstance(obj, np.ndarray):
+        return obj.copy()
+    if isinstance(obj, torch.Generator):
+        return obj.get_state().numpy().tobytes()
+    if isinstance(obj, random.Random):
+        return obj.getstate()
+    return pickle.dumps(obj.bit_generator.state if isinstance(obj, np.random.Generator) else obj.get_state())
+
+
+def is_same(obj: Any, copy: Any) -> bool:
+    """Whether that is in it."""
+    if isinstance(obj, np.ndarray):
+        return obj.shape == copy.shape and obj.tobytes() == copy.tobytes()
+    return bool(contents(obj) == copy)
+
+
+def put(obj: Any, copy: Any) -> None:
+    """Put it back."""
+    if isinstance(obj, np.ndarray):
+        obj[...] = copy
+    elif isinstance(obj, torch.Generator):
+        obj.set_state(torch.frombuffer(bytearray(copy), dtype=torch.uint8))
+    elif isinstance(obj, random.Random):
+        obj.setstate(copy)
+    elif isinstance(obj, np.random.Generator):
+        obj.bit_generator.state = pickle.loads(copy)
+    else:
+        obj.set_state(pickle.loads(copy))
+
+
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
