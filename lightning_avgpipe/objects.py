@@ -159,6 +159,8 @@ class Objects:
         """Those with these ids, as they are now."""
         objects = Objects(())
         objects._states = [(obj, _state(obj)) for obj, _ in self._states if id(obj) in chosen]
+        objects.owners = [obj for obj, _ in objects._states]
+        objects._indices = {id(obj): i for i, obj in enumerate(objects.owners)}
         objects._opaque = [(o, opaque_contents.contents(o)) for o, _ in self._opaque if id(o) in chosen]
         return objects
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_avgpipe import tree
+from lightning_avgpipe import opaque, tree
 from lightning_avgpipe.objects import Objects
 from lightning_avgpipe.source import source_line
 
@@ -218,12 +218,19 @@ class Mutations:
         self._chosen = self.objects.among(chosen)
         self._position = position
         self._first: dict[int, int] = {}  # id of an object -> where it first changed
+        self._carrying: set[int] = set()  # those into which something went that the step has computed
 
     def look(self) -> None:
         """Code between units has run."""
         changed = self._chosen.changed()
         for obj in changed:
             self._first.setdefault(id(obj), self._position())
+        # a name or a flag that is set when it is first needed is the same for all
+        self._carrying.update(id(obj) for obj in changed if opaque.is_opaque(obj))
+        for change in self._chosen.changes() if changed else ():
+            items = change.items.values() if isinstance(change.items, dict) else change.items or ()
+            if any(isinstance(item, (Tensor, float)) for item in (*items, *change.attributes.values())):
+                self._carrying.add(id(self._chosen.owners[change.index]))
         if changed:
             self._chosen.follow(changed)
 
@@ -240,17 +247,21 @@ class Mutations:
 
     def holders(self) -> dict[Key, int]:
         """Attributes that lead to what code between units has changed, and where it first did."""
+        return self._leading(self._first)
+
+    def _leading(self, objects: dict[int, int]) -> dict[Key, int]:
         found = {}
-        for key, held in self._attributes.items() if self._first else ():
+        for key, held in self._attributes.items() if objects else ():
             reached = Objects([held], opaque=True)
-            first = [position for obj, position in self._first.items() if reached.reach({obj})]
+            first = [position for obj, position in objects.items() if reached.reach({obj})]
             if first:
                 found[key] = min(first)
         return found
 
     def pinned(self, assignments: Assignments) -> Iterator[tuple[int, int, str]]:
         """Where no cut may lie: a stage that reads what a step before has changed must come to the change."""
-        for key, change in self.holders().items():
+        carried = {obj: position for obj, position in self._first.items() if obj in self._carrying}
+        for key, change in self._leading(carried).items():
             first, place = assignments.read(key)
             if first < change:
                 name = ".".join(part for part in key if part)
