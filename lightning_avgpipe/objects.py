@@ -155,12 +155,14 @@ class Objects:
         found = (*(obj for obj, _ in self._states), *(obj for obj, _ in self._opaque), *self.tensors)
         return any(id(obj) in others for obj in found)
 
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """Each object with the items that it held; None for one that has none."""
+        return ((obj, state.items) for obj, state in self._states)
+
     def among(self, chosen: Collection[int]) -> Objects:
         """Those with these ids, as they are now."""
         objects = Objects(())
         objects._states = [(obj, _state(obj)) for obj, _ in self._states if id(obj) in chosen]
-        objects.owners = [obj for obj, _ in objects._states]
-        objects._indices = {id(obj): i for i, obj in enumerate(objects.owners)}
         objects._opaque = [(o, opaque_contents.contents(o)) for o, _ in self._opaque if id(o) in chosen]
         return objects
 

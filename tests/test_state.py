@@ -415,3 +415,66 @@ def test_the_demo_of_an_lstm_carries_its_hidden_state_from_micro_batch_to_micro_
     with torch.no_grad():
         loss = F.nll_loss(plain.model(x, plain.model.init_hidden(len(x)))[0], y.flatten())
     torch.testing.assert_close(training.callback_metrics["val_loss"], loss)
+
+
+class Collecting(Layers):
+    """Collects what it sees, and counts it, before the first unit and after the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.by_size: dict[int, list[float]] = defaultdict(list)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += batch[0][:, 0].tolist()
+        self.by_size[len(batch[0])].append(float(batch[0][0, 0]))
+        loss = (self.through(batch[0]) - batch[1]).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_what_parallel_models_collect_comes_together(num_stages: int) -> None:
+    module = piped(Collecting(), num_stages, num_pipelines=2, costs="flops")
+    everything = [value for batch in data() for value in batch[0][:, 0].tolist()]
+    assert sorted(module.seen) == pytest.approx(sorted(everything))
+    assert len(module.losses) == 4 * NUM_MICROBATCHES
+    assert sum(map(len, module.by_size.values())) == 4 * NUM_MICROBATCHES
+
+
+class CountingLate(Layers):
+    """Counts at the end of the step what decides about its beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = {"steps": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = (self.through(batch[0] * (1 + 0.1 * self.count["steps"])) - batch[1]).square().mean()
+        self.count["steps"] += 1
+        return loss
+
+
+def test_a_count_that_is_read_before_it_is_counted_on_another_stage_is_refused_by_name() -> None:
+    with pytest.raises(PartitionError, match=r"'count' is read at test_state.py:\d+ .* and its contents are changed"):
+        piped(CountingLate(), 2, costs="flops")
+    assert_same(piped(CountingLate(), 1, costs="flops"), by_hand(CountingLate()))
+
+
+class SetWhenNeeded(Layers):
+    """Sets in an object what is missing, which is the same for all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        y = self.b(self.a(batch[0]) * self.settings.get("scale", 1.0))
+        if "scale" not in self.settings:
+            self.settings["scale"], self.settings["name"] = 1.0, "eager"
+        return (self.d(self.c(y)) - batch[1]).square().mean()
+
+
+def test_what_is_set_when_it_is_first_needed_keeps_no_stages_together() -> None:
+    assert_same(piped(SetWhenNeeded(), 4, costs="flops"), by_hand(SetWhenNeeded()))

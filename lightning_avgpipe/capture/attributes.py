@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_avgpipe import opaque, tree
+from lightning_avgpipe import tree
 from lightning_avgpipe.objects import Objects
 from lightning_avgpipe.source import source_line
 
@@ -217,20 +217,13 @@ class Mutations:
         self.objects = Objects(self._attributes.values(), opaque=True)
         self._chosen = self.objects.among(chosen)
         self._position = position
-        self._first: dict[int, int] = {}  # id of an object -> where it first changed
-        self._carrying: set[int] = set()  # those into which something went that the step has computed
+        self._first: dict[int, tuple[Any, int]] = {}  # by id: an object, and where it first changed
 
     def look(self) -> None:
         """Code between units has run."""
         changed = self._chosen.changed()
         for obj in changed:
-            self._first.setdefault(id(obj), self._position())
-        # a name or a flag that is set when it is first needed is the same for all
-        self._carrying.update(id(obj) for obj in changed if opaque.is_opaque(obj))
-        for change in self._chosen.changes() if changed else ():
-            items = change.items.values() if isinstance(change.items, dict) else change.items or ()
-            if any(isinstance(item, (Tensor, float)) for item in (*items, *change.attributes.values())):
-                self._carrying.add(id(self._chosen.owners[change.index]))
+            self._first.setdefault(id(obj), (obj, self._position()))
         if changed:
             self._chosen.follow(changed)
 
@@ -245,23 +238,30 @@ class Mutations:
         """Ids of the objects that have changed since the step began, whoever changed them."""
         return frozenset(id(obj) for obj in self.objects.changed() if not isinstance(obj, Tensor))
 
+    def keep(self, lasting: Collection[int]) -> None:
+        """Forget what does not change again when the step runs once more: a name that is set when it is first needed.
+
+        That is the same for all stages of a process. A stage of its own mind would make once more what goes with it.
+
+        Args:
+            lasting: ids of the objects that do; a list that the step has made is one, and leads to what holds it.
+        """
+        changing = {key for key, (obj, _) in self._first.items() if Objects([obj], opaque=True).reach(lasting)}
+        self._first = {key: first for key, first in self._first.items() if key in changing}
+
     def holders(self) -> dict[Key, int]:
         """Attributes that lead to what code between units has changed, and where it first did."""
-        return self._leading(self._first)
-
-    def _leading(self, objects: dict[int, int]) -> dict[Key, int]:
         found = {}
-        for key, held in self._attributes.items() if objects else ():
+        for key, held in self._attributes.items() if self._first else ():
             reached = Objects([held], opaque=True)
-            first = [position for obj, position in objects.items() if reached.reach({obj})]
+            first = [position for key, (_, position) in self._first.items() if reached.reach({key})]
             if first:
                 found[key] = min(first)
         return found
 
     def pinned(self, assignments: Assignments) -> Iterator[tuple[int, int, str]]:
         """Where no cut may lie: a stage that reads what a step before has changed must come to the change."""
-        carried = {obj: position for obj, position in self._first.items() if obj in self._carrying}
-        for key, change in self._leading(carried).items():
+        for key, change in self.holders().items():
             first, place = assignments.read(key)
             if first < change:
                 name = ".".join(part for part in key if part)

@@ -110,16 +110,20 @@ def _record(
         attributes, carried = tuple(recorder.assignments.changed()), tuple(recorder.assignments.carried())
         recorder.mutations.look()
         recorder.mutable |= recorder.mutations.found()
-        recorder.pinned += [*recorder.assignments.pinned(), *recorder.mutations.pinned(recorder.assignments)]
-        holders = tuple(recorder.mutations.holders().items())
         recorder.watch.look()
         if step == "training_step":
             _check_loss(result)
         recorder.keep(tree.tensors(result))
         recorder.find_reassigned_buffers()
         recorder.find_shared_states()
-        if recorder.assignments.created():
-            attributes = tuple(key for key in attributes if key not in _made_once(recorder, make, run, spare))
+        recorder.pinned += recorder.assignments.pinned()
+        if recorder.assignments.created() or recorder.mutations.holders():
+            again = _once_more(make, run, spare)
+            made = recorder.assignments.created() - again.assignments.assigned()
+            attributes = tuple(key for key in attributes if key not in made)
+            recorder.mutations.keep(again.mutations.found())
+        recorder.pinned += recorder.mutations.pinned(recorder.assignments)
+        holders = tuple(recorder.mutations.holders().items())
     return CallGraph(
         step=step,
         nodes=tuple(recorder.drawn(node) for node in recorder.nodes),
@@ -143,18 +147,18 @@ def _record(
     )
 
 
-def _made_once(
-    recorder: _Recorder, make: Callable[[Sequence[Tensor]], _Recorder], run: Callable[..., Any], args: Sequence[Any]
-) -> set[tuple[str, str]]:
-    """Attributes that the step has made for good: it assigned them, and leaves them when it runs once more.
+def _once_more(
+    make: Callable[[Sequence[Tensor]], _Recorder], run: Callable[..., Any], args: Sequence[Any]
+) -> _Recorder:
+    """What the step changes again when it runs once more. The rest it has made for good.
 
-    All stages of a process share them and what was made with them (hooks, tables): a stage of its own mind would make
+    All stages of a process share that and what was made with it (hooks, tables): a stage of its own mind would make
     everything once more.
     """
     again = make(tree.tensors(args))
     with again.changes, again.assignments.watched(), again.following(), watching(again.calls):
         run(*args)
-    return recorder.assignments.created() - again.assignments.assigned()
+    return again
 
 
 def _check_loss(result: Any) -> None:

@@ -1,8 +1,19 @@
-"""What each stage has made of attributes of modules: code between units runs on every stage that comes so far."""
+"""What each stage has made of attributes of modules: code between units runs on every stage that comes so far.
+
+::
+
+    training_step      n = self.count["steps"] += 1 | units of stage 0 | self.losses.append(loss) of the last stage
+    stage 0            {"steps": 1}                                      comes to its end before
+    last stage         {"steps": 1}, the one that hooks see              [loss]
+
+Parallel models, too, have values of their own while an iteration runs, so that all stages of a model read the same,
+whatever the other models do meanwhile. When it has ended, what each has added to a list, set or dict is put together.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +24,7 @@ from lightning_avgpipe.objects import Objects
 __all__ = ["OwnAttributes"]
 
 _MISSING = object()
+_COLLECTIONS = (list, deque, set, dict)
 
 
 class OwnAttributes:
@@ -39,21 +51,42 @@ class OwnAttributes:
         self._holders = [(vars(module.get_submodule(path)), name) for path, name in holders]
         self._own: list[Any] = []
         self._own_objects = Objects(())
+        self._has_run = False  # in any iteration
         self._seen: list[Any] = []  # what everybody saw when the last iteration ended
         self._seen_objects = Objects(())
+        self._begun = Objects(())
 
     def begin(self) -> None:
         """An iteration begins: what a hook has assigned or changed since the last one holds for all stages."""
-        for i, (before, now) in enumerate(zip(self._seen, self._shown(), strict=False)):
-            if now is not before and self._own:
-                self._own[i] = now
-        self._own_objects.follow(self._seen_objects.changed())
+        if self._shows:
+            return
+        if self._has_run:
+            pairs = zip(self._own, self._seen, self._shown(), strict=True)
+            self._own = [own if now is before else now for own, before, now in pairs]
+            self._own_objects.follow(self._seen_objects.changed())
+            with self.placed():  # what a hook has put into them is found now, before any stage changes it
+                pass
+        else:
+            self._own, self._own_objects, self._has_run = self._shown(), self.objects(), True
+        self._begun = self._own_objects
 
     def end(self) -> None:
         """An iteration has ended."""
-        self._seen = self._shown()
         if not self._shows:
-            self._seen_objects = self.objects()
+            self._seen, self._seen_objects = self._shown(), self.objects()
+
+    def added(self) -> list[Any]:
+        """Add to everybody's lists, sets and dicts what this stage has added to its own; returns which they are."""
+        before = {id(obj): items for obj, items in self._begun.items()}
+        found = []
+        for obj, items in self._own_objects.items():
+            if isinstance(obj, _COLLECTIONS) and id(obj) in before and _add(obj, before[id(obj)], items):
+                found.append(obj)
+        return found
+
+    def accept(self, objects: Sequence[Any]) -> None:
+        """Of these this stage has what everybody sees."""
+        self._own_objects.follow(objects)
 
     def _shown(self) -> list[Any]:
         return [attributes.get(name, _MISSING) for attributes, name in self._places]
@@ -69,7 +102,7 @@ class OwnAttributes:
             yield
             return
         shown, objects = self._shown(), self.objects()
-        self._put(self._own or shown)
+        self._put(self._own)
         self._own_objects.restore()
         try:
             yield
@@ -84,3 +117,24 @@ class OwnAttributes:
                 attributes.pop(name, None)
             else:
                 attributes[name] = value
+
+
+def _add(collection: Any, before: Any, after: Any) -> bool:
+    """Add what else there is after than before; tells whether there is anything."""
+    if isinstance(collection, dict):
+        new = [key for key in after if key not in before]
+        for key in new:
+            if key not in collection:
+                collection[key] = after[key]
+            elif collection[key] is not after[key] and isinstance(after[key], _COLLECTIONS):
+                _add(collection[key], (), after[key])  # such as a list of a defaultdict
+        return bool(new)
+    if isinstance(collection, set):
+        collection |= after.difference(before)
+        return bool(after.difference(before))
+    number = len(before)
+    begins_alike = len(after) > number and all(a is b for a, b in zip(before, after, strict=False))
+    if begins_alike and getattr(collection, "maxlen", None) is None:
+        collection.extend(list(after)[number:])
+        return True
+    return False

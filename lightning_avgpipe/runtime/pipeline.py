@@ -138,6 +138,10 @@ class Pipeline:
             if self._cuts[step] and position <= self._cuts[step][-1]
         )
 
+    def stages(self, step: str) -> list[Stage]:
+        """Those that this process hosts, for a step function."""
+        return self._stages[step]
+
     def copies(self, step: str) -> Copies:
         """The parameters that several stages use in a step function."""
         return self._copies[step]
@@ -206,3 +210,6 @@ def run_together(
             for end in (lane.values, lane.gradients):
                 if isinstance(end, LocalChannel):
                     end.clear()
+        added = [obj for pipeline in pipelines[1:] for obj in pipeline.stages(step)[-1].attributes.added()]
+        for stage in (stage for pipeline in pipelines for stage in pipeline.stages(step)):
+            stage.attributes.accept(added)

@@ -140,6 +140,7 @@ class Stage:
         stash: micro-batch -> what its forward keeps for its backward.
         results: on the last stage, what the step returned for each micro-batch.
         skipped: micro-batches without a loss, which had a backward nevertheless: it brought no gradients.
+        attributes: what it makes of attributes of modules.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Stage:
         self._owned = owned_tensors(module, ())
         self._packer = Packer(module) if any(node.opens for node in program.graph.nodes) else None
         self._rewritten = Rewritten.of(program, module)
-        self._attributes = OwnAttributes(module, program.graph.attributes, program.holders, shown)
+        self.attributes = OwnAttributes(module, program.graph.attributes, program.holders, shown)
         self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
         self._repeats: frozenset[int] = frozenset()
         self._recompute = recompute
@@ -174,7 +175,7 @@ class Stage:
 
     def begin(self, row: Sequence[Action]) -> None:
         """An iteration with these actions begins."""
-        self._attributes.begin()
+        self.attributes.begin()
         self._repeats = repeated(row, self.program.is_last) if self._recompute.stages else frozenset()
 
     def forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
@@ -194,7 +195,7 @@ class Stage:
         with (
             _profiled(f"avgpipe::F{micro_batch}"),
             self._copies.placed(program.stage) as copies,
-            self._attributes.placed(),
+            self.attributes.placed(),
         ):
             if task.trains and micro_batch in self._repeats:
                 return self._forward_to_repeat(task, micro_batch, message, copies)
@@ -273,7 +274,7 @@ class Stage:
         """A forward that keeps its inputs. What it computes lives until it ends, as it will in the backward."""
         modules, states = self._scope
         buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
-        surroundings = Surroundings(modules, buffers, self._rewritten.parameters(), self._attributes.objects)
+        surroundings = Surroundings(modules, buffers, self._rewritten.parameters(), self.attributes.objects)
         observations = Observations()
         versions = tuple(_version(t) for t in message.tensors) if message is not None else ()
         _, replayed = self._replay(task, micro_batch, message, copies, observations.first)
@@ -340,7 +341,7 @@ class Stage:
         with (
             _profiled(f"avgpipe::B{micro_batch}"),
             self._copies.placed(self.program.stage) as copies,
-            self._attributes.placed(),
+            self.attributes.placed(),
         ):
             if isinstance(stash, _Inputs):
                 stash, gradients = self._repeat(stash, micro_batch, message, copies)
@@ -358,7 +359,7 @@ class Stage:
 
     def clear(self) -> None:
         """Forget everything about unfinished micro-batches."""
-        self._attributes.end()
+        self.attributes.end()
         self.stash.clear()
         self.results.clear()
         self.skipped.clear()

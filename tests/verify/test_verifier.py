@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -228,20 +229,14 @@ def test_weights_that_depend_on_more_than_the_gradients_are_named() -> None:
 
 
 class Remembering(MLP):
-    """The loss depends on how often a function was called, which only a closure knows."""
+    """The loss depends on how often a function was called, which only an iterator knows."""
 
     def __init__(self) -> None:
         super().__init__()
-        calls = [0]
-
-        def count() -> int:
-            calls[0] += 1
-            return calls[0]
-
-        self.count = count
+        self.calls = itertools.count(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x * (1 + 0.1 * self.count()))
+        return self.layers(x * (1 + 0.1 * next(self.calls)))
 
 
 class Halved(MLP):
@@ -270,7 +265,7 @@ def test_a_hook_on_a_gradient_that_no_stage_has_whole_is_refused() -> None:
         fit(module)
 
 
-def test_state_in_a_closure_is_found() -> None:
+def test_state_in_an_iterator_is_found() -> None:
     with pytest.raises(VerificationError, match="the loss of 'micro-batch"):
         fit(Remembering())
 
