@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import opaque as opaque_contents
 
-__all__ = ["Change", "Objects", "is_open"]
+__all__ = ["Change", "Objects", "Variable", "is_open"]
 
 # What holds no values of a step, and leads to everything else. Of the standard library, and of Lightning,
 # only containers are opened.
@@ -28,6 +28,36 @@ _OPEN = (
     "builtins", "collections", "types.SimpleNamespace", "functools.partial", "abc", "typing",
     "lightning.fabric.utilities.data.AttributeDict",
 )  # fmt: skip
+
+
+class Variable:
+    """A global variable, or an attribute of a class: an object whose only attribute is what it stands for.
+
+    Args:
+        owner: the variables of a Python module, or a class.
+        name: of the variable.
+    """
+
+    def __init__(self, owner: dict[str, Any] | type, name: str) -> None:
+        self._owner = owner
+        self._name = name
+
+    def state(self) -> dict[str, Any]:
+        """What it stands for, if anything."""
+        held = self._owner if isinstance(self._owner, dict) else vars(self._owner)
+        return {"value": held[self._name]} if self._name in held else {}
+
+    def put(self, state: dict[str, Any]) -> None:
+        """Let it stand for that."""
+        if isinstance(self._owner, type):
+            if state:
+                setattr(self._owner, self._name, state["value"])
+            elif self._name in vars(self._owner):
+                delattr(self._owner, self._name)
+        elif state:
+            self._owner[self._name] = state["value"]
+        else:
+            self._owner.pop(self._name, None)
 
 
 class _State(NamedTuple):
@@ -242,7 +272,7 @@ _OPENED: dict[type, bool] = {}
 def _opens(cls: type) -> bool:
     if issubclass(cls, (Tensor, nn.Module, type, types.ModuleType)):
         return False
-    if cls in (types.FunctionType, types.MethodType, types.CellType):
+    if cls in (types.FunctionType, types.MethodType, types.CellType, Variable):
         return True
     for base in cls.__mro__[:-1]:
         name = f"{base.__module__}.{base.__qualname__}"
@@ -265,6 +295,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 def _state(obj: Any) -> _State:
     cls: Any = type(obj)
+    if cls is Variable:
+        return _State(None, obj.state())
     if cls is types.CellType:
         try:
             return _State(None, {"cell_contents": obj.cell_contents})
@@ -294,6 +326,9 @@ def _state(obj: Any) -> _State:
 
 def _put(obj: Any, state: _State) -> None:
     cls: Any = type(obj)
+    if cls is Variable:
+        obj.put(state.attributes)
+        return
     if cls is types.CellType:
         if state.attributes:
             obj.cell_contents = state.attributes["cell_contents"]

@@ -11,11 +11,13 @@ import torch
 
 __all__ = ["contents", "is_opaque", "is_same", "put"]
 
+_LARGEST = 2**26  # bytes of an array that steps may change
+
 
 def is_opaque(obj: Any) -> bool:
-    """Whether it is such an object, and can be changed. An array that is mapped from a file is data."""
+    """Whether it is such an object, and can be changed. A large array, or one that is mapped from a file, is data."""
     if isinstance(obj, np.ndarray):
-        return obj.flags.writeable and not isinstance(obj, np.memmap)
+        return obj.flags.writeable and not isinstance(obj, np.memmap) and obj.nbytes <= _LARGEST
     return isinstance(obj, _GENERATORS)
 
 

@@ -478,3 +478,71 @@ class SetWhenNeeded(Layers):
 
 def test_what_is_set_when_it_is_first_needed_keeps_no_stages_together() -> None:
     assert_same(piped(SetWhenNeeded(), 4, costs="flops"), by_hand(SetWhenNeeded()))
+
+
+CALLS, TOTAL, SEEN = {"steps": 0}, 0, []
+
+
+class Clock:
+    """Keeps the time in its class."""
+
+    now = 0
+
+    def tick(self) -> int:
+        Clock.now += 1
+        return Clock.now
+
+
+CLOCK = Clock()
+
+
+def counted() -> int:
+    global TOTAL
+    TOTAL += 1
+    return TOTAL
+
+
+class Outside(Layers):
+    """Counts in global variables and in classes, and collects in a list of the module's."""
+
+    runs = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        CALLS["steps"] += 1
+        type(self).runs += 1
+        number = CALLS["steps"] + self.runs + counted() + CLOCK.tick()
+        loss = (self.through(batch[0] * (1 + 0.01 * number)) - batch[1]).square().mean()
+        SEEN.append(loss.item())
+        return loss
+
+
+def test_variables_outside_of_modules_change_once_per_micro_batch() -> None:
+    def result(run: Callable[[Layers], nn.Module]) -> tuple[nn.Module, Any]:
+        global TOTAL
+        CALLS["steps"], TOTAL, Clock.now, Outside.runs = 0, 0, 0, 0
+        SEEN.clear()
+        module = run(Outside())
+        return module, (CALLS["steps"], TOTAL, Clock.now, Outside.runs, list(SEEN))
+
+    expected, counts = result(by_hand)
+    assert counts[:4] == (4 * NUM_MICROBATCHES,) * 4
+    for settings in ({"schedule": "1f1b", "verify": True}, {"recompute": True, "schedule": "afab"}):
+        module, found = result(lambda module, settings=settings: piped(module, 3, costs="flops", **settings))
+        assert_same(module, expected)
+        assert found == counts
+    _, (*_, seen) = result(lambda module: piped(module, 2, costs="flops", num_pipelines=2))
+    assert len(seen) == 4 * NUM_MICROBATCHES
+
+
+class OutsideLate(Layers):
+    """Counts at the end of the step what its beginning reads."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = (self.through(batch[0] * (1 + 0.1 * CALLS["steps"])) - batch[1]).square().mean()
+        CALLS["steps"] += 1
+        return loss
+
+
+def test_a_variable_that_is_read_before_another_stage_changes_it_is_refused_by_name() -> None:
+    with pytest.raises(PartitionError, match=r"'global tests.test_state.CALLS' is read at .* its contents are changed"):
+        piped(OutsideLate(), 2, costs="flops")

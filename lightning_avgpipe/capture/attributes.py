@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_avgpipe import tree
+from lightning_avgpipe.capture.outside import outside, places
 from lightning_avgpipe.objects import Objects
 from lightning_avgpipe.source import source_line
 
@@ -192,10 +193,10 @@ def _layout(value: Any) -> Any:
 
 
 class Mutations:
-    """Which objects in attributes the code between units changes in place, and when.
+    """Which objects in attributes the code between units changes in place, and which variables, and when.
 
     Args:
-        module: whose submodules' attributes lead to the objects.
+        module: whose submodules' attributes lead to the objects, and whose code names the variables.
         chosen: the ids of those that change while the step runs; only these are watched.
         position: how many nodes there are.
         ignore: modules that only observe.
@@ -214,6 +215,8 @@ class Mutations:
             for name, held in vars(m).items()
             if name not in _OF_EVERY_MODULE
         }
+        self._attributes |= {("", name): variable for name, variable in outside(module).items()}
+        self._module = module
         self.objects = Objects(self._attributes.values(), opaque=True)
         self._chosen = self.objects.among(chosen)
         self._position = position
@@ -232,6 +235,10 @@ class Mutations:
         """Within this context a unit runs, which changes what it changes on its stage only."""
         self.look()
         yield
+        self.pass_over()
+
+    def pass_over(self) -> None:
+        """What has changed until now was not changed by the code between units."""
         self._chosen.follow(self._chosen.changed())
 
     def found(self) -> frozenset[int]:
@@ -261,7 +268,10 @@ class Mutations:
 
     def pinned(self, assignments: Assignments) -> Iterator[tuple[int, int, str]]:
         """Where no cut may lie: a stage that reads what a step before has changed must come to the change."""
+        variables = {("", name) for name in outside(self._module)}
         for key, change in self.holders().items():
+            if key in variables and places(self._module, key[1]) == 1:
+                continue  # which reads it, if at all, where it changes it
             first, place = assignments.read(key)
             if first < change:
                 name = ".".join(part for part in key if part)

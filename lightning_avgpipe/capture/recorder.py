@@ -249,6 +249,7 @@ class _Recorder(StepTracer):
         used = self._provenance.used
         states = self._states([*module.parameters(), *module.buffers(), *used], changes)
         result = self._provenance.followed(result, (args, kwargs), module.modules() if exports else ())
+        self.mutations.pass_over()
         used += [t for t in tree.tensors(result) if self._provenance.birth(t) is not None or self.is_known(t)]
         inputs = self._inputs([*visible, *used])
         parameters = self._parameters([*module.parameters(), *used])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.changes import put_back
+from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.objects import Objects
 
 __all__ = ["Attributes", "random_state", "unchanged", "untouched"]
@@ -44,8 +45,9 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
     """Run a step of ``module`` in this context and nothing of it remains.
 
     Buffers, attributes of all submodules (counters, cached masks, lists of outputs, metric states) and random state
-    are restored, in place where they are tensors or containers; so are attributes of the user's classes, where a list
-    of outputs may live as well. Of parameters the memory is restored, and the contents of those that change.
+    are restored, in place where they are tensors or containers; so are attributes of the user's classes, and global
+    variables that their code names, where a list of outputs may live as well. Of parameters the memory is restored, and
+    the contents of those that change.
 
     Args:
         changing: full names of the parameters that the step changes.
@@ -56,8 +58,8 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
     saved = [(m, _save(m)) for m in module.modules()]
     classes = [(kind, _save_class(kind)) for kind in _own_classes(module)]
     held = (value for value in _attribute_values(module) if not isinstance(value, Tensor))
-    objects = Objects(held, contents=True, opaque=True)
-    with random_state(), objects.restored():
+    objects, variables = Objects(held, contents=True, opaque=True), Objects(outside(module).values(), opaque=True)
+    with random_state(), objects.restored(), variables.restored():
         try:
             yield
         finally:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.objects import Objects
 
 __all__ = ["OwnAttributes"]
@@ -35,7 +36,7 @@ class OwnAttributes:
     Args:
         module: the whole module.
         names: path of a module, name of an attribute that the step assigns.
-        holders: the same of attributes that lead to objects which it changes.
+        holders: the same of attributes that lead to objects which it changes, and ``("", name)`` of variables outside.
         shown: whether this stage's values are those that everybody sees.
     """
 
@@ -48,7 +49,9 @@ class OwnAttributes:
     ) -> None:
         self._places = [] if shown else [(vars(module.get_submodule(path)), name) for path, name in names]
         self._shows = shown
-        self._holders = [(vars(module.get_submodule(path)), name) for path, name in holders]
+        variables = outside(module)
+        self._variables = [variables[name] for path, name in holders if not path and name in variables]
+        self._holders = [(vars(module.get_submodule(path)), name) for path, name in holders if name not in variables]
         self._own: list[Any] = []
         self._own_objects = Objects(())
         self._has_run = False  # in any iteration
@@ -93,12 +96,13 @@ class OwnAttributes:
 
     def objects(self) -> Objects:
         """Those that the step changes in place, as they are now."""
-        return Objects((attributes.get(name) for attributes, name in self._holders), opaque=True)
+        held = (attributes.get(name) for attributes, name in self._holders)
+        return Objects((*held, *self._variables), opaque=True)
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
         """Within this context the module has this stage's values. Objects stay the same, whoever refers to them."""
-        if self._shows or not (self._places or self._holders):
+        if self._shows or not (self._places or self._holders or self._variables):
             yield
             return
         shown, objects = self._shown(), self.objects()

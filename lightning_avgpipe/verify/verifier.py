@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_avgpipe import checks
+from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.errors import VerificationError
+from lightning_avgpipe.objects import Objects
 from lightning_avgpipe.partition import Plan
 from lightning_avgpipe.replaced import replaced
 from lightning_avgpipe.runtime.microbatch import MicroBatch
@@ -145,7 +147,8 @@ class Verifier:
         clear = None
         if clears and n == 0:
             clear = lambda module: notify_zero_grad(module, strategy.optimizers[0])  # noqa: E731
-        return run.run(twin, parts, rest, self._carried[n], clear)
+        with Objects(outside(self._module).values(), opaque=True).restored():  # which the twin shares
+            return run.run(twin, parts, rest, self._carried[n], clear)
 
     def compare(self) -> None:
         """All backwards are done, and nothing else: compare what there is now.

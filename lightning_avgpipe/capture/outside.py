@@ -1,0 +1,139 @@
+"""Outside: what the user's code may change besides modules: global variables, and attributes of classes."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import sysconfig
+import types
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_avgpipe.objects import Variable
+
+__all__ = ["outside", "places"]
+
+_INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OWN = str(Path(__file__).parents[1])
+_CODE = (types.FunctionType, types.MethodType, type, types.ModuleType, nn.Module)
+
+
+def outside(module: nn.Module) -> dict[str, Variable]:
+    """The variables that the code of a module's classes names, and of the functions and classes that it names in turn.
+
+    Code of installed packages is not looked at.
+
+    Returns:
+        By full name, such as ``global mine.CALLS`` or ``class mine.Net.calls``; the same objects each time.
+    """
+    return _reached(_classes(module)).variables
+
+
+def places(module: nn.Module, name: str) -> int:
+    """How many lines of this code name a variable."""
+    reached = _reached(_classes(module))
+    return len(reached.lines[name.rpartition(".")[2]])
+
+
+def _classes(module: nn.Module) -> frozenset[type]:
+    return frozenset(type(held) for m in module.modules() for held in (m, *vars(m).values()) if _is_own(type(held)))
+
+
+@functools.lru_cache(maxsize=64)
+def _reached(classes: frozenset[type]) -> _Reached:
+    reached = _Reached()
+    for kind in sorted(classes, key=lambda kind: (kind.__module__, kind.__qualname__)):
+        reached.enter(kind)
+    return reached
+
+
+class _Reached:
+    """What code names."""
+
+    def __init__(self) -> None:
+        self.variables: dict[str, Variable] = {}
+        self.lines: dict[str, set[tuple[types.CodeType, int | None]]] = defaultdict(set)  # by the name alone
+        self._seen: set[int] = set()
+
+    def enter(self, thing: Any) -> None:
+        """A function, a class or what wraps a function."""
+        thing = getattr(thing, "__wrapped__", getattr(thing, "__func__", thing))
+        if id(thing) in self._seen or not _is_own(thing):
+            return
+        self._seen.add(id(thing))
+        if isinstance(thing, types.FunctionType):
+            for code in _codes(thing.__code__):
+                self._read(code, thing.__globals__)
+        elif isinstance(thing, type):
+            for kind in filter(_is_own, thing.__mro__):
+                for name, held in list(vars(kind).items()):
+                    self._attribute(kind, name, held)
+
+    def _attribute(self, kind: type, name: str, held: Any) -> None:
+        if isinstance(held, property):
+            for function in (held.fget, held.fset):
+                self.enter(function)
+        elif isinstance(held, (staticmethod, classmethod, *_CODE)):
+            self.enter(held)
+        elif not name.startswith("__") and not hasattr(held, "__get__"):
+            self._variable(f"class {_name(kind)}", kind, name)
+
+    def _read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
+        before: Any = None  # the Python module whose attribute may come next
+        line = code.co_firstlineno
+        for instruction in dis.get_instructions(code):
+            line = instruction.starts_line or line
+            name, operation = instruction.argval, instruction.opname
+            module, before = before, None
+            if operation in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
+                self.lines[name].add((code, line))
+                before = self._name(namespace, name)
+            elif operation in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+                self.lines[name].add((code, line))
+                if isinstance(module, types.ModuleType) and _is_own(module):
+                    before = self._name(vars(module), name)
+
+    def _name(self, namespace: dict[str, Any], name: str) -> Any:
+        held = namespace.get(name)
+        if isinstance(held, _CODE) or callable(getattr(held, "__wrapped__", None)):
+            self.enter(held)
+        elif name in namespace:
+            self._variable(f"global {namespace.get('__name__')}", namespace, name)
+            self.enter(type(held))
+        return held
+
+    def _variable(self, owner: str, namespace: Any, name: str) -> None:
+        self.variables.setdefault(f"{owner}.{name}", Variable(namespace, name))
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_own(thing: Any) -> bool:
+    """Whether code is the user's: of no installed package."""
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
+    if isinstance(thing, nn.Module) or not isinstance(name, str):
+        return False
+    return _is_own_file(name)
+
+
+@functools.cache
+def _is_own_file(name: str) -> bool:
+    module = sys.modules.get(name)
+    if module is None or name in sys.builtin_module_names:
+        return False
+    file = getattr(module, "__file__", None)
+    return file is None or not file.startswith((*_INSTALLED, _OWN))
