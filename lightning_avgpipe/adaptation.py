@@ -74,7 +74,7 @@ def adapted(
             if strategy.mesh.world_size > 1:
                 division = strategy._division
                 assert division is not None
-                undo.enter_context(hooks_with_results(module, strategy, metrics, division.needed_elsewhere))
+                undo.enter_context(hooks_with_results(module, strategy, metrics, division))
             for owner, name in _clipping_hooks(trainer, module) if strategy.mesh.world_size > 1 else ():
                 undo.enter_context(replaced(owner, name, _with_norms(getattr(owner, name), module, strategy)))
             undo.enter_context(_known_at_epoch_end(trainer, module))

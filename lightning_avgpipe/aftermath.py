@@ -9,6 +9,7 @@ import contextlib
 import functools
 import io
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,17 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.absent import Absent
+from lightning_avgpipe.capture.changes import address, targets
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.objects import Objects
 from lightning_avgpipe.replaced import replaced
 from lightning_avgpipe.runtime.frame import as_bytes
 
 if TYPE_CHECKING:
+    from lightning_avgpipe.division import Division
     from lightning_avgpipe.strategy import AvgPipeStrategy
 
 __all__ = ["hooks_with_results"]
@@ -37,6 +41,7 @@ _LARGEST = 2**20  # bytes of an attribute that a step reads
 _LARGE = 2**16  # of any other, which may grow with every batch
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"training"}
 _MISSING = object()
+_SHOWN = 3  # names in a message
 
 Key = tuple[str, str]  # path of a module, name of the attribute or buffer
 
@@ -46,7 +51,7 @@ def hooks_with_results(
     module: pl.LightningModule,
     strategy: AvgPipeStrategy,
     observers: Collection[nn.Module],
-    reads: Callable[[], Collection[Key]],
+    division: Division,
 ) -> Iterator[None]:
     """Within this context these hooks run on rank 0 of a group, and the others follow what they change.
 
@@ -54,7 +59,7 @@ def hooks_with_results(
         module: of the hooks.
         strategy: with several processes in a group.
         observers: modules that only look at values (metrics); what they hold stays where it is.
-        reads: attributes that steps read on other processes, and buffers that these own.
+        division: of the module among processes.
     """
     ignored = {id(m) for observer in observers for m in observer.modules()}
     modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
@@ -62,7 +67,7 @@ def hooks_with_results(
         for name in _HOOKS:
             if name in vars(module) or is_overridden(name, module):
                 run = _followed if strategy.mesh.hosts_last else _following
-                hook = run(name, getattr(module, name), modules, strategy, reads)
+                hook = run(name, getattr(module, name), modules, strategy, division)
                 undo.enter_context(replaced(module, name, hook))
         yield
 
@@ -72,13 +77,15 @@ def _followed(
     hook: Callable[..., Any],
     modules: dict[str, nn.Module],
     strategy: AvgPipeStrategy,
-    reads: Callable[[], Collection[Key]],
+    division: Division,
 ) -> Callable[..., Any]:
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
         before, optimization = _Attributes(modules), _optimization(strategy)
-        result = hook(*args, **kwargs)
-        news = before.news(name, reads())
+        with _Writes(modules[""]) as writes:
+            result = hook(*args, **kwargs)
+        writes.check(name, division.kept_elsewhere())
+        news = before.news(name, division.needed_elsewhere(), writes.found)
         after = _optimization(strategy)
         strategy.mesh.broadcast((news, after if after != optimization else None))
         return result
@@ -91,7 +98,7 @@ def _following(
     hook: Callable[..., Any],
     modules: dict[str, nn.Module],
     strategy: AvgPipeStrategy,
-    reads: Callable[[], Collection[Key]],
+    division: Division,
 ) -> Callable[..., Any]:
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -121,6 +128,54 @@ def _accept(module: nn.Module, name: str, value: Any) -> None:
         vars(module)[name] = value
 
 
+class _Writes(TorchDispatchMode):
+    """Within this context it is noted which parameters and buffers are written into, whether they have contents or not.
+
+    Attributes:
+        found: their full names.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        self._names: dict[int, list[str]] = defaultdict(list)  # by address
+        self._absent: list[tuple[str, nn.Parameter]] = []
+        self.found: set[str] = set()
+
+    def __enter__(self) -> _Writes:
+        for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
+            self._names[address(tensor)].append(name)
+        self._absent = [(name, p) for name, p in self._module.named_parameters() if p.is_meta]
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for tensor in targets(func, args, kwargs):
+                self.found.update(self._names.get(address(tensor), ()))
+        return func(*args, **kwargs)
+
+    def check(self, hook: str, elsewhere: Collection[str]) -> None:
+        """The hook has run.
+
+        Args:
+            elsewhere: what other processes hold and change.
+        Raises:
+            StepChangedError: some of it was written into.
+        """
+        given = {name for name, parameter in self._absent if not parameter.is_meta}
+        lost = sorted((self.found | given) & set(elsewhere))
+        if not lost:
+            return
+        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+        raise StepChangedError(
+            f"{hook}() runs on rank 0 only and changes {', '.join(map(repr, lost[:_SHOWN]))}{more}, which other "
+            "processes hold, so that it would not change there. Change weights, and buffers that a step changes, in a "
+            "hook that every process runs: on_train_batch_start, on_before_zero_grad, or one of a Callback"
+        )
+
+
 class _Gone:
     """In the place of an attribute that was deleted."""
 
@@ -148,9 +203,13 @@ class _Attributes:
             if name not in _OF_LIGHTNING
         }
 
-    def news(self, hook: str, needed: Collection[Key]) -> list[tuple[Key, bytes]]:
+    def news(self, hook: str, needed: Collection[Key], written: Collection[str]) -> list[tuple[Key, bytes]]:
         """What has changed since, packed.
 
+        Args:
+            hook: that has run.
+            needed: what steps read on other processes, and buffers of these.
+            written: full names of buffers that were written into.
         Raises:
             StepChangedError: something that steps read on other processes cannot be sent to them.
         """
@@ -159,7 +218,8 @@ class _Attributes:
         for key in {**self._held, **now}:
             value = now.get(key, _MISSING)
             before = self._held.get(key, _MISSING)
-            if before is value and not (changed and Objects([value], opaque=True).reach(changed)):
+            reaches = changed and Objects([value], opaque=True).reach(changed)
+            if before is value and not reaches and _full_name(key) not in written:
                 continue
             must = key in needed
             try:
@@ -168,7 +228,7 @@ class _Attributes:
                 if not must:
                     continue  # nobody else reads it
                 raise StepChangedError(
-                    f"{hook}() runs on rank 0 only and changes '{'.'.join(part for part in key if part)}', which steps "
+                    f"{hook}() runs on rank 0 only and changes '{_full_name(key)}', which steps "
                     f"read on other processes too, but it cannot be sent there: {error}. Change it in a hook that "
                     "every process runs, such as on_train_epoch_start or on_train_batch_start"
                 ) from error
@@ -181,6 +241,10 @@ class _Attributes:
         if buffer.tell() > most:
             raise pickle.PicklingError(f"it has {buffer.tell()} bytes, and {most} at most are sent")
         return buffer.getvalue()
+
+
+def _full_name(key: Key) -> str:
+    return ".".join(part for part in key if part)
 
 
 def _flags(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -90,6 +90,16 @@ class Division:
         owned = (name.rpartition(".") for name, rank in self._owner.items() if rank != self._mesh.rank)
         return self.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
 
+    def kept_elsewhere(self) -> frozenset[str]:
+        """Full names of parameters that other processes hold, alone or as well, and of buffers that they change."""
+        assert self.plan is not None
+        rank = self._mesh.rank
+        used = self.plan.stages_of
+        here = dict(self._module.named_parameters())
+        others = {name for name in here if any(self._mesh.rank_of(k) != rank for k in used.get(name, ()))}
+        changed = frozenset().union(*(self.pipeline.graph(step).changed for step in self.pipeline.steps))
+        return changed.difference(here, (n for n in changed if self._owner.get(n, rank) == rank)) | others
+
     def prepare(
         self,
         step: str,

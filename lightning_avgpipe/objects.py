@@ -180,6 +180,13 @@ class Objects:
         self._states = [(obj, _state(obj) if id(obj) in ids else state) for obj, state in self._states]
         self._opaque = [(o, opaque_contents.contents(o) if id(o) in ids else copy) for o, copy in self._opaque]
 
+    def keep_changed(self) -> None:
+        """Forget the objects that hold what they held, and the contents of tensors."""
+        ids = set(map(id, self.changed()))
+        self._states = [(obj, state) for obj, state in self._states if id(obj) in ids]
+        self._opaque = [(obj, copy) for obj, copy in self._opaque if id(obj) in ids]
+        self.tensors, self._versions, self._contents = [], [], []
+
     def reach(self, others: Collection[int]) -> bool:
         """Whether one of the objects and tensors with these ids is among them."""
         found = (*(obj for obj, _ in self._states), *(obj for obj, _ in self._opaque), *self.tensors)

@@ -88,3 +88,48 @@ def test_what_cannot_be_sent_to_the_stage_that_reads_it_is_refused_by_name(tmp_p
     outcomes = processes.run(2, fitted, TooLarge, 2, folder=tmp_path)
     assert all(outcome.error for outcome in outcomes)
     assert "on_train_epoch_end() runs on rank 0 only and changes 'table'" in (outcomes[0].error or "")
+
+
+class Clipped(Layers):
+    """Weights are clipped after each step, as in a WGAN, in a hook of which rank 0 runs one, and all run the other."""
+
+    everywhere = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.through(batch[0]) - batch[1]).square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.everywhere:
+            self.clip()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.everywhere:
+            self.clip()
+
+    def clip(self) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+
+
+class ClippedEverywhere(Clipped):
+    everywhere = True
+
+
+def test_weights_that_a_hook_changes_are_changed_on_all_stages_of_one_process() -> None:
+    for make in (Clipped, ClippedEverywhere):
+        one, two = fitted(0, make, 1, 1), fitted(0, make, 1, 3)
+        assert [name for name, tensor in one.items() if not torch.equal(tensor, two[name])] == []
+
+
+@pytest.mark.slow
+def test_weights_of_other_processes_that_a_hook_of_rank_0_changes_are_an_error(tmp_path: Path) -> None:
+    outcomes = processes.run(2, fitted, Clipped, 2, folder=tmp_path)
+    assert all(outcome.error for outcome in outcomes)
+    assert "on_train_batch_end() runs on rank 0 only and changes 'a.bias', 'a.weight'" in (outcomes[0].error or "")
+
+
+@pytest.mark.slow
+def test_weights_that_a_hook_of_every_process_changes_are_right(tmp_path: Path) -> None:
+    expected = fitted(0, ClippedEverywhere, 1, 1)
+    for state in processes.results(processes.run(2, fitted, ClippedEverywhere, 2, folder=tmp_path)):
+        assert [name for name, tensor in state.items() if not torch.equal(tensor, expected[name])] == []

@@ -18,7 +18,8 @@ ALLOWED = {
     "source": set(),
     "replaced": set(),
     "absent": {"errors", "tree", "source"},
-    "objects": set(),
+    "opaque": set(),
+    "objects": {"opaque"},
     "parcel": {"tree", "absent", "objects"},
     "capture": {"errors", "tree", "source", "absent", "objects", "parcel"},
     "partition": {"errors", "capture"},
@@ -43,7 +44,7 @@ LIGHTNING_SIDE = {
     "__init__", "strategy", "adaptation", "division", "loop", "checkpoint", "checks", "metrics", "data", "callbacks",
     "advancing", "interrupts", "launch", "stateful", "stepping", "storage", "counts", "starter", "parallel", "grouping",
     "shares", "profiler", "rehearsal", "options", "connected", "bars", "whole", "allowed", "durations", "attempt",
-    "verify", "weight_averages",
+    "verify", "weight_averages", "aftermath",
 }  # fmt: skip
 
 

@@ -329,3 +329,64 @@ def test_evaluation_repeats_nothing() -> None:
     stage = engine.pipeline._stages["training_step"][0]
     engine.evaluate(batch)
     assert not stage._repeats and not stage.stash
+
+
+class Cache:
+    """An object that is no tree, with what units give it."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.calls = 0
+
+
+class Writer(nn.Module):
+    """A unit that writes into objects, and whose result depends on what it finds in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.own = nn.Linear(8, 8), Cache()
+
+    def forward(self, x: Tensor, cache: Cache, lasting: dict[str, int]) -> Tensor:
+        cache.keys.append(torch.tanh(self.linear(x)))
+        cache.calls += 1
+        self.own.calls += 1
+        number = cache.calls + 0.1 * self.own.calls + 0.01 * lasting["step"]
+        return x + torch.tanh(torch.stack(cache.keys).sum(0) / number)
+
+
+class Writing(Regression):
+    """Layers that share a cache, and read what the step counts."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.blocks = nn.ModuleList(Writer() for _ in range(4))
+        self.lasting = {"step": 0}
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return MLP.example(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        self.lasting["step"] += 1
+        for block in self.blocks:
+            x = block(x, cache, self.lasting)
+        assert cache.calls == len(cache.keys) == 4
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("recompute", [True, ["blocks.*"]], ids=["stages", "units"])
+def test_objects_that_units_write_into_are_written_once(recompute: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    strategy = {"num_stages": 2, "schedule": "afab", "costs": "flops"}
+    plain, _, one = outcome(Writing(), tmp_path, False, dict(strategy))
+    torch.manual_seed(1)
+    again, _, other = outcome(Writing(), tmp_path, recompute, dict(strategy))
+    assert all(torch.equal(again[name], value) for name, value in plain.items())
+    assert other.lasting == one.lasting == {"step": 20}
+    assert [block.own.calls for block in other.blocks] == [block.own.calls for block in one.blocks] == [20] * 4

@@ -16,10 +16,11 @@ from torch import nn
 
 from lightning_avgpipe.objects import Variable
 
-__all__ = ["outside", "places"]
+__all__ = ["outside", "places", "variable"]
 
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN = str(Path(__file__).parents[1])
+_KINDS = ("global ", "class ")  # how full names begin
 _CODE = (types.FunctionType, types.MethodType, type, types.ModuleType, nn.Module)
 
 
@@ -32,6 +33,17 @@ def outside(module: nn.Module) -> dict[str, Variable]:
         By full name, such as ``global mine.CALLS`` or ``class mine.Net.calls``; the same objects each time.
     """
     return _reached(_classes(module)).variables
+
+
+def variable(module: nn.Module, path: str, name: str) -> Variable:
+    """An attribute of a submodule; or, if a variable has this full name, that.
+
+    Raises:
+        KeyError: a variable is not known here.
+    """
+    if name.startswith(_KINDS):
+        return outside(module)[name]
+    return Variable(vars(module.get_submodule(path)), name)
 
 
 def places(module: nn.Module, name: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from lightning_avgpipe.capture.changes import put_back
 from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.objects import Objects
 
-__all__ = ["Attributes", "random_state", "unchanged", "untouched"]
+__all__ = ["Attributes", "attribute_values", "random_state", "unchanged", "untouched"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _CONTAINERS = (list, dict, set, deque)
@@ -57,7 +57,7 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
         weights = [(p, p.detach(), p.detach().clone() if name in changing else None) for name, p in parameters.items()]
     saved = [(m, _save(m)) for m in module.modules()]
     classes = [(kind, _save_class(kind)) for kind in _own_classes(module)]
-    held = (value for value in _attribute_values(module) if not isinstance(value, Tensor))
+    held = (value for value in attribute_values(module.modules()) if not isinstance(value, Tensor))
     objects, variables = Objects(held, contents=True, opaque=True), Objects(outside(module).values(), opaque=True)
     with random_state(), objects.restored(), variables.restored():
         try:
@@ -71,9 +71,9 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
                 _restore_class(kind, attributes)
 
 
-def _attribute_values(module: nn.Module) -> list[Any]:
-    """What all submodules hold besides parameters, buffers, modules and hooks."""
-    return [held for m in module.modules() for name, held in vars(m).items() if name not in _OF_EVERY_MODULE]
+def attribute_values(modules: Iterable[nn.Module]) -> list[Any]:
+    """What modules hold besides parameters, buffers, modules and hooks."""
+    return [held for m in modules for name, held in vars(m).items() if name not in _OF_EVERY_MODULE]
 
 
 @contextlib.contextmanager

@@ -19,108 +19,79 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.capture.outside import outside
+from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.objects import Objects
 
 __all__ = ["OwnAttributes"]
 
-_MISSING = object()
 _COLLECTIONS = (list, deque, set, dict)
 
 
 class OwnAttributes:
-    """One stage's values of attributes that a step assigns, and what it made of objects that the step changes in place.
+    """One stage's values of attributes and variables that a step assigns, or whose objects it changes in place.
 
     Outside of stages, hooks see those of the last stage of this process, of pipeline 0.
 
     Args:
         module: the whole module.
-        names: path of a module, name of an attribute that the step assigns.
-        holders: the same of attributes that lead to objects which it changes, and ``("", name)`` of variables outside.
+        names: path of a module and name of an attribute; or nothing and the full name of a variable outside.
         shown: whether this stage's values are those that everybody sees.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        names: Sequence[tuple[str, str]],
-        holders: Sequence[tuple[str, str]],
-        shown: bool,
-    ) -> None:
-        self._places = [] if shown else [(vars(module.get_submodule(path)), name) for path, name in names]
+    def __init__(self, module: nn.Module, names: Sequence[tuple[str, str]], shown: bool) -> None:
+        self.variables = [variable(module, *name) for name in dict.fromkeys(names)]
         self._shows = shown
-        variables = outside(module)
-        self._variables = [variables[name] for path, name in holders if not path and name in variables]
-        self._holders = [(vars(module.get_submodule(path)), name) for path, name in holders if name not in variables]
-        self._own: list[Any] = []
-        self._own_objects = Objects(())
-        self._has_run = False  # in any iteration
-        self._seen: list[Any] = []  # what everybody saw when the last iteration ended
-        self._seen_objects = Objects(())
+        self._own = Objects(())
+        self._seen = Objects(())  # what everybody saw when the last iteration ended
         self._begun = Objects(())
+        self._has_run = False  # in any iteration
 
     def begin(self) -> None:
         """An iteration begins: what a hook has assigned or changed since the last one holds for all stages."""
         if self._shows:
             return
         if self._has_run:
-            pairs = zip(self._own, self._seen, self._shown(), strict=True)
-            self._own = [own if now is before else now for own, before, now in pairs]
-            self._own_objects.follow(self._seen_objects.changed())
+            self._own.follow(self._seen.changed())
             with self.placed():  # what a hook has put into them is found now, before any stage changes it
                 pass
         else:
-            self._own, self._own_objects, self._has_run = self._shown(), self.objects(), True
-        self._begun = self._own_objects
+            self._own, self._has_run = self._objects(), True
+        self._begun = self._own
 
     def end(self) -> None:
         """An iteration has ended."""
         if not self._shows:
-            self._seen, self._seen_objects = self._shown(), self.objects()
+            self._seen = self._objects()
 
     def added(self) -> list[Any]:
         """Add to everybody's lists, sets and dicts what this stage has added to its own; returns which they are."""
         before = {id(obj): items for obj, items in self._begun.items()}
         found = []
-        for obj, items in self._own_objects.items():
+        for obj, items in self._own.items():
             if isinstance(obj, _COLLECTIONS) and id(obj) in before and _add(obj, before[id(obj)], items):
                 found.append(obj)
         return found
 
     def accept(self, objects: Sequence[Any]) -> None:
         """Of these this stage has what everybody sees."""
-        self._own_objects.follow(objects)
+        self._own.follow(objects)
 
-    def _shown(self) -> list[Any]:
-        return [attributes.get(name, _MISSING) for attributes, name in self._places]
-
-    def objects(self) -> Objects:
-        """Those that the step changes in place, as they are now."""
-        held = (attributes.get(name) for attributes, name in self._holders)
-        return Objects((*held, *self._variables), opaque=True)
+    def _objects(self) -> Objects:
+        return Objects(self.variables, opaque=True)
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
         """Within this context the module has this stage's values. Objects stay the same, whoever refers to them."""
-        if self._shows or not (self._places or self._holders or self._variables):
+        if self._shows or not self.variables:
             yield
             return
-        shown, objects = self._shown(), self.objects()
-        self._put(self._own)
-        self._own_objects.restore()
+        shown = self._objects()
+        self._own.restore()
         try:
             yield
         finally:
-            self._own, self._own_objects = self._shown(), self.objects()
-            self._put(shown)
-            objects.restore()
-
-    def _put(self, values: Sequence[Any]) -> None:
-        for (attributes, name), value in zip(self._places, values, strict=True):
-            if value is _MISSING:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = value
+            self._own = self._objects()
+            shown.restore()
 
 
 def _add(collection: Any, before: Any, after: Any) -> bool:

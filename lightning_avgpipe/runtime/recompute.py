@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_avgpipe import tree
 from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph, Node
-from lightning_avgpipe.capture.snapshot import Attributes, random_state
+from lightning_avgpipe.capture.snapshot import Attributes, attribute_values, random_state
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.objects import Objects
 from lightning_avgpipe.runtime.program import StageProgram
@@ -177,7 +177,7 @@ class Surroundings:
         modules: that the forward may change.
         buffers: ids of the buffers of theirs that it changes.
         parameters: that it writes into.
-        objects: that it changes, as they are when it is called.
+        read: what leads to objects that it reads or changes, and others may change before it is repeated.
     """
 
     def __init__(
@@ -185,10 +185,11 @@ class Surroundings:
         modules: Sequence[nn.Module],
         buffers: set[int],
         parameters: Sequence[nn.Parameter] = (),
-        objects: Callable[[], Objects] = lambda: Objects(()),
+        read: Sequence[Any] = (),
     ) -> None:
         self._modules = modules
-        self._objects, self._objects_before = objects, objects()
+        self._read = read
+        self._objects, self._inner = self._now()
         self._parameters = [(p, p.detach().clone()) for p in parameters]
         self._before = Attributes(modules)
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -200,9 +201,13 @@ class Surroundings:
                         copies[id(buffer)] = buffer.detach().clone()
                     self._buffers.append((module, name, copies[id(buffer)]))
 
+    def _now(self) -> tuple[Objects, Objects]:
+        return Objects(self._read, opaque=True), Objects(attribute_values(self._modules), opaque=True)
+
     def done(self) -> None:
         """The first execution has ended."""
         self._before.keep_changed()
+        self._inner.keep_changed()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -211,10 +216,11 @@ class Surroundings:
         Raises:
             StepChangedError: a tensor that is no buffer was changed in place, which cannot be undone.
         """
-        now, objects = Attributes(self._modules), self._objects()
+        now, (objects, inner) = Attributes(self._modules), self._now()
         outer, _repeating.now = _repeating.now, True
         self._before.restore()
-        self._objects_before.restore()
+        self._inner.restore()
+        self._objects.restore()
         for module, name, copy in self._buffers:
             # other objects, not other contents: what was saved for a backward stays as it is
             module._buffers[name] = copy
@@ -227,6 +233,7 @@ class Surroundings:
         finally:
             _repeating.now = outer
             now.restore()
+            inner.restore()
             objects.restore()
             for parameter, own in memory:
                 parameter.data = own
@@ -272,10 +279,14 @@ class UnitRepeater:
         recompute: which units.
         drawing: the modules that draw.
         device: of the stage.
+        read: what leads to objects that the code between units changes.
     """
 
-    def __init__(self, module: nn.Module, recompute: Recompute, drawing: Drawing, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, recompute: Recompute, drawing: Drawing, device: torch.device, read: Sequence[Any] = ()
+    ) -> None:
         self._module = module
+        self._read = read
         self._parameters = frozenset(name for name, _ in module.named_parameters())
         self._recompute = recompute
         self._seeded = drawing.simple | drawing.host
@@ -289,13 +300,12 @@ class UnitRepeater:
         buffers = {id(self._buffer(name)) for name in node.states}
         draws = self._random_state() if node.name in self._seeded else None
         parameters = [self._module.get_parameter(name) for name in node.states if name in self._parameters]
-        surroundings = Surroundings(modules, buffers, parameters)
-        calls = 0
+        surroundings: Surroundings | None = None
 
         def unit(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 1:
+            nonlocal surroundings
+            if surroundings is None:
+                surroundings = Surroundings(modules, buffers, parameters, (args, kwargs, *self._read))
                 result = run(*args, **kwargs)
                 surroundings.done()
                 return result

@@ -162,11 +162,12 @@ class Stage:
         self._owned = owned_tensors(module, ())
         self._packer = Packer(module) if any(node.opens for node in program.graph.nodes) else None
         self._rewritten = Rewritten.of(program, module)
-        self.attributes = OwnAttributes(module, program.graph.attributes, program.holders, shown)
+        self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
         self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
         self._repeats: frozenset[int] = frozenset()
         self._recompute = recompute
-        self._repeat_units = UnitRepeater(module, recompute, self._drawing, device) if recompute.modules else None
+        read = self.attributes.variables
+        self._repeat_units = UnitRepeater(module, recompute, self._drawing, device, read) if recompute.modules else None
         self._scope = scope(program, module) if recompute.stages else ([], frozenset())
         self._overwritten = overwritten(program) if recompute.stages else frozenset()
         self.stash: dict[int, _Stash | _Inputs] = {}
@@ -274,7 +275,7 @@ class Stage:
         """A forward that keeps its inputs. What it computes lives until it ends, as it will in the backward."""
         modules, states = self._scope
         buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
-        surroundings = Surroundings(modules, buffers, self._rewritten.parameters(), self.attributes.objects)
+        surroundings = Surroundings(modules, buffers, self._rewritten.parameters(), self.attributes.variables)
         observations = Observations()
         versions = tuple(_version(t) for t in message.tensors) if message is not None else ()
         _, replayed = self._replay(task, micro_batch, message, copies, observations.first)
