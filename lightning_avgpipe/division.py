@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.capture.changes import address
+from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.checkpoint import (
     drop_foreign_state,
     full_ensemble_state,
@@ -25,6 +27,7 @@ from lightning_avgpipe.checkpoint import (
 from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.errors import PartitionError, SkippedStepError, StepOrderError
+from lightning_avgpipe.objects import Objects
 from lightning_avgpipe.partition import Plan, cut_like
 from lightning_avgpipe.runtime.alone import alone
 from lightning_avgpipe.runtime.lending import Lender
@@ -220,6 +223,7 @@ class Division:
                 self._observers,
                 self._mesh.siblings,
                 self.plan.graph.changed,
+                self._written(),
             )
         ensemble = self.ensemble
         stale = ensemble.follow() | ensemble.resize(num_pipelines)
@@ -243,6 +247,13 @@ class Division:
                 pipeline.load_like(self.pipeline, "training_step")
             ensemble.place(0)
         return self._pipelines
+
+    def _written(self) -> list[Tensor]:
+        """Tensors in attributes and variables that training writes into, beside parameters and buffers."""
+        keys = self.pipeline.graph("training_step").written
+        found = Objects(variable(self._module, *key) for key in keys).tensors
+        named = {address(t) for t in (*self._module.parameters(), *self._module.buffers())}
+        return [t for t in found if address(t) not in named and t.is_leaf and not t.requires_grad]
 
     @property
     def saved_models(self) -> int | None:

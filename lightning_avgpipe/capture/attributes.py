@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_avgpipe import tree
+from lightning_avgpipe.capture.changes import address
 from lightning_avgpipe.capture.outside import outside, places
 from lightning_avgpipe.objects import Objects
 from lightning_avgpipe.source import source_line
@@ -265,6 +266,11 @@ class Mutations:
             if first:
                 found[key] = min(first)
         return found
+
+    def written(self, memory: Collection[int]) -> tuple[Key, ...]:
+        """Attributes and variables that lead to tensors with memory at these addresses."""
+        leading = {k: Objects([held]).tensors for k, held in self._attributes.items()} if memory else {}
+        return tuple(k for k, tensors in leading.items() if any(address(t) in memory for t in tensors))
 
     def pinned(self, assignments: Assignments) -> Iterator[tuple[int, int, str]]:
         """Where no cut may lie: a stage that reads what a step before has changed must come to the change."""

@@ -40,12 +40,14 @@ class Changes(TorchDispatchMode):
     Attributes:
         written: names of the tensors that were written into since :meth:`begin`.
         strange: whether something was that the step did not make, and that has no name.
+        nameless: addresses of all that was so.
     """
 
     def __init__(self, module: nn.Module, others: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.written: set[str] = set()
         self.strange = False
+        self.nameless: set[int] = set()
         self._module = module
         self._made = {address(tensor) for tensor in others}
         self._parameters: dict[str, nn.Parameter] = {}
@@ -122,7 +124,9 @@ class Changes(TorchDispatchMode):
     def _note(self, tensor: Tensor) -> None:
         names = self._names.get(address(tensor))
         if names is None:
-            self.strange |= address(tensor) not in self._made
+            if address(tensor) not in self._made:
+                self.strange = True
+                self.nameless.add(address(tensor))
             return
         self.written.update(names)
         for name in names:

@@ -140,6 +140,7 @@ def _record(
         attributes=attributes,
         carried=carried,
         holders=holders,
+        written=recorder.mutations.written(recorder.changes.nameless),
         reads=tuple(recorder.assignments.reads.items()),
         pinned=tuple(recorder.pinned),
         leaving=frozenset(recorder.leaving),

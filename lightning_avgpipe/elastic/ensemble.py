@@ -35,6 +35,7 @@ class Ensemble:
         observers: modules that only look at values (metrics).
         siblings: hold the parallel models of other groups; None if there are none.
         changing: parameters that a step changes itself.
+        written: other tensors that it writes into.
 
     Attributes:
         steps: averaged or not, since the last averaging.
@@ -49,12 +50,13 @@ class Ensemble:
         observers: Collection[nn.Module] = (),
         siblings: Siblings | None = None,
         changing: Collection[str] = (),
+        written: Sequence[Tensor] = (),
     ) -> None:
         self._module = module
         self._siblings = siblings
         self._optimizers = optimizers
         self._elasticity = elasticity
-        self._placement = Placement(module, (), observers, changing)
+        self._placement = Placement(module, (), observers, changing, written)
         self._replicas: list[Replica] = [self._placement.own]
         self._twins: list[list[Optimizer]] = [[]]
         # of all parameters that are trained anywhere; what other processes hold is on meta
@@ -119,6 +121,7 @@ class Ensemble:
     def _from_reference(self, number: int, buffers: Mapping[str, Tensor]) -> Replica:
         replica = Replica(number)
         replica.buffers = {name: alike(buffer, buffer.clone()) for name, buffer in buffers.items()}
+        replica.memory = [tensor.detach().clone() for tensor in self._placement.written]
         for name in self._mine:
             replica.parameters[name] = self._leaf(name)
         return replica
@@ -238,6 +241,7 @@ class Ensemble:
             self._shown = Replica(0)
             self._shown.parameters = own.parameters
             self._shown.buffers = self._mean_buffers()
+            self._shown.memory = own.memory
             self._placement.put(self._shown)
         else:
             self._placement.put(own)

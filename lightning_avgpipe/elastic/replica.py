@@ -7,13 +7,14 @@
     module.layer._buffers["mean"]        <-  one for each replica
 
 Parameters without gradient that a step changes itself (a momentum encoder) are like buffers: each model has its own,
-and the reference has their mean. Other frozen parameters are shared. So is everything else that a module may hold:
-numbers, lists, the states of metrics.
+and the reference has their mean. Other frozen parameters are shared. Tensors in attributes, lists and objects that a
+step writes into get another memory for each model, whoever refers to them; the reference shows those of model 0. The
+rest of what a module may hold is shared (states of metrics), or of each stage (numbers and lists that a step changes).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,10 +34,12 @@ class Replica:
         number: n, 0-based.
         parameters: name -> what takes the place of the module's parameter of this name.
         buffers: name -> the same for buffers, and for frozen parameters that a step changes.
+        memory: of other tensors that a step writes into.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.memory: list[Tensor] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
 
@@ -49,8 +52,10 @@ class Placement:
         names: of the parameters that each replica has of its own.
         observers: modules that only look at values (metrics), whose buffers are not those of any model.
         changing: frozen parameters that a step changes.
+        written: other tensors that a step writes into.
 
     Attributes:
+        written: as given.
         own: the replica of the module's own parameters and buffers.
     """
 
@@ -60,8 +65,10 @@ class Placement:
         names: Collection[str],
         observers: Collection[nn.Module] = (),
         changing: Collection[str] = (),
+        written: Sequence[Tensor] = (),
     ) -> None:
         self._module = module
+        self.written = written
         watched = {id(buffer) for observer in observers for buffer in observer.buffers()}
         buffers = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in watched}
         buffers |= {name: p for name, p in module.named_parameters() if name in changing and not p.requires_grad}
@@ -70,6 +77,7 @@ class Placement:
         self._parameter_slots: dict[str, list[_Slot]] = {}
         self._buffer_slots = {name: [slot for slot in _slots(module) if slot.get() is b] for name, b in buffers.items()}
         self.own.buffers = buffers
+        self.own.memory = [tensor.detach() for tensor in written]
         self.add(names)
 
     def add(self, names: Collection[str]) -> None:
@@ -103,6 +111,10 @@ class Placement:
             parameter = replica.parameters[name]
             for slot in slots:
                 slot.set(parameter)
+        for i, tensor in enumerate(self.written if replica.memory is not placed.memory else ()):
+            # other memory, not other contents: what was saved for a backward stays as it is
+            placed.memory[i] = tensor.detach()
+            tensor.data = replica.memory[i]
         self._placed = replica
 
     @property

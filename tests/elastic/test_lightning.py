@@ -426,3 +426,44 @@ def test_boring_models_have_parallel_ones() -> None:
     runner = pipeline(1, strategy={"num_pipelines": 4}, max_epochs=1, limit_train_batches=3, limit_val_batches=1)
     runner.fit(model)
     assert runner.global_step == 3
+
+
+class Slow(nn.Module):
+    """A layer that keeps a running mean in a tensor that is no buffer, and another in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mean, self.state = nn.Linear(8, 8), torch.zeros(8), {"mean": torch.zeros(8)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.state["mean"].mul_(0.5).add_(self.mean)
+        return torch.tanh(y) * self.state["mean"].clone() + self.mean
+
+
+class SlowAsBuffer(Slow):
+    """The same with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.mean
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("other", torch.zeros(8))
+        self.state = {"mean": self.other}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_each_parallel_model_has_tensors_of_its_own_that_are_no_buffers(num_stages: int) -> None:
+    class Model(MLP):
+        def __init__(self, layer: type[nn.Module]) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(layer(), nn.Linear(8, 8))
+
+    weights = []
+    for layer in (Slow, SlowAsBuffer):
+        module = Model(layer)
+        train(module, loader(MLP, 64, 8), num_stages, num_pipelines=2)
+        weights.append({name: p.detach() for name, p in module.named_parameters()})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
