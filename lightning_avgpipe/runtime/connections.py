@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_avgpipe.runtime.alone import own_group
+
 __all__ = ["Connections", "Pair"]
 
 _GRACE = timedelta(seconds=60)
@@ -159,7 +161,7 @@ class Connections:
     def _join(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         members = list(ranks)
         _register()
-        made = dist.new_group(members, timeout=self._timeout, backend=backend)
+        made = own_group(dist.new_group(members, timeout=self._timeout, backend=backend))
         if self._rank in members:
             self._groups.append(made)
             if backend != self._device_backend:

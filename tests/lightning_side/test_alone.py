@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -85,16 +84,67 @@ def test_a_step_that_gathers_over_processes_trains_as_in_one_process(tmp_path: P
             assert_equal(weights, alone)
 
 
-def asks_nobody(rank: int) -> None:
-    class Insists(MLP):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            dist.all_reduce(loss.detach())
-            return loss
+class AsksNobody(MLP):
+    """Uses collectives whether or not there are other processes."""
 
-    with pytest.raises(Exception, match="Default process group has not been initialized"):
-        pipeline(2, 2, {"timeout": "30s"}, max_epochs=1).fit(Insists(), loader(MLP, 16, 8))
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        assert (rank, size) == (0, 1)
+        out = all_reduce_with_gradient(self(batch[0]))
+        gathered = [torch.zeros_like(out) for _ in range(size)]
+        dist.all_gather(gathered, out.detach(), group=dist.new_group())
+        several: list[Any] = [None]
+        dist.all_gather_object(several, batch_idx)
+        dist.broadcast_object_list(several)
+        dist.barrier()
+        mean = gathered[rank].mean()
+        work = dist.all_reduce(mean, async_op=True)
+        assert work is not None
+        work.wait()
+        return (out - batch[1]).square().mean() * (1 + 0.01 * several[0]) + mean
 
 
-def test_a_collective_without_asking_is_refused_as_on_one_device(tmp_path: Path) -> None:
-    processes.results(processes.run(2, asks_nobody, folder=tmp_path))
+class AsksNobodyAlone(AsksNobody):
+    """The same without collectives."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        return (out - batch[1]).square().mean() * (1 + 0.01 * batch_idx) + out.detach().mean()
+
+
+class HasGroup(MLP):
+    """Gathers in a group of its own that was made before training."""
+
+    def setup(self, stage: str) -> None:
+        self.group = dist.new_group([0, 1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        dist.all_reduce(loss.detach(), group=self.group)
+        return loss
+
+
+def asking_nobody(devices: int, make: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = make()
+    pipeline(2, devices, {"timeout": "30s"}, max_epochs=1).fit(model, loader(MLP, 16, 8))
+    return dict(model.state_dict())
+
+
+def on_two_without_asking(rank: int) -> dict[str, Tensor]:
+    return asking_nobody(2, AsksNobody)
+
+
+def on_two_with_a_group(rank: int) -> None:
+    asking_nobody(2, HasGroup)
+
+
+def test_collectives_without_asking_find_one_process(tmp_path: Path) -> None:
+    expected = asking_nobody(1, AsksNobodyAlone)
+    for found in processes.results(processes.run(2, on_two_without_asking, folder=tmp_path)):
+        assert_equal(found, expected)
+
+
+def test_a_group_of_several_processes_is_refused_in_a_step(tmp_path: Path) -> None:
+    outcomes = processes.run(2, on_two_with_a_group, folder=tmp_path)
+    assert all("a step uses a process group of 2 processes" in (outcome.error or "") for outcome in outcomes)
