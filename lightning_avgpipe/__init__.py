@@ -4,20 +4,30 @@ Importing this package registers the strategy.
 """
 
 # ruff: noqa: E402
-from lightning_avgpipe.versions import check_versions  # isort: skip
+import importlib
+import sys
+
+from lightning_avgpipe import packages
+from lightning_avgpipe.versions import check_versions
+
+
+def _arrived() -> None:
+    """The strategy is one of ``pytorch_lightning`` too."""
+    strategies = importlib.import_module(f"{packages.OTHER}.strategies")
+    strategies.ParallelStrategy.register(AvgPipeStrategy)
+    AvgPipeStrategy.register_strategies(strategies.StrategyRegistry)
+
 
 check_versions()  # before others are imported that would fail in their own words
+packages.install(_arrived)
 
 # isort: split
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_avgpipe.callbacks import AvgPipeTuner, PipelineTimeline
-from lightning_avgpipe.launch import register_explanation
 from lightning_avgpipe.strategy import AvgPipeStrategy
 
 __all__ = ["AvgPipeStrategy", "AvgPipeTuner", "PipelineTimeline"]
 __version__ = "0.1.0"
 
-if AvgPipeStrategy.strategy_name not in StrategyRegistry:
-    AvgPipeStrategy.register_strategies(StrategyRegistry)
-register_explanation(AvgPipeStrategy.strategy_name)
+AvgPipeStrategy.register_strategies(importlib.import_module(f"{packages.FIRST}.strategies").StrategyRegistry)
+if packages.FIRST != packages.OTHER and packages.OTHER in sys.modules:
+    _arrived()

@@ -20,6 +20,7 @@ from lightning_avgpipe.aftermath import hooks_with_results
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.loop import PipelineOptimization
 from lightning_avgpipe.metrics import StepLog, SyncedLoggerConnector, local_metrics
+from lightning_avgpipe.packages import LIGHTNING
 from lightning_avgpipe.replaced import replaced
 from lightning_avgpipe.runtime.clipping import norms_over_stages
 from lightning_avgpipe.runtime.scaling import scaling_together
@@ -42,7 +43,8 @@ _HOOKS_BETWEEN_STEPS = (
     "on_after_batch_transfer",
     "lr_scheduler_step",
 )
-_LOOK_AT_NO_WEIGHTS = ("lightning.", "lightning_avgpipe.")  # callbacks of these packages, but through the strategy
+# callbacks of these packages, but through the strategy
+_LOOK_AT_NO_WEIGHTS = tuple(f"{name}." for name in (*LIGHTNING, "lightning_avgpipe"))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 
-from lightning_avgpipe import checks, launch, starter
+from lightning_avgpipe import checks, launch, packages, starter
 from lightning_avgpipe.interrupts import ending_together, saving_what_is_whole
 from lightning_avgpipe.options import Options
 from lightning_avgpipe.runtime.arrangement import Arrangement
@@ -51,6 +51,21 @@ class ConnectedStrategy(ParallelStrategy):
         self._backend = options.process_group_backend
         self._mesh: Mesh | None = None
         self._undo = contextlib.ExitStack()
+
+    @property
+    def accelerator(self) -> pl.accelerators.Accelerator | None:
+        """What computes; a trainer sets it first, and makes the strategy one of its own package of Lightning."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: pl.accelerators.Accelerator) -> None:
+        packages.adopt(self, accelerator)
+        given = {
+            "precision_plugin": self._precision_plugin, "checkpoint_io": self._checkpoint_io,
+            "cluster_environment": self.cluster_environment,
+        }  # fmt: skip
+        packages.check_plugins(type(self).__name__, accelerator, given)
+        self._accelerator = accelerator
 
     # -- which there are ---------------------------------------------------------------------------------------------
 

@@ -4,30 +4,55 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_avgpipe.attempt import fresh
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.runtime.arrangement import Arrangement
-from lightning_avgpipe.starter import ScriptLauncher, needing_starter
+from lightning_avgpipe.starter import needing_starter, started, starting
 
 if TYPE_CHECKING:
     from lightning_avgpipe.connected import ConnectedStrategy
     from lightning_avgpipe.strategy import AvgPipeStrategy
 
-__all__ = ["connecting", "launcher", "register", "register_explanation", "store"]
+__all__ = ["connecting", "launcher", "register", "store"]
 
 # name -> start_method, beside the strategy's own name; as in ddp
 _START_METHODS = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs the script again for each other process of this node, and tells it who started it."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the processes, if they are not there, and call the function.
+
+        Lightning's own launcher would also kill this process when another one dies, before it can say which and why.
+        """
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Send a signal to the other processes, also if an earlier trainer has started them."""
+        for process in started():
+            process.send_signal(signum)
+
+    def _call_children_scripts(self) -> None:
+        first = self.cluster_environment.node_rank() * self.num_processes
+        with starting(first + 1, self.procs):
+            super()._call_children_scripts()
 
 
 def launcher(strategy: ConnectedStrategy, start_method: Any) -> _Launcher | None:
@@ -124,6 +149,8 @@ def store(environment: ClusterEnvironment, rank: int, timeout: timedelta) -> tup
 def register(registry: Any, strategy: type[AvgPipeStrategy]) -> None:
     """Make the names known: one for each way to start the processes."""
     what = "Pipeline parallelism for any LightningModule (AvgPipe)"
+    if strategy.strategy_name in registry:  # this package was imported anew
+        return
     registry.register(strategy.strategy_name, strategy, description=what)
     for suffix, start_method in _START_METHODS.items():
         registry.register(
@@ -132,21 +159,3 @@ def register(registry: Any, strategy: type[AvgPipeStrategy]) -> None:
             description=f"{what}; start_method={start_method!r}",
             start_method=start_method,
         )
-
-
-def register_explanation(name: str) -> None:
-    """Where the names of this package are given to the other package of Lightning, say what is wrong."""
-    other = sys.modules.get("pytorch_lightning")
-    if other is None:
-        return
-
-    def explain(**_: Any) -> None:
-        raise ConfigurationError(
-            "this is the Trainer of the package pytorch_lightning, but lightning_avgpipe is for that of "
-            "lightning.pytorch, which has the same contents under another name; write 'import lightning as L' (or "
-            "'import lightning.pytorch as pl') for Trainer and LightningModule alike"
-        )
-
-    for key in (name, *(f"{name}_{suffix}" for suffix in _START_METHODS)):
-        if key not in other.strategies.StrategyRegistry:
-            other.strategies.StrategyRegistry.register(key, explain, description="for lightning.pytorch.Trainer")

@@ -15,18 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe import opaque as opaque_contents
+from lightning_avgpipe.packages import LIGHTNING
 
 __all__ = ["Change", "Objects", "Variable", "is_open"]
 
 # What holds no values of a step, and leads to everything else. Of the standard library, and of Lightning,
 # only containers are opened.
 _CLOSED = (
-    "lightning", "lightning_avgpipe", "lightning_fabric", "pytorch_lightning", "torchmetrics", "torch.optim",
+    *LIGHTNING, "lightning_avgpipe", "torchmetrics", "torch.optim",
     "torch.utils.data", "torch.distributed", "torch.cuda", "torch._C",
 )  # fmt: skip
 _OPEN = (
     "builtins", "collections", "types.SimpleNamespace", "functools.partial", "abc", "typing",
-    "lightning.fabric.utilities.data.AttributeDict",
+    "lightning.fabric.utilities.data.AttributeDict", "lightning_fabric.utilities.data.AttributeDict",
 )  # fmt: skip
 
 

@@ -16,15 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_avgpipe.errors import PeerError
 
-__all__ = ["ScriptLauncher", "deaths", "end_with_this_process", "needing_starter"]
+__all__ = ["deaths", "end_with_this_process", "needing_starter", "started", "starting"]
 
 _POLL_S = 0.5
 _END_S = 10.0  # how long processes of a failed run may take to end by themselves
@@ -34,33 +31,25 @@ _SCRIPT_STARTER = os.environ.pop(_VARIABLE, "")
 _started: dict[int, subprocess.Popen[Any]] = {}  # rank -> process; trainers that come later find them here
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
-    """Runs the script again for each other process of this node, and tells it who started it."""
+@contextlib.contextmanager
+def starting(first: int, processes: Sequence[subprocess.Popen[Any]]) -> Iterator[None]:
+    """Within this context processes are started, which know who starts them and end with it.
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the processes, if they are not there, and call the function.
+    Args:
+        first: rank of the first of them.
+        processes: they are here when the context ends.
+    """
+    os.environ[_VARIABLE] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[_VARIABLE]
+        _started.update(enumerate(processes, first))
 
-        Lightning's own launcher would also kill this process when another one dies, before it can say which and why.
-        """
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
 
-    def kill(self, signum: Any) -> None:
-        """Send a signal to the other processes, also if an earlier trainer has started them."""
-        for process in _started.values():
-            process.send_signal(signum)
-
-    def _call_children_scripts(self) -> None:
-        os.environ[_VARIABLE] = str(os.getpid())
-        try:
-            super()._call_children_scripts()
-        finally:
-            del os.environ[_VARIABLE]
-            first = self.cluster_environment.node_rank() * self.num_processes
-            _started.update(enumerate(self.procs, first + 1))
+def started() -> list[subprocess.Popen[Any]]:
+    """The processes that this one has started, for this trainer or an earlier one."""
+    return list(_started.values())
 
 
 def deaths() -> dict[int, str]:

@@ -431,7 +431,3 @@ class AvgPipeStrategy(SteppingStrategy):
         names = ("_mesh", "_division", "_log", "_shipping", "advancing", "tuner", "whole_steps", "verifier")
         of_a_run = dict.fromkeys(names)
         return {**super().__getstate__(), **of_a_run, "_undo": contextlib.ExitStack()}
-
-    def __repr__(self) -> str:
-        # the Trainer of pytorch_lightning shows what it does not know as a strategy
-        return f"<lightning_avgpipe.{type(self).__name__} for lightning.pytorch.Trainer>"

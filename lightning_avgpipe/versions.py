@@ -9,9 +9,10 @@ from importlib import metadata
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-__all__ = ["RANGES", "TESTED_PYTHON", "check_versions"]
+__all__ = ["RANGES", "SECOND", "TESTED_PYTHON", "check_second", "check_versions"]
 
 RANGES = {"torch": ">=2.6,<2.16", "lightning": ">=2.5,<2.7"}
+SECOND = "pytorch-lightning"  # has the versions of lightning
 PYTHON = ">=3.11"
 TESTED_PYTHON = (3, 11)
 
@@ -26,17 +27,38 @@ def check_versions() -> None:
     if not SpecifierSet(PYTHON).contains(python, prereleases=True):
         raise ImportError(f"lightning_avgpipe needs Python {PYTHON}, and this is {python}")
     for name, wanted in RANGES.items():
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            raise ImportError(f"lightning_avgpipe needs {name}{wanted}, which is not installed") from None
-        # a development version is as the release that it will be
-        if not SpecifierSet(wanted).contains(Version(found).base_version):
-            raise ImportError(
-                f"lightning_avgpipe needs {name}{wanted}, and {found} is installed; pip install '{name}{wanted}'"
-            )
+        # where there is no package of the first name, the second will do
+        other = name == "lightning" and _version(name) is None and _version(SECOND) is not None
+        _check(SECOND if other else name, wanted)
     if sys.version_info[:2] != TESTED_PYTHON:
         warnings.warn(
             f"lightning_avgpipe is tested with Python {'.'.join(map(str, TESTED_PYTHON))}, and this is {python}",
             stacklevel=2,
+        )
+
+
+def check_second() -> None:
+    """The same for the second package of Lightning, which need not be of the same version as the first.
+
+    Raises:
+        ImportError: another version, or none; names the one found and the range.
+    """
+    _check(SECOND, RANGES["lightning"])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _check(name: str, wanted: str) -> None:
+    found = _version(name)
+    if found is None:
+        raise ImportError(f"lightning_avgpipe needs {name}{wanted}, which is not installed")
+    # a development version is as the release that it will be
+    if not SpecifierSet(wanted).contains(Version(found).base_version):
+        raise ImportError(
+            f"lightning_avgpipe needs {name}{wanted}, and {found} is installed; pip install '{name}{wanted}'"
         )

@@ -8,25 +8,34 @@ from pathlib import Path
 
 import pytest
 
+from lightning_avgpipe.packages import LIGHTNING, SHARED
+
 PACKAGE = Path(__file__).parents[1] / "lightning_avgpipe"
 
 # Each part may import the parts named with it, and itself.
 ALLOWED = {
     "errors": set(),
     "versions": set(),
+    "packages": {"errors"},
+    "attempt": set(),
+    "allowed": {"errors"},
+    "durations": {"allowed"},
+    "counts": {"durations"},
+    "starter": {"errors"},
     "tree": set(),
     "source": set(),
     "replaced": set(),
     "absent": {"errors", "tree", "source"},
     "opaque": set(),
-    "objects": {"opaque"},
+    "objects": {"opaque", "packages"},
     "parcel": {"tree", "absent", "objects"},
-    "capture": {"errors", "tree", "source", "absent", "objects", "parcel"},
+    "capture": {"errors", "packages", "tree", "source", "absent", "objects", "parcel"},
     "partition": {"errors", "capture"},
     "schedule": {"errors"},
     "planning": {"errors", "schedule"},
     "runtime": {
         "errors",
+        "packages",
         "tree",
         "source",
         "replaced",
@@ -42,9 +51,9 @@ ALLOWED = {
 }
 LIGHTNING_SIDE = {
     "__init__", "strategy", "adaptation", "division", "loop", "checkpoint", "checks", "metrics", "data", "callbacks",
-    "advancing", "interrupts", "launch", "stateful", "stepping", "storage", "counts", "starter", "parallel", "grouping",
-    "shares", "profiler", "rehearsal", "options", "connected", "bars", "whole", "allowed", "durations", "attempt",
-    "verify", "weight_averages", "aftermath",
+    "advancing", "interrupts", "launch", "stateful", "stepping", "storage", "parallel", "grouping", "shares",
+    "profiler", "rehearsal", "options", "connected", "bars", "whole", "verify", "weight_averages",
+    "pytorch_lightning", "aftermath",
 }  # fmt: skip
 
 
@@ -71,7 +80,7 @@ def test_imports_flow_one_way(path: Path) -> None:
         return
     for name in imports(path):
         root, _, rest = name.partition(".")
-        assert root not in ("lightning", "pytorch_lightning", "torchmetrics"), f"{here} must not know Lightning"
+        assert root not in (*LIGHTNING, "torchmetrics"), f"{here} must not know Lightning"
         if root == "lightning_avgpipe":
             there = rest.split(".")[0]
             assert there == here or there in ALLOWED[here], f"{here} must not import {there}"
@@ -90,6 +99,10 @@ def test_pictures_are_an_extra_that_nothing_needs_to_be_imported() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "matplotlib" for name in names), path
+
+
+def test_what_knows_lightning_is_loaded_for_each_of_its_packages() -> None:
+    assert ALLOWED.keys() == SHARED
 
 
 def test_every_part_has_its_rules() -> None:

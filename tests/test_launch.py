@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -190,22 +189,6 @@ def test_lightning_cli_knows_the_names() -> None:
     cli = LightningCLI(MLP, run=False, save_config_callback=None, args={"trainer": options})
     assert isinstance(cli.trainer.strategy, AvgPipeStrategy)
     assert cli.trainer.strategy.launcher._start_method == "spawn"
-
-
-@pytest.mark.parametrize("strategy", ["avgpipe", "avgpipe_fork", AvgPipeStrategy(num_stages=2)])
-def test_the_other_package_of_lightning_is_told_apart(strategy: Any) -> None:
-    other = pytest.importorskip("pytorch_lightning")
-    launch.register_explanation("avgpipe")  # as if it had been imported before
-    with pytest.raises(ValueError, match=r"lightning\.pytorch") as caught:
-        other.Trainer(accelerator="cpu", strategy=strategy)
-    assert "lightning_avgpipe" in str(caught.value)
-
-
-def test_a_module_of_the_other_package_is_refused_by_the_trainer() -> None:
-    other = pytest.importorskip("pytorch_lightning")
-    assert not issubclass(other.LightningModule, L.LightningModule)
-    with pytest.raises(TypeError, match="Please switch to a single import style"):
-        pipeline(2).fit(other.LightningModule())
 
 
 def test_a_store_that_outlives_a_restart_gives_each_attempt_a_part_of_its_own() -> None:

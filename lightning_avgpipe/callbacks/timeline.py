@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.allowed import check, directory, documented, optional, whole
 from lightning_avgpipe.counts import Count
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.packages import adopted
 from lightning_avgpipe.runtime.mesh import Mesh
 from lightning_avgpipe.runtime.recording import Recorder, assemble
 from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
@@ -62,6 +63,7 @@ class PipelineTimeline(Callback):
         self._steps_before = 0
         self._undo = contextlib.ExitStack()
 
+    @adopted
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot work before training starts."""
         if not isinstance(trainer.strategy, AvgPipeStrategy):

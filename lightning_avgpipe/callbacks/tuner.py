@@ -18,6 +18,7 @@ from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.counts import Count, Natural
 from lightning_avgpipe.errors import ConfigurationError, MemoryShortage, TuningError
 from lightning_avgpipe.options import ALLOWED, MEMORY
+from lightning_avgpipe.packages import adopted
 from lightning_avgpipe.profiler import Profiler
 from lightning_avgpipe.rehearsal import rehearsing
 from lightning_avgpipe.runtime.memory import MemoryLimit
@@ -121,6 +122,7 @@ class AvgPipeTuner(Callback):
         self._begun = False
         self._counted = False  # whether configure_optimizers has asked for the number of iterations
 
+    @adopted
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot work before training starts, and wait for its first batch."""
         strategy = trainer.strategy

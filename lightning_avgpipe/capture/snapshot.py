@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.changes import put_back
 from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.objects import Objects
+from lightning_avgpipe.packages import LIGHTNING
 
 __all__ = ["Attributes", "attribute_values", "random_state", "unchanged", "untouched"]
 
@@ -22,7 +23,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 _CONTAINERS = (list, dict, set, deque)
 _MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_LIBRARIES = ("torch", "lightning", "torchmetrics", "builtins", "abc", "typing")
+_LIBRARIES = ("torch", *LIGHTNING, "torchmetrics", "builtins", "abc", "typing")
 
 
 @contextlib.contextmanager

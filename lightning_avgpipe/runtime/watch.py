@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lightning_avgpipe.errors import PeerError, described
+from lightning_avgpipe.packages import LIGHTNING
 from lightning_avgpipe.runtime.board import Answer, Board
 
 __all__ = ["Account", "Watch"]
@@ -36,7 +37,7 @@ _SILENT_S = 3.0  # a store that takes longer does not answer
 _LAPSE_S = 5.0  # a process in which no thread runs for longer was stopped, rather than slow
 _REQUESTS = ("stop", "requeue")  # from outside: to end, and to save for a later start
 _LINES = 3  # of user code, to say where a process is
-_LIBRARIES = {"torch", "lightning", "lightning_avgpipe", "threading"}
+_LIBRARIES = {"torch", *LIGHTNING, "lightning_avgpipe", "threading"}
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 
 from lightning_avgpipe.absent import Absent
+from lightning_avgpipe.packages import LIGHTNING
 
 __all__ = ["attributes", "clone"]
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
-_LIBRARIES = ("torch", "lightning", "lightning_avgpipe", "torchmetrics", "builtins", "logging", "threading", "weakref")
+_LIBRARIES = (
+    "torch", *LIGHTNING, "lightning_avgpipe", "torchmetrics", "builtins", "logging", "threading", "weakref",
+)  # fmt: skip
 _NO_DATA = (types.FunctionType, types.MethodType, types.ModuleType, type, nn.Module, Dataset, DataLoader, Sampler)
 _DEPTH = 6
 

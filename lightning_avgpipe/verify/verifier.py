@@ -373,7 +373,7 @@ class Verifier:
 
 
 def _ours(kind: type) -> bool:
-    return kind.__module__.startswith(("lightning_avgpipe.", "lightning.pytorch.callbacks"))
+    return kind.__module__.startswith(("lightning_avgpipe.", f"{pl.__name__}.callbacks"))
 
 
 def _comparable(these: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, Any]:
