@@ -76,11 +76,12 @@ def test_both_packages_train_the_same(num_pipelines: int) -> None:
 
 
 def test_callbacks_go_from_a_trainer_of_one_package_to_one_of_the_other(tmp_path: Path) -> None:
-    timeline = PipelineTimeline(every_n_steps=2, dirpath=tmp_path)
+    folder = tmp_path / "timelines"
+    timeline = PipelineTimeline(every_n_steps=2, dirpath=folder)
     for package in (L, other, L):
         trained(package, AvgPipeStrategy(num_stages=2), callbacks=[timeline])
         assert isinstance(timeline, package.Callback)
-        for file in (files := list(tmp_path.iterdir())):
+        for file in (files := list(folder.iterdir())):
             file.unlink()
         assert files
     tuner = AvgPipeTuner(max_num_pipelines=1, dirpath=tmp_path)
