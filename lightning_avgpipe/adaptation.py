@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from lightning_avgpipe.aftermath import hooks_with_results
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.loop import PipelineOptimization
-from lightning_avgpipe.metrics import StepLog, SyncedLoggerConnector, local_metrics
+from lightning_avgpipe.metrics import StepLog, SyncedLoggerConnector, local_metrics, looking_on
 from lightning_avgpipe.packages import LIGHTNING
 from lightning_avgpipe.replaced import replaced
 from lightning_avgpipe.runtime.clipping import norms_over_stages
@@ -61,7 +61,8 @@ def adapted(
         undo.enter_context(intercepting())
         undo.enter_context(replaced(module, "log", step_log))
         if is_overridden("log_dict", module):
-            undo.enter_context(replaced(module, "log_dict", step_log.dictionary(module.log_dict)))
+            undo.enter_context(replaced(module, "log_dict", looking_on(module.log_dict)))
+        undo.enter_context(replaced(module, "print", looking_on(module.print, rehearsed=False)))
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         undo.enter_context(
             local_metrics(metrics, step_log.batch_values, strategy.mesh.heads, lambda: bool(trainer.training))

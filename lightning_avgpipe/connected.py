@@ -171,7 +171,7 @@ class ConnectedStrategy(ParallelStrategy):
         """Begin a run with a module, which knows its trainer."""
         super().connect(model)
         self.begun = False
-        if not self.plain:
+        if not self.plain and model._trainer is not None:  # a run; a strategy may also be given a module to save
             self._undo.enter_context(saving_what_is_whole(model.trainer, self))
 
     def on_train_start(self) -> None:

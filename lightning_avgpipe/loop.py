@@ -27,7 +27,7 @@ class _PipelineClosure(Closure):
         result = self._step_fn()
         if result.closure_loss is None:
             self.warning_cache.warn(
-                "training_step returned None for all micro-batches of a batch, which is skipped. If this was on "
+                "`training_step` returned `None` for all micro-batches of a batch, which is skipped. If this was on "
                 "purpose, ignore this warning"
             )
         return result

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -84,6 +84,24 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else None
 
 
+def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable[..., Any]:
+    """A function that looks at values: within a step it runs where they are, once for a micro-batch.
+
+    Args:
+        rehearsed: whether it runs also when a step is followed or timed, before it runs for good.
+    """
+
+    @functools.wraps(function)
+    def observed(*args: Any, **kwargs: Any) -> None:
+        tracer = StepTracer.current()
+        if tracer is None:
+            function(*args, **kwargs)
+        else:
+            tracer.observe(_nothing if tracer.rehearses and not rehearsed else function, args, kwargs)
+
+    return observed
+
+
 class StepLog:
     """Takes the place of ``LightningModule.log``: within a step it collects, and issues each name once per batch.
 
@@ -132,18 +150,6 @@ class StepLog:
                 f"self.log({args[0] if args else kwargs.get('name')!r}) is called inside a submodule that runs on "
                 "another stage than the loss; return the value and log it in the step"
             )
-
-    def dictionary(self, log_dict: Callable[..., Any]) -> Callable[..., Any]:
-        """The user's ``log_dict``, which may compute with what it logs: where that is."""
-
-        def observed(*args: Any, **kwargs: Any) -> None:
-            tracer = StepTracer.current()
-            if tracer is None:
-                log_dict(*args, **kwargs)
-            else:
-                tracer.observe(log_dict, args, kwargs)
-
-        return observed
 
     @contextlib.contextmanager
     def micro_batch(self, size: int, position: tuple[int, int] = (0, 0), weight: float | None = None) -> Iterator[None]:
@@ -241,7 +247,11 @@ class StepLog:
         results = self._module.trainer._results
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         metric = next(((v, m) for v in given if (m := self.batch_values.metric_of(v)) is not None), None)
-        with contextlib.nullcontext() if results is None else replaced(results, "log", partial(self._take, metric)):
+        with (
+            contextlib.nullcontext()
+            if results is None
+            else replaced(results, "log", functools.partial(self._take, metric))
+        ):
             self._log(*args, **kwargs)
 
     def _take(self, returned: tuple[Tensor, Metric] | None, fx: str, name: str, value: Any, **options: Any) -> None:

@@ -32,9 +32,9 @@ OTHER = "pytorch_lightning"
 FIRST = "lightning.pytorch" if importlib.util.find_spec("lightning") is not None else OTHER
 # The parts of this package that know nothing of Lightning: they are loaded once.
 SHARED = frozenset({
-    "absent", "allowed", "attempt", "capture", "counts", "durations", "elastic", "errors", "objects", "opaque", "packages",
-    "parcel", "partition", "planning", "replaced", "runtime", "schedule", "source", "starter", "tree", "tuning",
-    "versions",
+    "absent", "allowed", "attempt", "capture", "counts", "durations", "elastic", "errors", "objects", "opaque",
+    "packages", "parcel", "partition", "planning", "replaced", "runtime", "schedule", "source", "starter", "tree",
+    "tuning", "versions",
 })  # fmt: skip
 
 _OURS = "lightning_avgpipe"

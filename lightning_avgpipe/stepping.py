@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -25,7 +26,9 @@ from lightning_avgpipe.metrics import StepLog
 from lightning_avgpipe.options import SplitBatch
 from lightning_avgpipe.parallel import ParallelModelsStrategy
 from lightning_avgpipe.partition import Plan
+from lightning_avgpipe.runtime.alone import alone
 from lightning_avgpipe.runtime.layout import Seen
+from lightning_avgpipe.runtime.materialize import on_meta
 from lightning_avgpipe.runtime.microbatch import MicroBatch, fewest_samples, mean, merge, split, split_with, whole
 from lightning_avgpipe.runtime.pipeline import Outcome, run_together
 from lightning_avgpipe.runtime.randomness import RandomKey
@@ -317,6 +320,7 @@ class SteppingStrategy(ParallelModelsStrategy):
         if division.prepare(step, partial(run, 0, 0), examples, decides, schedules[0], trains):
             self._announce(division.plan)
         if step not in division.pipeline.steps:
+            self._run_skipped(module, step, context, works, run, rest)
             return []
         self.plan = division.plan
         pipelines = self.pipelines_for(step, len(works))
@@ -415,6 +419,33 @@ class SteppingStrategy(ParallelModelsStrategy):
                 "larger batch_size"
             )
         return parts
+
+    def _run_skipped(
+        self,
+        module: pl.LightningModule,
+        step: str,
+        context: Callable[[], Any],
+        works: Sequence[Sequence[MicroBatch]],
+        run: Callable[..., Any],
+        rest: Sequence[Any],
+    ) -> None:
+        """Run a batch that trains nothing, before it is known what a step calls: for what it changes and logs.
+
+        As on one device, and on every process, so that attributes stay the same everywhere: a step may count.
+        """
+        if on_meta(module):  # nobody has all of it
+            return
+        self.step_log.begin(sum(map(len, works)))
+        with alone():
+            for n, parts in enumerate(works):
+                for i, part in enumerate(parts):
+                    if self.mesh.hosts_last:
+                        run(n, i, part.data, *rest)
+                        continue
+                    with context():
+                        getattr(module, step)(part.data, *rest)
+        with context():
+            self.step_log.issue(over_groups=step == "training_step")
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:

@@ -138,6 +138,8 @@ def measure(
 class _Timer(StepTracer):
     """Runs the step as usual, and each node alone before it."""
 
+    rehearses = True
+
     def __init__(
         self,
         graph: CallGraph,

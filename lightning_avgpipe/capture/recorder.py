@@ -187,6 +187,8 @@ def owned_tensors(module: nn.Module, glue_states: Collection[str]) -> dict[int, 
 class _Recorder(StepTracer):
     """Executes everything and notes each node."""
 
+    rehearses = True
+
     def __init__(
         self,
         module: nn.Module,

@@ -145,7 +145,12 @@ class StepTracer(TorchFunctionMode):
         units: ``id(module) -> path`` of the submodules that are never split.
         owned: ``id -> full name`` of the tensors whose use makes a node: parameters, and buffers that glue changes.
         place: where the step computes; None: where its parameters are.
+
+    Attributes:
+        rehearses: whether the step runs to learn something of it, and once more for good.
     """
+
+    rehearses = False
 
     def __init__(self, units: Mapping[int, str], owned: Mapping[int, str], place: torch.device | None = None) -> None:
         super().__init__()

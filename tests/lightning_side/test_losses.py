@@ -163,6 +163,37 @@ def test_a_model_whose_batch_is_skipped_stays_while_others_train() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(seen[1], before, strict=True))
 
 
+class Waits(MLP):
+    """Trains from its third batch on, by a count of its own."""
+
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        self.calls += 1
+        loss = super().training_step(batch, batch_idx)
+        self.log("calls", float(self.calls), on_step=False, on_epoch=True, reduce_fx="max")
+        return loss if self.calls > 2 else None
+
+
+def wait_in_rank(rank: int, devices: int) -> tuple[dict[str, Tensor], int, int, Tensor]:
+    torch.set_num_threads(1)
+    model = twins(Waits)[0]
+    runner = trainer(strategy=AvgPipeStrategy(num_stages=2, num_microbatches=1), devices=devices, max_epochs=1)
+    runner.fit(model, data(SIGNS)[0])
+    return model.state_dict(), model.calls, runner.global_step, runner.callback_metrics["calls"]
+
+
+def test_a_step_that_counts_what_it_skips_trains_when_it_has_counted(tmp_path: Path) -> None:
+    model = twins(Waits)[0]
+    expected = trainer(max_epochs=1)
+    expected.fit(model, data(SIGNS)[0])
+    two = processes.results(processes.run(2, wait_in_rank, 2, folder=tmp_path))
+    assert two[0][1] == model.calls == 12
+    for weights, _, steps, logged in two:
+        assert (steps, logged) == (expected.global_step, 12.0)
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
 def skip_in_rank(rank: int, precision: str) -> tuple[dict[str, Tensor], int]:
     torch.set_num_threads(1)
     model = twins(Skips, early=True)[1]
