@@ -61,7 +61,7 @@ class Engine:
         task = Task(
             lambda i, *args: self._call(*args),
             [(part.data, 0) for part in parts],
-            lambda i, loss: loss * parts[i].weight,
+            lambda i, loss: None if loss is None else loss * parts[i].weight,
             RandomKey(0, iteration),
         )
         losses = self.pipeline.run(self.step, build(schedule, self.num_stages, len(parts), advance=advance), task)

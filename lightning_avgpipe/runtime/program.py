@@ -52,6 +52,26 @@ class StageProgram:
         """Path of a module and name of attributes that lead to objects which the step changes where it comes to."""
         return tuple(key for key, position in self.graph.holders if position <= self.end or self.is_last)
 
+    @cached_property
+    def own(self) -> frozenset[str]:
+        """Names of the units and parameters that the stage uses."""
+        return _names(self.nodes)
+
+    @cached_property
+    def later(self) -> frozenset[str]:
+        """Names of the units and parameters that only later stages use."""
+        return _names(self.graph.nodes[self.end :]) - self.own
+
+    @cached_property
+    def earlier(self) -> frozenset[str]:
+        """Names of the units and parameters that only earlier stages use."""
+        return _names(self.graph.nodes[: self.start]) - self.own - _names(self.graph.nodes[self.end :])
+
+    @cached_property
+    def alike(self) -> dict[tuple[str, str], Node]:
+        """Kind and name -> the last node of the stage that has them."""
+        return {(node.kind, node.name): node for node in self.nodes}
+
     @property
     def is_first(self) -> bool:
         """Whether no stage comes before."""
@@ -66,6 +86,11 @@ class StageProgram:
     def leaves(self) -> frozenset[str]:
         """Names of the tensors of the batch that are needed here."""
         return frozenset(leaf.name for leaf in self.graph.needed_leaves(self.start, self.end))
+
+
+def _names(nodes: Sequence[Node]) -> frozenset[str]:
+    called = (node.name for node in nodes if node.kind == "call")
+    return frozenset((*called, *(name for node in nodes for name in node.parameters)))
 
 
 def stage_programs(graph: CallGraph, cuts: Sequence[int]) -> tuple[StageProgram, ...]:

@@ -8,35 +8,34 @@
                       received       |                 |
 
 Nodes of earlier stages give back the values that were received, or absent ones. The nodes of this stage run. Before
-the first node of a later stage the step is left. Free glue runs wherever it stands.
+the first node of a later stage the step is left. Free glue runs wherever it stands. A micro-batch with which the step
+does something else takes a detour.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe import tree
-from lightning_avgpipe.absent import Absent, Description, TensorMeta, described
+from lightning_avgpipe.absent import Absent, TensorMeta, described
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.objects import Objects
 from lightning_avgpipe.parcel import Packer, Parcel
+from lightning_avgpipe.runtime.detour import Detour, Entry, Path, Step
 from lightning_avgpipe.runtime.program import StageProgram
 from lightning_avgpipe.runtime.randomness import Drawing, Draws, RandomKey, host_stream, stream
 from lightning_avgpipe.source import source_line
 
 __all__ = ["Observe", "Repeat", "Replayed", "replay"]
 
-
-# What a node gave: described, or what it wrote into objects too.
-Entry = Description | Parcel
 
 Observe = Callable[[Callable[..., Any], Any, Any], Any]
 Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
@@ -48,13 +47,13 @@ class Replayed:
 
     Attributes:
         result: of the step function; None unless this is the last stage.
-        sent: the values that the program sends, in its order.
-        entries: what the nodes up to the end of this stage returned.
+        sent: the values that the program sends, in its order; or those of a detour.
+        entries: what the nodes up to the end of this stage returned, or their path.
     """
 
     result: Any
     sent: tuple[Tensor, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[Entry, ...] | Path
 
 
 _NOTHING = contextlib.nullcontext()
@@ -71,7 +70,7 @@ def replay(
     units: Mapping[int, str],
     owned: Mapping[int, str],
     received: Sequence[Tensor] = (),
-    entries: tuple[Entry, ...] = (),
+    entries: tuple[Entry, ...] | Path = (),
     key: RandomKey | None = None,
     drawing: Drawing | None = None,
     device: torch.device = torch.device("cpu"),  # noqa: B008
@@ -87,8 +86,9 @@ def replay(
         args: its arguments, the micro-batch first.
         units: ``id(module) -> path``.
         owned: ``id -> full name`` of parameters, and of buffers that glue changes.
-        received: tensors for ``program.receives``, in its order.
-        entries: what the nodes of earlier stages returned; fewer if the step returned None on one of them.
+        received: tensors for ``program.receives``, in its order; or for the values of a path.
+        entries: what the nodes of earlier stages returned; fewer if the step returned None on one of them. Or the path
+            that they took.
         key: names this execution, for random numbers.
         drawing: the modules that draw; None if nothing does.
         device: of this stage.
@@ -128,7 +128,7 @@ class _Replayer(StepTracer):
         units: Mapping[int, str],
         owned: Mapping[int, str],
         received: Sequence[Tensor],
-        entries: tuple[Entry, ...],
+        path: tuple[Entry, ...] | Path,
         draws: Draws | None,
         device: torch.device,
         observe: Observe | None,
@@ -145,14 +145,22 @@ class _Replayer(StepTracer):
         self._resident = program.graph.resident
         self._upkeep = program.upkeep
         self._elsewhere = program.elsewhere
-        self._received = dict(zip(program.receives, received, strict=True))
-        self._upstream = entries
-        self._ended = len(entries) if len(entries) < program.start else None
-        self._own: list[Entry] = []
+        self._detour: Detour | None = None  # once this stage is off the captured path
+        if isinstance(path, Path):
+            self._upstream, values, self._start = path.entries, path.values, len(path.entries)
+            self._ended = self._start if path.ended else None
+            self._detour = Detour(program, self._upstream, path.shared)
+        else:
+            self._upstream, values, self._start = path, program.receives, program.start
+            self._ended = len(path) if len(path) < program.start else None
+        self._received = dict(zip(values, received, strict=True))
+        self._own: list[Entry | Step] = []
         self._objects: dict[int, Tensor] = {}  # values of earlier stages, as the tensors that stand for them here
         self._sends = frozenset(program.sends)
         self._made: dict[int, Tensor] = {}  # values of this stage that will be sent
         self._position = 0
+        self._observed: list[Tensor] = []  # what the last stage will look at
+        self._left = False  # whether a step off the captured path has returned None
         self._draws = draws
         self._function_draws = draws if draws is not None and draws.seeds_functions else None
         self._device = device
@@ -179,6 +187,7 @@ class _Replayer(StepTracer):
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._program.is_last:
+            self._observed += tree.tensors((args, kwargs))
             return Absent(TensorMeta((), torch.get_default_dtype(), False, False), self._device, "a metric")
         return run(*args, **kwargs) if self._observe is None else self._observe(run, args, kwargs)
 
@@ -195,28 +204,117 @@ class _Replayer(StepTracer):
         position, program = self._position, self._program
         if position == self._ended:
             raise self._changed(kind, name, None)
-        if position == program.end and not program.is_last:
+        if position < self._start and isinstance(self._upstream[position], Step):
+            return self._skip_step(kind, name, args, kwargs, tensors, module)
+        node = self._nodes[position] if position < len(self._nodes) else None
+        if position >= self._start and (self._detour is not None or not _is(node, kind, name)):
+            return self._off_path(kind, name, run, args, kwargs, tensors, module)
+        if position == program.end:
             raise _StageEnd
-        node = self._nodes[position] if position < program.end else None
-        if node is None or node.kind != kind or (node.name != name and kind != "region"):
-            # On the last stage everything from its start on is at hand, so it may do what it wants.
-            if not (program.is_last and position >= program.start):
-                raise self._changed(kind, name, node)
-            node = None
+        if not _is(node, kind, name):
+            raise self._changed(kind, name, node)
+        assert node is not None
         self._position += 1
-        objects = None
-        if node is not None and node.opens:
-            objects = Objects((args, kwargs), module.modules() if module is not None and node.exports else ())
+        objects = _opened(node, args, kwargs, module)
+        if objects is not None:
             tensors = [*tensors, *objects.tensors]
-        if node is not None:
-            entry: Entry | None = self._elsewhere.get(position)
-            if entry is not None and position >= program.start and not program.is_last:
-                self._own.append(entry)
-            if entry is None and position < program.start and position not in self._upkeep:
-                entry = self._upstream[position]
-            if entry is not None:
-                return self._skip(node, entry, tensors, objects)
-        return self._execute(node, kind, name, run, args, kwargs, tensors, objects)
+        entry: Entry | None = self._elsewhere.get(position)
+        if entry is not None and position >= self._start and not program.is_last:
+            self._own.append(entry)
+        if entry is None and position < self._start and position not in self._upkeep:
+            entry = self._upstream[position]  # type: ignore[assignment]
+        if entry is not None:
+            return self._skip(node, entry, tensors, objects)
+        result, leaves, entry = self._execute(node, run, args, kwargs, objects)
+        if len(leaves) != len(node.outputs):
+            raise StepChangedError(
+                f"{node} returned {len(node.outputs)} tensors when {program.graph.step} was captured, and "
+                f"returned {len(leaves)} now (stage {program.stage}); return the same structure for every batch, "
+                "with empty tensors where there is nothing to return"
+            )
+        for value, leaf in zip(node.outputs, leaves, strict=True):
+            if value >= 0:
+                self._register(leaf, value)
+        for i, value, of_base in node.writes:
+            target = tensors[i]._base if of_base else tensors[i]
+            if target is not None:
+                self._register(target, value)
+        if not program.is_last and node.index >= self._start:
+            self._own.append(described(result) if entry is None else entry)
+        return result
+
+    # -- detours ----------------------------------------------------------------------------------------------------
+
+    def _skip_step(
+        self, kind: str, name: str, args: Any, kwargs: Any, tensors: list[Tensor], module: nn.Module | None
+    ) -> Any:
+        """A node that an earlier stage has executed off the captured path."""
+        step = self._upstream[self._position]
+        assert isinstance(step, Step)
+        node, entry = step
+        if not _is(node, kind, name):
+            raise self._changed(kind, name, node)
+        self._position += 1
+        objects = _opened(node, args, kwargs, module)
+        return self._skip(node, entry, tensors if objects is None else [*tensors, *objects.tensors], objects)
+
+    def _off_path(
+        self,
+        kind: str,
+        name: str,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
+        module: nn.Module | None,
+    ) -> Any:
+        """A node that was not there when the step was captured."""
+        program, position = self._program, self._position
+        names = {name} if kind == "call" else {self._owned[id(t)] for t in tensors if id(t) in self._owned}
+        detour = self._detour or Detour(program, self._upstream)
+        if not (detour.may_run(kind, names) or detour.is_later(names)):
+            expected = self._nodes[position] if self._detour is None and position < len(self._nodes) else None
+            raise self._changed(kind, name, expected)
+        self._detour = detour
+        if detour.is_later(names):
+            self._leave(names, tensors)
+            raise _StageEnd
+        self._position += 1
+        node = detour.node(position, kind, name)
+        objects = _opened(node, args, kwargs, module)
+        if objects is not None:
+            tensors = [*tensors, *objects.tensors]
+        versions = [_version(tensor) for tensor in tensors]
+        result, leaves, entry = self._execute(node, run, args, kwargs, objects)
+        outputs, writes = [], []
+        for leaf in leaves:
+            same = next((i for i, t in enumerate(tensors) if t is leaf), None)
+            if not self.is_known(leaf) and same is None:
+                self.know(leaf, detour.number())
+            outputs.append(self._known[id(leaf)][1] if self.is_known(leaf) else -1 - (same or 0))
+        for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+            if _version(tensor) != version:
+                known = self.value_of(tensor)
+                if not detour.may_write(known):
+                    raise StepChangedError(
+                        f"{node} writes into a tensor that others may share, which it did not do when "
+                        f"{program.graph.step} was captured (stage {program.stage}); compute out of place"
+                    )
+                if known is not None:
+                    writes.append((i, known, not self.is_known(tensor)))
+        node = replace(node, outputs=tuple(outputs), writes=tuple(writes))
+        detour.note(node)
+        if not program.is_last:
+            self._own.append(Step(node, described(result) if entry is None else entry))
+        return result
+
+    def _leave(self, names: set[str], tensors: Sequence[Tensor]) -> None:
+        """The rest of a detour, which needs these tensors, is for later stages."""
+        assert self._detour is not None
+        needed = [value for t in (*tensors, *self._observed) if (value := self.value_of(t)) is not None]
+        self._detour.leave(names, needed, {v: t for ref, v in self._known.values() if (t := ref()) is not None})
+
+    # -- skipped and executed ---------------------------------------------------------------------------------------
 
     def _skip(self, node: Node, entry: Entry, tensors: list[Tensor], objects: Objects | None) -> Any:
         if self._draws is not None and node.drawn:
@@ -276,48 +374,22 @@ class _Replayer(StepTracer):
         return self._objects[value]
 
     def _execute(
-        self,
-        node: Node | None,
-        kind: str,
-        name: str,
-        run: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        tensors: list[Tensor],
-        objects: Objects | None,
-    ) -> Any:
-        if self._repeat is not None and kind == "call" and node is not None:
+        self, node: Node, run: Callable[..., Any], args: Any, kwargs: Any, objects: Objects | None
+    ) -> tuple[Any, list[Tensor], Parcel | None]:
+        """The result, the tensors in all that the node gave, and a parcel of it if it needs one."""
+        if self._repeat is not None and node.kind == "call":
             run = self._repeat(node, run)
-        if self._function_draws is None or kind == "glue":
+        if self._function_draws is None or node.kind == "glue":
             result = run(*args, **kwargs)
         else:
             # a region is code of the step itself, whose path is ""
-            inside = "" if kind == "region" else name
-            with self._function_draws.functions(None if node is None else (inside, *node.drawn)):
+            inside = "" if node.kind == "region" else node.name
+            with self._function_draws.functions((inside, *node.drawn)):
                 result = run(*args, **kwargs)
-        if node is None:
-            return result
-        entry = None
         if objects is not None and self._packer is not None:
-            entry, leaves = self._packer.pack(result, objects)
-        else:
-            leaves = [result] if type(result) is Tensor else tree.tensors(result)
-        if len(leaves) != len(node.outputs):
-            raise StepChangedError(
-                f"{node} returned {len(node.outputs)} tensors when {self._program.graph.step} was captured, and "
-                f"returned {len(leaves)} now (stage {self._program.stage}); return the same structure for every batch, "
-                "with empty tensors where there is nothing to return"
-            )
-        for value, leaf in zip(node.outputs, leaves, strict=True):
-            if value >= 0:
-                self._register(leaf, value)
-        for i, value, of_base in node.writes:
-            target = tensors[i]._base if of_base else tensors[i]
-            if target is not None:
-                self._register(target, value)
-        if not self._program.is_last and node.index >= self._program.start:
-            self._own.append(described(result) if entry is None else entry)
-        return result
+            parcel, leaves = self._packer.pack(result, objects)
+            return result, leaves, parcel
+        return result, [result] if type(result) is Tensor else tree.tensors(result), None
 
     def _register(self, tensor: Tensor, value: int) -> None:
         self.know(tensor, value)
@@ -328,6 +400,8 @@ class _Replayer(StepTracer):
 
     def sent(self) -> tuple[Tensor, ...]:
         """Tensors for ``program.sends``; empty ones for what was not made because the step ended before."""
+        if self._detour is not None:
+            return self._detour.sent
         found = []
         for value in self._program.sends:
             for known in (self._made, self._objects, self._received):
@@ -337,14 +411,21 @@ class _Replayer(StepTracer):
             found.append(torch.empty(0, device=self._device) if tensor is None else tensor)
         return tuple(found)
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[Entry, ...] | Path:
         """What all nodes up to the end of this stage returned."""
-        return (*self._upstream, *self._own) if self._own else self._upstream
+        entries = (*self._upstream, *self._own) if self._own else self._upstream
+        if self._detour is None:
+            return entries  # type: ignore[return-value]
+        return Path(entries, self._detour.values, self._detour.shared, self._left)
 
     def check_finished(self, result: Any) -> None:
         """The step must have come as far as it did when it was captured, or have returned None, and on all stages."""
         position, program = self._position, self._program
-        expected = program.start if program.is_last else program.end
+        expected = self._start if program.is_last else program.end
+        if self._detour is not None and not program.is_last and position != self._ended:
+            self._left = result is None
+            self._leave(set(), tree.tensors(result))
+            return
         if position < expected and (result is not None or position != (self._ended or position)):
             raise self._changed(None, None, self._nodes[position])
 
@@ -354,8 +435,24 @@ class _Replayer(StepTracer):
         return StepChangedError(
             f"{self._program.graph.step} does not do what it did when it was captured: after {self._position} nodes "
             f"{then} then, {now} now (stage {self._program.stage}). What a step calls must not depend on the batch, "
-            "the time or chance; move the difference into one unit, or keep it on the last stage with split_points"
+            "the time or chance, unless its units come in the order of the stages; move the difference into one unit, "
+            "or keep it on the last stage with split_points"
         )
+
+
+def _is(node: Node | None, kind: str, name: str) -> bool:
+    return node is not None and node.kind == kind and (node.name == name or kind == "region")
+
+
+def _opened(node: Node, args: Any, kwargs: Any, module: nn.Module | None) -> Objects | None:
+    """What a node may write into besides tensors."""
+    if not node.opens:
+        return None
+    return Objects((args, kwargs), module.modules() if module is not None and node.exports else ())
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _called(kind: str, name: str | None) -> str:

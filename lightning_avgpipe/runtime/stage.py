@@ -17,6 +17,7 @@ from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.parcel import Packer
 from lightning_avgpipe.runtime.attributes import OwnAttributes
 from lightning_avgpipe.runtime.copies import Copies
+from lightning_avgpipe.runtime.detour import Path
 from lightning_avgpipe.runtime.inspection import Inspection, Strangers
 from lightning_avgpipe.runtime.message import Message
 from lightning_avgpipe.runtime.program import StageProgram
@@ -226,7 +227,9 @@ class Stage:
         gates: list[_Gate] = []
         received: list[Tensor] = []
         if message is not None:
-            for value, tensor, wanted in zip(program.receives, message.tensors, message.requires_grad, strict=True):
+            for value, tensor, wanted in zip(
+                self._received(message), message.tensors, message.requires_grad, strict=True
+            ):
                 assert tensor is not None
                 if value in self._overwritten:  # it, or its neighbour in this process, is needed once more
                     tensor = tensor.clone()
@@ -253,6 +256,10 @@ class Stage:
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
         return tuple(gates), replayed
+
+    def _received(self, message: Message) -> tuple[int, ...]:
+        """The numbers of a message's values."""
+        return message.entries.values if isinstance(message.entries, Path) else self.program.receives
 
     @contextmanager
     def _inspected(self, task: Task) -> Iterator[Inspection | None]:
@@ -311,11 +318,14 @@ class Stage:
     def _check_unchanged(self, kept: _Inputs) -> None:
         if kept.message is None:
             return
-        for value, tensor, version in zip(self.program.receives, kept.message.tensors, kept.versions, strict=True):
+        graph = self.program.graph
+        for value, tensor, version in zip(
+            self._received(kept.message), kept.message.tensors, kept.versions, strict=True
+        ):
             if _version(tensor) != version:
-                graph = self.program.graph
+                name = f"'{graph.values[value].name}'" if value < len(graph.values) else "off the captured path"
                 raise StepChangedError(
-                    f"the value '{graph.values[value].name}', which stage {self.program.stage} received, was changed "
+                    f"the value {name}, which stage {self.program.stage} received, was changed "
                     f"in place after {graph.step} was captured without such a change; it cannot be repeated from it. "
                     "Compute out of place, or do without recompute"
                 )

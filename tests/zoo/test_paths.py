@@ -1,0 +1,197 @@
+"""A step may do other things with other micro-batches, as long as its units come in the order of the stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_avgpipe.errors import AbsentValueError, StepChangedError
+from tests.engine import Engine
+from tests.zoo.comparison import check
+from tests.zoo.own_models import WIDTH, Own
+
+SIZES = (4, 9, 8, 3)  # of batches: the first is captured
+
+
+class Path(Own):
+    """Six layers; ``is_other`` says what a micro-batch goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    @staticmethod
+    def is_other(x: Tensor) -> bool:
+        return len(x) > 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = self.is_other(x)
+        for number, layer in enumerate(self.layers):
+            x = self.step(number, layer, x, other)
+        return x
+
+    def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        raise NotImplementedError
+
+
+class MoreGlue(Path):
+    """As attention that repeats its heads only where there is a mask."""
+
+    def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        x = layer(x)
+        if other:
+            x = (x[:, None].expand(-1, 2, -1).reshape(-1, WIDTH) * 0.5)[: len(x)]
+        return F.gelu(x)
+
+
+class LessGlue(MoreGlue):
+    @staticmethod
+    def is_other(x: Tensor) -> bool:
+        return len(x) <= 2
+
+
+class DropsLayers(Path):
+    """Residual layers of which some are left out."""
+
+    def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        return x if other and number % 2 else x + torch.tanh(layer(x))
+
+
+class DropsAStage(Path):
+    def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        return x if other and number in (2, 3, 4) else x + torch.tanh(layer(x))
+
+
+class Ends(Path):
+    """Small micro-batches end early, and log what they come to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2] if self.is_other(x) else self.layers:
+            x = F.gelu(layer(x))
+            self.log("mean", x.mean())
+        return x
+
+
+class SharedNorm(Path):
+    """One unit is called everywhere, on the other path more often."""
+
+    def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        x = F.gelu(layer(x))
+        return F.layer_norm(x, (WIDTH,)) if other else x
+
+
+class InPlace(Path):
+    def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        y = layer(x)
+        if other:
+            y.mul_(0.5).add_(x)
+        return torch.tanh(y)
+
+
+class LongSkip(Path):
+    """What the first layer gives is needed at the end, on both paths."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        y = F.gelu(first)
+        for layer in self.layers[1:]:
+            y = layer(y * 2 if self.is_other(x) else y)
+        return y + first
+
+
+class TakesValues(Path):
+    """The path depends on what a layer gives."""
+
+    def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+        x = layer(x)
+        return torch.relu(x) + 1 if bool(x.detach().sum() > 0) else x
+
+
+MODELS = (MoreGlue, LessGlue, DropsLayers, DropsAStage, Ends, SharedNorm, InPlace, LongSkip, TakesValues)
+
+
+def batches() -> list[Any]:
+    torch.manual_seed(1)
+    return [Own.example(size, 0) for size in SIZES]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_another_path_gives_the_numbers_of_one_process(model: type[Path], num_stages: int) -> None:
+    check(model(), batches(), num_stages)
+
+
+def engine(model: Path, **options: Any) -> Engine:
+    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    return Engine(model, 2, Own.example(4, 0), split_points=["layers.3"], **options)
+
+
+@pytest.mark.parametrize("recompute", [True, ["layers.*"]])
+def test_another_path_is_repeated_in_the_backward(recompute: Any) -> None:
+    gradients = []
+    for repeats in (False, recompute):
+        torch.manual_seed(0)
+        model = LongSkip()
+        running = engine(model, recompute=repeats)
+        for batch in batches():
+            running.train(batch)
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient is None or torch.equal(gradient, gradients[1][name]), name
+
+
+def test_a_unit_of_an_earlier_stage_is_not_called_later() -> None:
+    class Returns(Path):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers[:5]:
+                x = layer(x)
+            return self.layers[5](self.layers[0](x) if self.is_other(x) else x)
+
+    model = Returns()
+    running = Engine(model, 3, Own.example(4, 0), split_points=["layers.2", "layers.4"])
+    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    running.train(Own.example(4, 0))
+    with pytest.raises(StepChangedError, match=r"unit 'layers\.0' at test_paths\.py:\d+ in forward now"):
+        Engine(model, 3, Own.example(4, 0), split_points=["layers.2", "layers.5"]).train(Own.example(9, 0))
+
+
+def test_a_value_that_only_the_other_path_needs_is_named() -> None:
+    class Needs(Path):
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.layers[0](x)
+            y = first
+            for layer in self.layers[1:]:
+                y = layer(y)
+            return y + first if self.is_other(x) else y
+
+    with pytest.raises(AbsentValueError, match=r"needs the value of 'layers\.0'"):
+        engine(Needs()).train(Own.example(9, 0))
+
+
+def test_a_step_may_return_none_before_the_last_stage() -> None:
+    class Ends(Path):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x = self.layers[0](batch[0])
+            if self.is_other(x):
+                return None
+            for layer in self.layers[1:]:
+                x = layer(x)
+            return x.mean()
+
+    model = Ends()
+    engine(model).train(Own.example(9, 0))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_unit_that_was_not_called_when_the_step_was_captured_is_refused() -> None:
+    class Adds(Path):
+        def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
+            return x + torch.tanh(layer(x)) if other or number != 1 else x
+
+    with pytest.raises(StepChangedError, match=r"it came to unit 'layers\.1' at test_paths\.py:\d+ in step now"):
+        engine(Adds()).train(Own.example(9, 0))
