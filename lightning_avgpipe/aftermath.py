@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.absent import Absent
 from lightning_avgpipe.capture.changes import address, targets
+from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.errors import StepChangedError
-from lightning_avgpipe.objects import Objects
+from lightning_avgpipe.objects import Objects, Variable
 from lightning_avgpipe.replaced import replaced
 from lightning_avgpipe.runtime.frame import as_bytes
 
@@ -100,12 +101,18 @@ def _following(
     strategy: AvgPipeStrategy,
     division: Division,
 ) -> Callable[..., Any]:
+    variables = outside(modules[""])
+
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> None:
         told: Any = None  # by rank 0
         news, optimization = strategy.mesh.broadcast(told)
         for (path, attribute), content in news:
-            _accept(modules[path], attribute, _Unpickler(io.BytesIO(content), modules, strategy.root_device).load())
+            value = _Unpickler(io.BytesIO(content), modules, strategy.root_device).load()
+            if attribute in variables:
+                _accept_variable(variables[attribute], value)
+            else:
+                _accept(modules[path], attribute, value)
         if optimization is not None:
             _accept_optimization(strategy, optimization)
 
@@ -126,6 +133,13 @@ def _accept(module: nn.Module, name: str, value: Any) -> None:
             module._buffers[name] = value
     elif not Objects.assign(vars(module).get(name), value):
         vars(module)[name] = value
+
+
+def _accept_variable(variable: Variable, value: Any) -> None:
+    if isinstance(value, _Gone):
+        variable.put({})
+    elif not Objects.assign(variable.state().get("value"), value):
+        variable.put({"value": value})
 
 
 class _Writes(TorchDispatchMode):
@@ -188,15 +202,17 @@ class _Flag:
 
 
 class _Attributes:
-    """What modules hold before a hook: attributes, buffers, and which parameters are trained."""
+    """What modules hold before a hook: attributes, buffers, and which parameters are trained. And variables outside."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
+        self._variables = outside(modules[""])
         self._held = self._holds()
         self._objects = Objects((*self._held.values(),), opaque=True)
 
     def _holds(self) -> dict[Key, Any]:
-        return {
+        found = {("", name): held for name, v in self._variables.items() for held in v.state().values()}
+        return found | {
             (path, name): held
             for path, module in self._modules.items()
             for name, held in (*vars(module).items(), *module._buffers.items(), *_flags(module))

@@ -15,9 +15,13 @@ from tests import processes
 from tests.test_state import Layers, data
 from tests.trainers import trainer
 
+OUTSIDE = {"factor": 1.0}
+
 
 class Annealed(Layers):
     """Whatever a hook may change that the first stage reads, or its optimizer."""
+
+    power = 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +36,12 @@ class Annealed(Layers):
             self.hidden = torch.zeros(8)
         self.count += 1
         self.seen.append(self.count)
-        x = batch[0] * self.tau * self.scale["x"] + float(self.array[0]) + self.shift + self.hidden
+        x = (
+            batch[0] * self.tau * OUTSIDE["factor"] ** self.power * self.scale["x"]
+            + float(self.array[0])
+            + self.shift
+            + self.hidden
+        )
         self.hidden = self.hidden + 0.1
         y = self.through(x * self.hparams.beta)
         return (y - batch[1]).square().mean() / self.count / len(self.seen)
@@ -46,6 +55,8 @@ class Annealed(Layers):
         self.scale["x"] = self.scale["x"] * 0.5
         self.shift += 0.1
         self.hparams.beta *= 0.7
+        OUTSIDE["factor"] *= 0.8
+        type(self).power += 0.5
         self.count, self.hidden = 0, None
         self.seen.clear()
         self.a.weight.requires_grad_(False)
@@ -69,6 +80,7 @@ class TooLarge(Layers):
 
 def fitted(rank: int, make: Any, devices: int, num_stages: int = 2) -> dict[str, Tensor]:
     torch.set_num_threads(1)
+    OUTSIDE["factor"], Annealed.power = 1.0, 1.0
     module = make()
     strategy = AvgPipeStrategy(num_stages=num_stages, num_microbatches=4, costs_cache=None)
     trainer(strategy=strategy, devices=devices, max_epochs=3).fit(module, data())
