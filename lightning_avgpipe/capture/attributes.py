@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_avgpipe import tree
 from lightning_avgpipe.capture.changes import address
 from lightning_avgpipe.capture.outside import outside, places
-from lightning_avgpipe.objects import Objects
+from lightning_avgpipe.objects import Objects, Variable
 from lightning_avgpipe.source import source_line
 
 __all__ = ["Assignments", "Mutations"]
@@ -210,12 +210,8 @@ class Mutations:
         position: Callable[[], int],
         ignore: Collection[nn.Module] = (),
     ) -> None:
-        self._attributes = {
-            (path, name): held
-            for path, m in _watched(module, ignore).items()
-            for name, held in vars(m).items()
-            if name not in _OF_EVERY_MODULE
-        }
+        self._modules = _watched(module, ignore)
+        self._attributes = _held(self._modules)
         self._attributes |= {("", name): variable for name, variable in outside(module).items()}
         self._module = module
         self.objects = Objects(self._attributes.values(), opaque=True)
@@ -267,6 +263,14 @@ class Mutations:
                 found[key] = min(first)
         return found
 
+    def of_units(self) -> tuple[Key, ...]:
+        """Attributes that units have assigned, or whose objects they have changed; also those that glue assigned."""
+        before, changed = self._attributes, self.found() - self._first.keys()
+        leading = {key for key, held in before.items() if changed and Objects([held], opaque=True).reach(changed)}
+        now = _held(self._modules) | {key: held for key, held in before.items() if isinstance(held, Variable)}
+        assigned = {key for key in now if before.get(key) is not now[key]}
+        return tuple(sorted(leading & now.keys() | assigned))
+
     def written(self, memory: Collection[int]) -> tuple[Key, ...]:
         """Attributes and variables that lead to tensors with memory at these addresses."""
         leading = {k: Objects([held]).tensors for k, held in self._attributes.items()} if memory else {}
@@ -283,6 +287,15 @@ class Mutations:
                 name = ".".join(part for part in key if part)
                 reason = f"'{name}' is read at {place}, and its contents are changed later, for the next micro-batch"
                 yield (first, change - 1, f"{reason}; change them before the first submodule is called")
+
+
+def _held(modules: dict[str, nn.Module]) -> dict[Key, Any]:
+    return {
+        (path, name): held
+        for path, m in modules.items()
+        for name, held in vars(m).items()
+        if name not in _OF_EVERY_MODULE
+    }
 
 
 def _watched(module: nn.Module, ignore: Collection[nn.Module]) -> dict[str, nn.Module]:

@@ -157,6 +157,7 @@ class CallGraph:
             units; operations on them are nodes.
         rewritten: those of all that it changes which operations write into, so that backwards would find it changed.
         attributes: path of a module and name, of those that code between units assigns.
+        of_units: the same of attributes that units assign, or that lead to objects which they change.
         written: the same of attributes and variables that lead to tensors which the step writes into.
         carried: full names of those of them whose tensors go from one micro-batch to the next.
         holders: the same of those that lead to objects which that code changes in place, and before which node it first
@@ -181,6 +182,7 @@ class CallGraph:
     glue_states: frozenset[str] = frozenset()
     rewritten: frozenset[str] = frozenset()
     attributes: tuple[tuple[str, str], ...] = ()
+    of_units: tuple[tuple[str, str], ...] = ()
     written: tuple[tuple[str, str], ...] = ()
     carried: tuple[str, ...] = ()
     holders: tuple[tuple[tuple[str, str], int], ...] = ()

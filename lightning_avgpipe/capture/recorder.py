@@ -110,6 +110,7 @@ def _record(
         attributes, carried = tuple(recorder.assignments.changed()), tuple(recorder.assignments.carried())
         recorder.mutations.look()
         recorder.mutable |= recorder.mutations.found()
+        of_units = set(recorder.mutations.of_units()).difference(attributes)
         recorder.watch.look()
         if step == "training_step":
             _check_loss(result)
@@ -117,8 +118,10 @@ def _record(
         recorder.find_reassigned_buffers()
         recorder.find_shared_states()
         recorder.pinned += recorder.assignments.pinned()
-        if recorder.assignments.created() or recorder.mutations.holders():
-            again = _once_more(make, run, spare)
+        lasts = recorder.assignments.created() or recorder.mutations.holders() or of_units
+        again = _once_more(make, run, spare) if lasts else None
+        if again is not None:
+            of_units &= set(again.mutations.of_units())
             made = recorder.assignments.created() - again.assignments.assigned()
             attributes = tuple(key for key in attributes if key not in made)
             recorder.mutations.keep(again.mutations.found())
@@ -140,6 +143,7 @@ def _record(
         attributes=attributes,
         carried=carried,
         holders=holders,
+        of_units=tuple(sorted(of_units - dict(holders).keys())),
         written=recorder.mutations.written(recorder.changes.nameless),
         reads=tuple(recorder.assignments.reads.items()),
         pinned=tuple(recorder.pinned),
@@ -150,15 +154,18 @@ def _record(
 
 def _once_more(
     make: Callable[[Sequence[Tensor]], _Recorder], run: Callable[..., Any], args: Sequence[Any]
-) -> _Recorder:
-    """What the step changes again when it runs once more. The rest it has made for good.
+) -> _Recorder | None:
+    """What the step changes again when it runs once more; None if it cannot, which training will say.
 
-    All stages of a process share that and what was made with it (hooks, tables): a stage of its own mind would make
-    everything once more.
+    The rest it has made for good. All stages of a process share that and what was made with it (hooks, tables): a stage
+    of its own mind would make everything once more.
     """
     again = make(tree.tensors(args))
-    with again.changes, again.assignments.watched(), again.following(), watching(again.calls):
-        run(*args)
+    try:
+        with again.changes, again.assignments.watched(), again.following(), watching(again.calls):
+            run(*args)
+    except Exception:  # of any type: it is the user's code
+        return None
     return again
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_avgpipe.capture.batch import leaf_names
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import intercepting
+from lightning_avgpipe.runtime.attributes import OwnAttributes
 from lightning_avgpipe.runtime.channel import LocalChannel
 from lightning_avgpipe.runtime.copies import Copies, copied_parameters
 from lightning_avgpipe.runtime.executor import Lane, execute
@@ -69,6 +70,7 @@ class Pipeline:
         self.place = place
         self._recompute = recompute
         self._stages: dict[str, list[Stage]] = {}
+        self._of_units: dict[str, OwnAttributes] = {}
         self._graphs: dict[str, CallGraph] = {}
         self._cuts: dict[str, Sequence[int]] = {}
         self._copies: dict[str, Copies] = {}
@@ -102,10 +104,11 @@ class Pipeline:
             for rank in range(self._mesh.world_size)
         }
         self._copies[graph.step] = copies
+        of_units = self._of_units[graph.step] = OwnAttributes(self._module, graph.of_units, self.number == 0)
         self._stages[graph.step] = [
             Stage(
                 programs[k], self._module, self._mesh.device, copies, self._recompute, self._strangers,
-                shown=self.number == 0 and k == self._mesh.stages[-1],
+                self.number == 0 and k == self._mesh.stages[-1], of_units,
             )
             for k in self._mesh.stages
         ]  # fmt: skip
@@ -117,6 +120,7 @@ class Pipeline:
     def unload(self) -> None:
         """Forget all step functions."""
         self._stages.clear()
+        self._of_units.clear()
         self._graphs.clear()
         self._cuts.clear()
         self._copies.clear()
@@ -138,10 +142,6 @@ class Pipeline:
             if self._cuts[step] and position <= self._cuts[step][-1]
         )
 
-    def stages(self, step: str) -> list[Stage]:
-        """Those that this process hosts, for a step function."""
-        return self._stages[step]
-
     def copies(self, step: str) -> Copies:
         """The parameters that several stages use in a step function."""
         return self._copies[step]
@@ -158,9 +158,14 @@ class Pipeline:
         """
         return run_together([self], step, [schedule], [task])[0].results
 
+    def own(self, step: str) -> list[OwnAttributes]:
+        """What each stage here, and then the units of all, make of attributes."""
+        return [*(stage.attributes for stage in self._stages[step]), self._of_units[step]]
+
     def lanes(self, step: str, schedule: Schedule, task: Task) -> list[Lane]:
         """Those of this process, ready to begin an iteration."""
         lanes = []
+        self._of_units[step].begin()
         for stage in self._stages[step]:
             wiring = self._mesh.wiring[self.number, stage.program.stage]
             ends = (wiring.values, wiring.to_next, wiring.gradients, wiring.to_previous)
@@ -210,6 +215,8 @@ def run_together(
             for end in (lane.values, lane.gradients):
                 if isinstance(end, LocalChannel):
                     end.clear()
-        added = [obj for pipeline in pipelines[1:] for obj in pipeline.stages(step)[-1].attributes.added()]
-        for stage in (stage for pipeline in pipelines for stage in pipeline.stages(step)):
-            stage.attributes.accept(added)
+        for pipeline in pipelines:
+            pipeline.own(step)[-1].end()
+        added = [obj for pipeline in pipelines[1:] for own in pipeline.own(step)[-2:] for obj in own.added()]
+        for own in (own for pipeline in pipelines for own in pipeline.own(step)):
+            own.accept(added)

@@ -136,6 +136,7 @@ class Stage:
         recompute: what is repeated before, or in, a backward.
         strangers: what its first forward of training must not use; None: it may use everything.
         shown: whether hooks on this process see what it made of attributes of modules.
+        of_units: what the units of its pipeline make of theirs.
 
     Attributes:
         stash: micro-batch -> what its forward keeps for its backward.
@@ -153,6 +154,7 @@ class Stage:
         recompute: Recompute = Recompute(),  # noqa: B008
         strangers: Strangers | None = None,
         shown: bool = True,
+        of_units: OwnAttributes | None = None,
     ) -> None:
         self._strangers = strangers
         self.program = program
@@ -163,6 +165,7 @@ class Stage:
         self._owned = owned_tensors(module, ())
         self._packer = Packer(module) if any(node.opens for node in program.graph.nodes) else None
         self._rewritten = Rewritten.of(program, module)
+        self._of_units = of_units or OwnAttributes(module, (), True)
         self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
         self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
         self._repeats: frozenset[int] = frozenset()
@@ -197,6 +200,7 @@ class Stage:
         with (
             _profiled(f"avgpipe::F{micro_batch}"),
             self._copies.placed(program.stage) as copies,
+            self._of_units.placed(),
             self.attributes.placed(),
         ):
             if task.trains and micro_batch in self._repeats:
@@ -352,6 +356,7 @@ class Stage:
         with (
             _profiled(f"avgpipe::B{micro_batch}"),
             self._copies.placed(self.program.stage) as copies,
+            self._of_units.placed(),
             self.attributes.placed(),
         ):
             if isinstance(stash, _Inputs):

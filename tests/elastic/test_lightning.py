@@ -467,3 +467,49 @@ def test_each_parallel_model_has_tensors_of_its_own_that_are_no_buffers(num_stag
         train(module, loader(MLP, 64, 8), num_stages, num_pipelines=2)
         weights.append({name: p.detach() for name, p in module.named_parameters()})
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+class Counts(nn.Module):
+    """A layer that counts its calls, in numbers, lists and objects of its own, and acts on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.state, self.norms = nn.Linear(8, 8), 0, {"calls": 0}, []  # type: ignore[var-annotated]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.state["calls"] += 1
+        self.norms.append(float(x.norm()))
+        return self.linear(x) / (1 + 0.1 * self.calls + 0.01 * self.state["calls"])
+
+
+class CountsInBuffers(nn.Module):
+    """The same with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) / (1 + 0.1 * int(self.calls) + 0.01 * int(self.calls))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_layers_of_each_parallel_model_count_for_themselves_and_collect_together(num_stages: int) -> None:
+    class Model(MLP):
+        def __init__(self, layer: type[nn.Module]) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(layer(), nn.Linear(8, 8))
+
+    weights = []
+    for layer in (Counts, CountsInBuffers):
+        module = Model(layer)
+        train(module, loader(MLP, 64, 8), num_stages, num_pipelines=2, num_microbatches=4)
+        weights.append({name: p.detach() for name, p in module.named_parameters()})
+        if layer is Counts:
+            assert module.layers[0].calls == 16
+            assert len(module.layers[0].norms) == 32
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
