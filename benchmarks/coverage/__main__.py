@@ -4,15 +4,16 @@ Usage::
 
     python -m benchmarks.coverage [--source transformers] [--kind "causal language model"] [--only Llama] [--again]
 
-Each architecture runs in a process of its own, with a time limit. What was found is kept in ``docs/coverage.json``, so
-that an interrupted run goes on where it was; ``--again refused`` tries once more what had this outcome.
-``docs/coverage.md`` shows all as a table.
+Each architecture runs in a process of its own, with a time limit. What was found is appended to ``coverage.jsonl``, so
+that an interrupted run goes on where it was; ``--again refused`` tries once more what had this outcome. ``--first``
+tries each body with one head only. ``docs/coverage.md`` shows all as a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import random
 import re
 from pathlib import Path
 
@@ -32,22 +33,25 @@ def main() -> None:
     parser.add_argument("--again", nargs="*", default=[], help="outcomes that are tried once more, or 'all'")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--costs", default="measured", help="'flops' is faster")
+    parser.add_argument("--first", action="store_true", help="each body with one head")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit-s", type=float, default=90.0, help="for each architecture")
-    parser.add_argument("--json", type=Path, default=DOCS / "coverage.json")
+    parser.add_argument("--limit-s", type=float, default=90.0, help="for each architecture and number of stages")
+    parser.add_argument("--results", type=Path, default=Path("coverage.jsonl"))
     parser.add_argument("--table", type=Path, default=DOCS / "coverage.md")
     options = parser.parse_args()
-    results = Results(options.json)
+    results = Results(options.results)
     for name in options.source:
         source = importlib.import_module(SOURCES[name]).Source()
         cases = [
-            case
+            (case, wanted)
             for case in source.cases()
             if re.search(options.kind or "", case.kind)
             and re.search(options.only or "", case.name)
-            and results.wants(source.name, case.name, options.again)
+            and (case.first or not options.first)
+            and (wanted := results.wanted(source.name, case.name, options.stages, options.again))
         ]
-        run(source, cases, results, options.stages, options.costs, options.workers, options.limit_s)
+        random.Random(0).shuffle(cases)  # what an interrupted run has found stands for all
+        run(source, cases, results, options.costs, options.workers, options.limit_s)
     write(results, options.table)
 
 

@@ -18,6 +18,7 @@ class Case:
     Attributes:
         name: unique in its source.
         kind: what the model is for, such as ``causal language model``.
+        first: whether no case before has the same body; with another head it is tried once more.
         candidates: each makes the model and a batch, a dict of its keyword arguments that can be split along the first
             dimension; the first candidate counts that trains without stages.
         loss: what training minimises, given what the model returned.
@@ -25,6 +26,7 @@ class Case:
 
     name: str
     kind: str
+    first: bool
     candidates: Sequence[Callable[[], tuple[nn.Module, dict[str, Any]]]]
     loss: Callable[[Any], Any] = lambda output: output["loss"] if isinstance(output, dict) else output[0]
 

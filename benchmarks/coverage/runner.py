@@ -9,6 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,32 +23,53 @@ __all__ = ["Results", "run"]
 
 
 class Results:
-    """What was found, in a file that is written after each case."""
+    """What was found: a line of JSON for each case and number of stages, appended as it is found; the last one counts.
+
+    Attributes:
+        rows: by source, case and number of stages.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.rows: dict[tuple[str, str, int], dict[str, Any]] = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            self._keep(json.loads(line))
 
-    def wants(self, source: str, name: str, again: Sequence[str]) -> bool:
-        """Whether a case is still to be tried."""
-        row = self.found.get(source, {}).get("cases", {}).get(name)
-        return row is None or "all" in again or row["status"] in again
+    def _keep(self, row: dict[str, Any]) -> None:
+        self.rows[row["source"], row["name"], row["stages"]] = row
 
-    def add(self, source: Source, case: Case, row: dict[str, Any]) -> None:
+    def wanted(self, source: str, name: str, stages: Sequence[int], again: Sequence[str]) -> list[int]:
+        """The numbers of stages with which a case is still to be tried."""
+        rows = {number: self.rows.get((source, name, number)) for number in stages}
+        return [number for number, row in rows.items() if row is None or "all" in again or row["status"] in again]
+
+    def add(self, source: Source, case: Case, stages: int, found: dict[str, Any]) -> None:
         """Write down what became of a case."""
-        of_source = self.found.setdefault(source.name, {"cases": {}})
-        of_source["version"] = source.version
-        of_source["cases"][case.name] = {"kind": case.kind, **row}
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(self.found, indent=1, sort_keys=True) + "\n")
-        os.replace(new, self.path)
+        about = {"source": source.name, "version": source.version, "name": case.name, "kind": case.kind}
+        self._keep({**about, "first": case.first, "stages": stages, **found})
+        with self.path.open("a") as file:
+            file.write(json.dumps(self.rows[source.name, case.name, stages]) + "\n")
+
+
+@dataclass
+class _Worker:
+    """A process that tries one case.
+
+    Attributes:
+        waiting: numbers of stages that it has no answer for yet.
+        since: when the last answer came.
+    """
+
+    case: Case
+    process: multiprocessing.process.BaseProcess
+    waiting: list[int]
+    since: float
 
 
 def run(
     source: Source,
-    cases: Sequence[Case],
+    cases: Sequence[tuple[Case, list[int]]],
     results: Results,
-    stages: Sequence[int],
     costs: str,
     workers: int,
     limit_s: float,
@@ -55,54 +77,72 @@ def run(
     """Try the cases.
 
     Args:
-        stages: numbers of stages that each is tried with.
+        cases: each with the numbers of stages that it is tried with.
         costs: as in the strategy.
         workers: processes at a time.
-        limit_s: a process that has computed for so many seconds is ended, and its case is ``slow``; other work on the
-            machine does not count. After five times as long a process that waits is ended as well.
+        limit_s: a process that has computed for so many seconds without an answer is ended, and its case is ``slow``;
+            other work on the machine does not count. After five times as long a process that waits is ended as well.
     """
     context = multiprocessing.get_context("fork")  # everything is imported already
-    waiting, running, done = list(cases)[::-1], {}, 0
-    while waiting or running:
-        while waiting and len(running) < workers:
-            case = waiting.pop()
+    queue, running, done = list(cases)[::-1], dict[Connection, _Worker](), 0
+    while queue or running:
+        while queue and len(running) < workers:
+            case, stages = queue.pop()
             mine, other = context.Pipe(duplex=False)
             process = context.Process(target=_work, args=(case, stages, costs, limit_s, other))
             process.start()
             other.close()
-            running[mine] = (case, process, time.monotonic())
+            running[mine] = _Worker(case, process, list(stages), time.monotonic())
         ready = set(wait(list(running), timeout=1.0))
-        for connection, (case, process, began) in list(running.items()):
-            took = time.monotonic() - began
-            if connection not in ready and took < 5 * limit_s:
+        for connection, worker in list(running.items()):
+            if connection not in ready and time.monotonic() - worker.since < 5 * limit_s:
                 continue
-            row: dict[str, Any] = {"status": "slow", "reason": f"no answer in {limit_s:.0f} s"}
-            if connection in ready:
+            found: dict[str, Any] = {"status": "slow", "reason": f"no answer in {limit_s:.0f} s"}
+            number, ended = worker.waiting[0], connection not in ready
+            if not ended:
                 try:
-                    row = connection.recv()
+                    number, found = connection.recv()
                 except EOFError:
-                    process.join()
-                    if process.exitcode != -signal.SIGXCPU:
-                        row = {"status": "refused", "reason": f"the process ended with exit code {process.exitcode}"}
-            process.kill()
-            process.join()
+                    ended = True
+                    worker.process.join()
+                    if worker.process.exitcode != -signal.SIGXCPU:
+                        code = worker.process.exitcode
+                        found = {"status": "refused", "reason": f"the process ended with exit code {code}"}
+            results.add(source, worker.case, number, found)
+            worker.waiting.remove(number)
+            worker.since = time.monotonic()
+            if worker.waiting and not ended:
+                continue
+            worker.process.kill()
+            worker.process.join()
             connection.close()
             del running[connection]
-            done += 1
-            results.add(source, case, {**row, "seconds": round(took, 1)})
-            print(
-                f"{done}/{len(cases)} {case.name}: {row['status']} {row.get('reason', '')[:150]} ({took:.0f} s)",
-                flush=True,
-            )
+            if worker.waiting:  # with fewer stages it may be fast enough
+                queue.append((worker.case, worker.waiting))
+            else:
+                done += 1
+            print(f"{done}/{len(cases)} {worker.case.name}, {number} stages: {_line(found)}", flush=True)
+
+
+def _line(found: dict[str, Any]) -> str:
+    return f"{found['status']} {found.get('reason', '')[:150]}"
 
 
 def _work(case: Case, stages: Sequence[int], costs: str, limit_s: float, connection: Connection) -> None:
-    os.nice(10)
-    limit = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime + limit_s)
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 10))
+    os.nice(1)
     torch.set_num_threads(1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    connection.send(compare(case, stages, costs))
+    _allow(limit_s)
+    for number, found in compare(case, stages, costs):
+        connection.send((number, found))
+        _allow(limit_s)
     connection.close()
+
+
+def _allow(seconds: float) -> None:
+    """End this process when it has computed for so long from now on."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds), most))

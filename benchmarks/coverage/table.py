@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +17,51 @@ _NAMES = {
     "slow": "too slow",
     "plain": "does not train plainly",
 }
+_INTRODUCTION = """\
+`python -m benchmarks.coverage` trains every architecture twice: micro-batches accumulated in one process without this
+package, and with `Trainer(strategy=AvgPipeStrategy(num_stages=K))`, K = 2, 3 and 4, at default options in one process.
+It works if losses, and all weights and buffers by name, are the same after three steps: bit for bit, or to rounding
+where parameters are tied (their gradients are summed in another order). Configurations are the default ones with
+smaller numbers, `use_cache=True` included, and dropout is off; a model that draws random numbers nevertheless is
+compared with itself in another number of stages. Architectures that do not train without stages with the example that
+the rules make are not counted in shares.
+""".splitlines()
 
 
 def write(results: Results, path: Path) -> None:
     """Write the page."""
-    path.write_text("\n".join(["# Coverage", "", *_INTRODUCTION, *_page(results.found)]) + "\n")
+    lines = ["# Coverage", "", *_INTRODUCTION]
+    by_source = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
+    for row in results.rows.values():
+        by_source[row["source"], row["version"]].append(row)
+    for (source, version), rows in sorted(by_source.items()):
+        lines += ["", f"## {source} {version}", "", *_source(rows)]
+    path.write_text("\n".join(lines) + "\n")
 
 
-_INTRODUCTION = """\
-`python -m benchmarks.coverage` trains every architecture twice: micro-batches accumulated in one process without this
-package, and with `Trainer(strategy=AvgPipeStrategy(num_stages=K))`, K = 2, 3 and 4 at default options in one process.
-It works if losses, and all weights and buffers by name, are the same after three steps: bit for bit, or to rounding
-where parameters are tied (their gradients are summed in another order). Configurations are the default ones with
-smaller numbers, `use_cache=True` included, and dropout is off; a model that draws random numbers nevertheless is
-compared with itself in one stage. Architectures that do not train without stages with the example that the rules make
-do not count.
-""".splitlines()
+def _source(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"| | {' | '.join(_NAMES.values())} | works of what trains |", f"| --- |{' --- |' * (len(_NAMES) + 1)}"]
+    for number in sorted({row["stages"] for row in rows}):
+        of_number = [row for row in rows if row["stages"] == number]
+        lines.append(_counts(f"**{number} stages**", of_number))
+        for kind in dict.fromkeys(row["kind"] for row in of_number):
+            lines.append(_counts(kind, [row for row in of_number if row["kind"] == kind]))
+    for status in ("wrong", "slow", "refused", "plain"):
+        reasons = defaultdict[tuple[str, str], list[int]](list)
+        for row in rows:
+            if row["status"] == status:
+                reason = row.get("reason", "").replace("|", " ")[:300]
+                reasons[row["name"], reason if status != "plain" else reason[:120]].append(row["stages"])
+        if reasons:
+            lines += ["", f"### {_NAMES[status].capitalize()}", "", "| architecture | stages | reason |"]
+            lines += ["| --- | --- | --- |"]
+            lines += [f"| {n} | {', '.join(map(str, sorted(k)))} | {why} |" for (n, why), k in sorted(reasons.items())]
+    works = {row["name"] for row in rows} - {row["name"] for row in rows if row["status"] != "works"}
+    return [*lines, "", "### Works", "", ", ".join(sorted(works))]
 
 
-def _page(found: dict[str, Any]) -> list[str]:
-    lines: list[str] = []
-    for source, rows in sorted(found.items()):
-        cases: dict[str, Any] = rows["cases"]
-        trained = {name: row for name, row in cases.items() if row["status"] != "plain"}
-        works = sum(row["status"] == "works" for row in trained.values())
-        share = works / max(len(trained), 1)
-        lines += ["", f"## {source} {rows['version']}: {works} of {len(trained)} work ({share:.1%})", ""]
-        lines += [f"| kind | {' | '.join(_NAMES.values())} |", f"| --- |{' --- |' * len(_NAMES)}"]
-        for kind in dict.fromkeys(row["kind"] for row in cases.values()):
-            counts = Counter(row["status"] for row in cases.values() if row["kind"] == kind)
-            lines.append(f"| {kind} | {' | '.join(str(counts[status]) for status in _NAMES)} |")
-        for status in ("wrong", "slow", "refused"):
-            of_status = {name: row for name, row in sorted(cases.items()) if row["status"] == status}
-            if of_status:
-                lines += ["", f"### {_NAMES[status].capitalize()}", "", "| architecture | reason |", "| --- | --- |"]
-                lines += [f"| {name} | {row['reason'].replace('|', ' ')[:300]} |" for name, row in of_status.items()]
-        lines += [
-            "",
-            "### Works",
-            "",
-            ", ".join(sorted(name for name, row in cases.items() if row["status"] == "works")),
-        ]
-        left = sorted(name for name, row in cases.items() if row["status"] == "plain")
-        lines += ["", "### Does not train plainly with the example of the rules", "", ", ".join(left)]
-    return lines
+def _counts(title: str, rows: list[dict[str, Any]]) -> str:
+    counts = Counter(row["status"] for row in rows)
+    trains = len(rows) - counts["plain"]
+    share = f"{counts['works'] / trains:.1%}" if trains else "-"
+    return f"| {title} | {' | '.join(str(counts[status]) for status in _NAMES)} | {share} |"

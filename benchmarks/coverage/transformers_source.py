@@ -2,7 +2,8 @@
 
 A configuration is the default one with smaller numbers: heads, sizes of heads, and widths keep their ratios, so that
 products which must agree still do; there are four layers (two and two of encoder and decoder), short vocabularies and
-small images, and no dropout. All else, ``use_cache=True`` included, is as it comes.
+small images, and no dropout. All else, ``use_cache=True`` included, is as it comes. Models of images and text whose
+images have no such shape are given text alone.
 """
 
 from __future__ import annotations
@@ -49,18 +50,21 @@ class Source:
     def cases(self) -> Iterator[Case]:
         """All heads, each class once."""
         seen: set[str] = set()
+        bodies: set[str] = set()
         for kind, key in KINDS.items():
             mapping = getattr(modeling_auto, f"MODEL_FOR_{key}_MAPPING_NAMES")
             for model_type, names in mapping.items():
                 for name in (names,) if isinstance(names, str) else names:
                     if name not in seen and model_type in configuration_auto.CONFIG_MAPPING_NAMES:
                         seen.add(name)
-                        rules = (scaled, fixed, shallow)
-                        yield Case(name, kind, [partial(made, model_type, name, kind, rule) for rule in rules])
+                        rules = [(rule, variant) for variant in (False, True) for rule in (scaled, fixed, shallow)]
+                        first = model_type not in bodies
+                        bodies.add(model_type)
+                        yield Case(name, kind, first, [partial(made, name, kind, *rule) for rule in rules])
 
 
-def made(model_type: str, name: str, kind: str, rule: Callable[[Any], None]) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and a batch for it."""
+def made(name: str, kind: str, rule: Callable[[Any], None], variant: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """A model and a batch for it; the variant has larger images, other axes of features, or text alone."""
     cls = getattr(transformers, name)
     config = cls.config_class()
     for part in parts_of(config):
@@ -68,17 +72,51 @@ def made(model_type: str, name: str, kind: str, rule: Callable[[Any], None]) -> 
         common(part, has_decoder(config))
         if kind == "causal language model" and getattr(part, "is_decoder", None) is False:
             part.is_decoder = True
+        if variant and type(getattr(part, "image_size", None)) is int:
+            part.image_size = 2 * IMAGE
+        for key, value in SPECIAL.get(part.model_type or type(part).__name__, {}).items():
+            change(part, key, value)
     if getattr(config, "num_labels", None) is not None:
         config.num_labels = LABELS
     with torch.device("meta"):
         size = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
-    if size > 30e6:
+    if size > 40e6:
         raise ValueError(f"the rule made a model of {size / 1e6:.0f} million parameters")
     model = cls(config)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return model, batch_for(model, kind)
+    return model, batch_for(model, kind, variant)
+
+
+# What no rule finds, by type of configuration.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "blt": {"num_hidden_layers": 4},
+    "blt_global_transformer": {"hidden_size": 64},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "DbrxAttentionConfig": {"rope_theta": 10000.0},
+    "ernie4_5_moe": {"moe_k": 2},
+    "esm": {"pad_token_id": 1, "mask_token_id": 3},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lilt": {"hidden_size": 48, "num_attention_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"n_groups": 1},
+    "neomme": {"head_dim": 16},
+    "perceiver": {"num_self_attends_per_block": 2, "d_latents": 64, "num_latents": 16},
+    "reformer": {"axial_pos_embds": False},
+    "donut-swin": {"embed_dim": 24, "hidden_size": 192, "window_size": 2},
+    "swin": {"embed_dim": 24, "hidden_size": 192, "window_size": 2},
+    "xlstm": {"mode": "train", "chunk_size": 16},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"hybrid_layer_ids": [1, 3]},
+}
 
 
 # -- small configurations --------------------------------------------------------------------------------------------
@@ -166,7 +204,9 @@ def common(part: Any, twice: bool) -> None:
     layers = 2 if twice else 4
     before = next((v for n, v in numbers(part) if _LAYERS.search(n) and v > layers), 0)
     for name, value in numbers(part):
-        if _LAYERS.search(name):
+        if re.search(r"first_k_dense|num_shared_layers|kv_shared_layers", name):
+            change(part, name, min(value, layers // 2))
+        elif _LAYERS.search(name):
             change(part, name, min(value, layers))
         elif "vocab" in name:
             change(part, name, min(value, VOCABULARY))
@@ -180,15 +220,14 @@ def common(part: Any, twice: bool) -> None:
             change(part, name, min(value, IMAGE))
         elif name == "patch_size":
             change(part, name, min(value, 8))
-        elif name in ("window_size", "sliding_window"):
+        elif name in ("window_size", "sliding_window", "attention_window"):
             change(part, name, min(value, 4 if name == "window_size" else 8))
         elif re.search(r"max_.*positions?(_embeddings)?$|^n_positions$|^n_ctx$", name):
             change(part, name, min(value, 128))
-        elif re.search(r"first_k_dense|num_shared_layers|kv_shared_layers", name):
-            change(part, name, min(value, layers // 2))
     for name, value in list(vars(part).items()):
         if isinstance(value, list) and value and before and len(value) == before:
-            change(part, name, value[-layers:])
+            kinds = [v for v in dict.fromkeys(value) if isinstance(v, str)] or value[-layers:]
+            change(part, name, [kinds[i % len(kinds)] for i in range(layers)])
         elif name == "depths" and isinstance(value, list):
             change(part, name, [min(v, 2) for v in value])
         elif name == "image_size" and isinstance(value, (list, tuple)):
@@ -200,7 +239,21 @@ def common(part: Any, twice: bool) -> None:
             change(part, name, 0.0)
         elif name == "apply_spec_augment":
             change(part, name, False)
+    if twice and getattr(part, "decoder_start_token_id", None) is None:
+        part.decoder_start_token_id = 1
+    missing(part)
     special_tokens(part)
+
+
+def missing(part: Any) -> None:
+    """Numbers that a default configuration leaves open."""
+    found = dict(numbers(part))
+    heads, width = found.get("num_attention_heads", 1), found.get("hidden_size", 1)
+    usual = {"num_key_value_heads": heads, "head_dim": width // heads, "vocab_size": VOCABULARY}
+    experts = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
+    for name, value in {**usual, **experts}.items():
+        if getattr(part, name, 0) is None:
+            change(part, name, value)
 
 
 def special_tokens(part: Any) -> None:
@@ -221,16 +274,24 @@ def special_tokens(part: Any) -> None:
 # -- batches ---------------------------------------------------------------------------------------------------------
 
 
-def batch_for(model: nn.Module, kind: str) -> dict[str, Any]:
+def batch_for(model: nn.Module, kind: str, variant: bool) -> dict[str, Any]:
     """One example input per kind."""
     config: Any = model.config
     takes = inspect.signature(model.forward).parameters
-    batch: dict[str, Any] = inputs(model, kind)
+    batch: dict[str, Any] = inputs(model, kind, variant)
+    if config.model_type == "git":  # which leaves out as many logits as an image would have, even without one
+        batch["pixel_values"] = image_for(config)
+    if config.model_type == "bros":
+        batch["bbox"] = torch.rand(BATCH, LENGTH, 8)
     tokens = batch.get("input_ids")
     if kind in ("causal language model", "masked language model", "image and text to text"):
         assert tokens is not None, "no text goes in"
         labels: Tensor = tokens.clone()
-    elif kind in ("sequence to sequence", "speech recognition", "speech to text"):
+    elif kind == "sequence to sequence" or (
+        kind == "speech to text" and tokens is not None
+    ):  # as many as go in: some of these models have no encoder
+        labels = torch.randint(3, vocabulary(config) - 16, (BATCH, LENGTH))
+    elif kind in ("speech recognition", "speech to text"):
         labels = torch.randint(3, vocabulary(config) - 16, (BATCH, 8))
     elif kind == "token classification":
         labels = torch.randint(0, LABELS, (BATCH, LENGTH))
@@ -256,32 +317,32 @@ def vocabulary(config: Any) -> int:
     return int(getattr(text, "vocab_size", VOCABULARY))
 
 
-def inputs(model: nn.Module, kind: str) -> dict[str, Any]:
+def inputs(model: nn.Module, kind: str, variant: bool) -> dict[str, Any]:
     """What goes in besides labels."""
     config: Any = model.config
     main = model.main_input_name
     text = {"input_ids": torch.randint(3, max(vocabulary(config) - 16, 8), (BATCH, LENGTH))}
-    if kind == "image and text to text":
+    if kind == "image and text to text" and not variant:
         return image_and_text(model, text["input_ids"])
-    if main == "pixel_values":
-        return {"pixel_values": image_for(config)}
+    if main == "pixel_values" and kind != "image and text to text":
+        return {"pixel_values": image_for(config, variant)}
     if main == "input_values":
         return {"input_values": torch.randn(BATCH, SECONDS)}
     if main == "input_features":
         features = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None) or 80
         frames = 2 * getattr(config, "max_source_positions", 50) if "whisper" in type(config).__name__.lower() else 100
         features_last = not isinstance(next((m for m in model.modules() if isinstance(m, nn.Conv1d)), None), nn.Conv1d)
-        shape = (BATCH, frames, features) if features_last else (BATCH, features, frames)
+        shape = (BATCH, frames, features) if features_last != variant else (BATCH, features, frames)
         return {"input_features": torch.randn(shape)}
-    if main != "input_ids":
+    if main not in ("input_ids", "pixel_values", "inputs"):
         raise ValueError(f"there is no rule for {main}")
     return text
 
 
-def image_for(config: Any) -> Tensor:
+def image_for(config: Any, large: bool = False) -> Tensor:
     """Random pixels."""
     vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", None) or IMAGE
+    size = getattr(vision, "image_size", None) or (2 * IMAGE if large else IMAGE)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return torch.randn(BATCH, getattr(vision, "num_channels", 3), height, width)
 
