@@ -93,13 +93,15 @@ def made(name: str, kind: str, rule: Callable[[Any], None], variant: bool) -> tu
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"num_hidden_layers": 4},
-    "blt_global_transformer": {"hidden_size": 64},
+    "blt_global_transformer": {"hidden_size": 64, "head_dim": 16},
+    "blt_local_decoder": {"hidden_size_global": 64},
+    "blt_local_encoder": {"hidden_size_global": 64},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
         }
     },
-    "DbrxAttentionConfig": {"rope_theta": 10000.0},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "ernie4_5_moe": {"moe_k": 2},
     "esm": {"pad_token_id": 1, "mask_token_id": 3},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
@@ -109,7 +111,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"n_groups": 1},
     "neomme": {"head_dim": 16},
-    "perceiver": {"num_self_attends_per_block": 2, "d_latents": 64, "num_latents": 16},
+    "perceiver": {
+        "num_self_attends_per_block": 2,
+        "d_latents": 64,
+        "num_latents": 16,
+        "max_position_embeddings": LENGTH,
+    },
     "reformer": {"axial_pos_embds": False},
     "donut-swin": {"embed_dim": 24, "hidden_size": 192, "window_size": 2},
     "swin": {"embed_dim": 24, "hidden_size": 192, "window_size": 2},
@@ -252,7 +259,7 @@ def missing(part: Any) -> None:
     usual = {"num_key_value_heads": heads, "head_dim": width // heads, "vocab_size": VOCABULARY}
     experts = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
     for name, value in {**usual, **experts}.items():
-        if getattr(part, name, 0) is None:
+        if vars(part).get(name, 0) is None:  # asking the configuration may be an error, if it differs between layers
             change(part, name, value)
 
 
