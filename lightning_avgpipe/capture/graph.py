@@ -73,6 +73,7 @@ class Node:
             arguments are then followed by those in objects there, and its outputs are those of a parcel.
         exports: whether attributes of the unit's modules count as such objects.
         lasting: the objects that it writes into and that were there before the step, by their numbers.
+        asks: whether the step learns numbers of values from it, so that what it does next may depend on them.
     """
 
     index: int
@@ -92,6 +93,7 @@ class Node:
     opens: bool = False
     exports: bool = False
     lasting: tuple[int, ...] = ()
+    asks: bool = False
 
     def __str__(self) -> str:
         names = {"call": f"unit '{self.name}'", "glue": f"{self.name}()", "region": f"checkpoint of '{self.name}'"}
@@ -195,6 +197,13 @@ class CallGraph:
     def changed(self) -> frozenset[str]:
         """Full names of the parameters and buffers that the step changes."""
         return frozenset(name for node in self.nodes for name in node.states)
+
+    @cached_property
+    def asking(self) -> frozenset[str]:
+        """Paths of the opened modules whose own code learns numbers of values."""
+        asked = (node.index for node in self.nodes if node.asks)
+        around = ([call for call in self.opened if call.begin <= index < call.end] for index in asked)
+        return frozenset(min(calls, key=lambda call: call.end - call.begin).path for calls in around if calls)
 
     @cached_property
     def born(self) -> tuple[int, ...]:

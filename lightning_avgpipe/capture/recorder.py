@@ -23,6 +23,7 @@ from lightning_avgpipe.capture.flops import Flops, recurrent_flops
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.outermost import Outermost
 from lightning_avgpipe.capture.provenance import Provenance
+from lightning_avgpipe.capture.questions import Questions
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.capture.units import Units
@@ -224,6 +225,7 @@ class _Recorder(StepTracer):
         self.watch = DrawWatch(module, device)
         self.calls = Calls(self.watch, self._is_outside, lambda: len(self.nodes))
         self.batch = BatchUse(device)
+        self._questions = Questions()
         self.nodes: list[Node] = []
         self.values: list[Value] = []
         self.kept: set[int] = set()
@@ -409,10 +411,11 @@ class _Recorder(StepTracer):
         entry = described(result) if plain and not draws and not self.batch.knows(tensors) else None
         self._add(
             Node(len(self.nodes), "glue", name, source_line(), inputs, parameters=parameters, states=states,
-                 changes=tuple(changed), entry=entry, draws=draws,
+                 changes=tuple(changed), entry=entry, draws=draws, asks=self._questions.asked(name, inputs, result),
                  flops=float(sum(t.numel() for t in tree.tensors(result)))),
             tree.tensors(result), tensors, versions,
         )  # fmt: skip
+        self._questions.note(name, inputs, self.nodes[-1].outputs)
         return result
 
     def _taken(self, tensors: Sequence[Tensor]) -> None:

@@ -39,6 +39,10 @@ _NEAR_CUTS = 3
 _MOVES = 0.03
 # Finer units must make the slowest stage or the unevenness smaller by this factor.
 _WORTH = 0.99
+# A unit that learns numbers of values may do other things with other micro-batches. As one unit it may; opened, it is
+# refused when it does. So it stays one unless the slowest stage exceeds its fair share by this factor.
+_SPARED = 1.8
+_ASKS = "reads numbers of values, so that what it calls may differ between batches"
 # A slowest stage beyond its fair share by this factor is explained, with so many reasons.
 _UNEVEN = 1.25
 _SHOWN = 3
@@ -150,7 +154,7 @@ class Planner:
             PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
         """
         conditions = conditions or Conditions()
-        what, memory = _Step(step, run, args), self._memory(conditions)
+        what, memory, spared = _Step(step, run, args), self._memory(conditions), set[str]()
         units = tuple(units) or initial_units(self.module, self.observers)
         units = split_units(self.module, units, self.recompute.modules, self.observers)
         measured = partial(self._measured, what, conditions.links, Samples())
@@ -163,21 +167,22 @@ class Planner:
         else:
             graph = self.capture(step, run, args, units)
             counted = replace(memory, limit=math.inf, weights={}) if self.measures else memory
-            plan, costs = self._refined(what, graph, self._counted, counted)
+            plan, costs = self._refined(what, graph, self._counted, counted, spared)
             if self.measures:
-                plan, costs = self._refined(what, plan.graph, measured, memory)
-        note = self._note(plan, costs)
+                plan, costs = self._refined(what, plan.graph, measured, memory, spared)
+        note = self._note(plan, costs, spared)
         plan = self._closed(what, plan, costs, memory)
         return replace(plan, forecast=_forecast(plan, conditions.schedule), note=note)
 
-    def _note(self, plan: Plan, costs: Costs) -> str:
+    def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:
         """Why the slowest stage takes so long, if it does."""
         slowest = plan.slowest
         if slowest.share * self.num_stages <= _UNEVEN:
             return ""
         bounds = [0, *plan.cuts, len(plan.graph.nodes)]
         start, end = bounds[slowest.index : slowest.index + 2]
-        found = limits(plan.graph, costs, self._whole(plan.graph), start, end)[:_SHOWN]
+        whole = self._whole(plan.graph) | dict.fromkeys(spared, _ASKS)
+        found = limits(plan.graph, costs, whole, start, end)[:_SHOWN]
         because = "".join(f"\n  - {limit}" for limit in found)
         return (
             f"stage {slowest.index} takes {slowest.share:.0%} of the time: {self.num_stages} stages are at most "
@@ -217,13 +222,19 @@ class Planner:
         return make_plan(graph, closed.cuts(plan.cuts), closed.costs(costs), self._sizes(), memory)
 
     def _refined(
-        self, step: _Step, graph: CallGraph, costs_of: Callable[[CallGraph], Costs], memory: Memory
+        self,
+        step: _Step,
+        graph: CallGraph,
+        costs_of: Callable[[CallGraph], Costs],
+        memory: Memory,
+        spared: set[str],
     ) -> tuple[Plan, Costs]:
-        """The best plan for this graph, or for a finer one where that is better."""
+        """The best plan for this graph, or for a finer one where that is better; ``spared`` gets what stays whole."""
         best: tuple[Plan, Costs] | None = None
         closer = _NEAR_CUTS
+        tried: set[str] = set()  # all that were spared at some time
+        costs = costs_of(graph)
         while True:
-            costs = costs_of(graph)
             fair = sum(costs.node) / self.num_stages
             plan, failure = None, None
             try:
@@ -238,10 +249,16 @@ class Planner:
                     return best
             heavy = self._heavy_units(graph, costs, fair * _HEAVY if plan is not None else 0.0)
             heavy += [u for u in sorted(graph.leaving) if u not in heavy and divisible(self.module, u, self.observers)]
+            asking = [unit for unit in heavy if unit in spared]
+            heavy = [unit for unit in heavy if unit not in spared]
+            if not heavy and (plan is None or plan.slowest.share * self.num_stages > _SPARED):
+                heavy = asking
+                spared.clear()
             if not heavy and plan is not None and closer > 0:
                 closer -= 1
                 stages = plan.stages
                 near = {u for s in stages[:-1] for u in s.units[-1:]} | {u for s in stages[1:] for u in s.units[:1]}
+                near -= spared
                 heavy = [name for name in self._heavy_units(graph, costs, fair * _MOVES) if name in near]
             if not heavy:
                 if best is None:
@@ -249,7 +266,12 @@ class Planner:
                     raise failure
                 return best
             units = refine(self.module, graph.units, heavy, self.observers)
-            graph = self.capture(step.name, step.run, step.args, units)
+            finer = self.capture(step.name, step.run, step.args, units)
+            if found := (finer.asking & set(heavy)) - tried:
+                tried |= found
+                spared |= found
+                continue
+            graph, costs = finer, costs_of(finer)
 
     def _measured(self, step: _Step, links: tuple[Link, ...], samples: Samples, graph: CallGraph) -> Costs:
         """Measured costs, from the cache if they are there."""
