@@ -106,9 +106,15 @@ class Detour:
         """Whether the step changes state between units: it is not known which node would."""
         return bool(self._program.graph.upkeep or self._program.graph.glue_states)
 
-    def may_write(self, value: int | None) -> bool:
-        """Whether nobody holds what a node has written into, a value or another tensor."""
-        return self._program.is_last if value is None else value not in self.shared
+    def may_write(self, value: int | None, is_owned: bool) -> bool:
+        """Whether nobody holds what a node has written into, a value or another tensor; weights are never free."""
+        if value is None:
+            return self._program.is_last and not is_owned
+        return value not in self.shared
+
+    def share(self, values: Sequence[int]) -> None:
+        """These values may be views of weights."""
+        self.shared |= set(values)
 
     def node(self, position: int, kind: Any, name: str) -> Node:
         """A node like the captured ones that do the same."""

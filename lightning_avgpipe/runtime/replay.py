@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import tree
 from lightning_avgpipe.absent import Absent, TensorMeta, described
+from lightning_avgpipe.capture.changes import address
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.errors import StepChangedError
@@ -286,27 +287,45 @@ class _Replayer(StepTracer):
             tensors = [*tensors, *objects.tensors]
         versions = [_version(tensor) for tensor in tensors]
         result, leaves, entry = self._execute(node, run, args, kwargs, objects)
-        outputs, writes = [], []
-        for leaf in leaves:
-            same = next((i for i, t in enumerate(tensors) if t is leaf), None)
-            if not self.is_known(leaf) and same is None:
-                self.know(leaf, detour.number())
-            outputs.append(self._known[id(leaf)][1] if self.is_known(leaf) else -1 - (same or 0))
-        for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
-            if _version(tensor) != version:
-                known = self.value_of(tensor)
-                if not detour.may_write(known):
-                    raise StepChangedError(
-                        f"{node} writes into a tensor that others may share, which it did not do when "
-                        f"{program.graph.step} was captured (stage {program.stage}); compute out of place"
-                    )
-                if known is not None:
-                    writes.append((i, known, not self.is_known(tensor)))
-        node = replace(node, outputs=tuple(outputs), writes=tuple(writes))
+        node = replace(node, outputs=self._outputs(kind, leaves, tensors), writes=self._writes(node, tensors, versions))
         detour.note(node)
         if not program.is_last:
             self._own.append(Step(node, described(result) if entry is None else entry))
         return result
+
+    def _outputs(self, kind: str, leaves: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Numbers for what a node off the path gave, as of :attr:`Node.outputs`."""
+        assert self._detour is not None
+        outputs = []
+        for leaf in leaves:
+            same = next((i for i, t in enumerate(tensors) if t is leaf), None)
+            if not self.is_known(leaf) and same is None:
+                self.know(leaf, self._detour.number())
+            outputs.append(self._known[id(leaf)][1] if self.is_known(leaf) else -1 - (same or 0))
+        weights = {address(t) for t in tensors if kind == "glue" and id(t) in self._owned}
+        if weights:
+            views = zip(outputs, leaves, strict=True)
+            self._detour.share([value for value, leaf in views if value >= 0 and address(leaf) in weights])
+        return tuple(outputs)
+
+    def _writes(
+        self, node: Node, tensors: Sequence[Tensor], versions: Sequence[int]
+    ) -> tuple[tuple[int, int, bool], ...]:
+        """What a node off the path has written into, as of :attr:`Node.writes`."""
+        assert self._detour is not None
+        writes = []
+        for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+            if _version(tensor) == version:
+                continue
+            known = self.value_of(tensor)
+            if not self._detour.may_write(known, id(tensor) in self._owned):
+                raise StepChangedError(
+                    f"{node} writes into a weight, or a tensor that others may share, which it did not do when "
+                    f"{self._program.graph.step} was captured (stage {self._program.stage}); compute out of place"
+                )
+            if known is not None:
+                writes.append((i, known, not self.is_known(tensor)))
+        return tuple(writes)
 
     def _leave(self, names: set[str], tensors: Sequence[Tensor]) -> None:
         """The rest of a detour, which needs these tensors, is for later stages."""

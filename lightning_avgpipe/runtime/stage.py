@@ -16,6 +16,7 @@ from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.parcel import Packer
 from lightning_avgpipe.runtime.attributes import OwnAttributes
+from lightning_avgpipe.runtime.constants import Constants
 from lightning_avgpipe.runtime.copies import Copies
 from lightning_avgpipe.runtime.detour import Path
 from lightning_avgpipe.runtime.inspection import Inspection, Strangers
@@ -166,6 +167,7 @@ class Stage:
         self._packer = Packer(module) if any(node.opens for node in program.graph.nodes) else None
         self._rewritten = Rewritten.of(program, module)
         self._of_units = of_units or OwnAttributes(module, (), True)
+        self._constants = Constants.of(program, module)
         self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
         self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
         self._repeats: frozenset[int] = frozenset()
@@ -241,7 +243,7 @@ class Stage:
                     gates.append(_Gate())
                     tensor = _Enter.apply(tensor.detach().requires_grad_(), gates[-1])
                 received.append(tensor)
-        with self._inspected(task) as inspection, self._rewritten.saved(task.trains):
+        with self._inspected(task) as inspection, self._rewritten.saved(task.trains), self._constants.checked():
             replayed = replay(
                 program,
                 partial(task.run, micro_batch),

@@ -195,3 +195,73 @@ def test_a_unit_that_was_not_called_when_the_step_was_captured_is_refused() -> N
 
     with pytest.raises(StepChangedError, match=r"it came to unit 'layers\.1' at test_paths\.py:\d+ in step now"):
         engine(Adds()).train(Own.example(9, 0))
+
+
+class Sometimes(Path):
+    """Changes something with other micro-batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("table", torch.zeros(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0]
+        if self.is_other(x):
+            self.change(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+    def change(self, x: Tensor) -> None:
+        raise NotImplementedError
+
+
+class InPlaceBuffer(Sometimes):
+    def change(self, x: Tensor) -> None:
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+
+
+class NewBuffer(Sometimes):
+    def change(self, x: Tensor) -> None:
+        self.mean = self.mean + x.mean(0)
+
+
+class ClipsWeights(Sometimes):
+    def change(self, x: Tensor) -> None:
+        for parameter in self.layers[0].parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+
+
+class ClipsLastWeights(Sometimes):
+    def change(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.layers[-1].weight.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("model", [InPlaceBuffer, NewBuffer, ClipsWeights, ClipsLastWeights])
+def test_state_that_only_other_micro_batches_change_is_refused(model: type[Sometimes]) -> None:
+    with pytest.raises(StepChangedError, match=r"when (it|training_step) was captured"):
+        engine(model()).train(Own.example(9, 0))
+
+
+def test_a_table_for_another_size_may_be_made() -> None:
+    class Table(Sometimes):
+        def change(self, x: Tensor) -> None:
+            self.table = torch.zeros(len(x))
+
+    engine(Table()).train(Own.example(9, 0))
+
+
+def test_weights_of_the_last_stage_are_not_clipped_in_its_middle() -> None:
+    class ClipsLate(Path):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x = batch[0]
+            for layer in self.layers:
+                x = layer(x)
+            if self.is_other(x):
+                self.layers[-1].weight.data.clamp_(-0.1, 0.1)
+            return x.mean()
+
+    with pytest.raises(StepChangedError, match="writes into a weight"):
+        engine(ClipsLate()).train(Own.example(9, 0))
