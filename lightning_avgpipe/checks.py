@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.packages import check_callbacks
 
 if TYPE_CHECKING:
     from lightning_avgpipe.options import Options
@@ -162,6 +163,8 @@ def optimizers(model: pl.LightningModule, found: Sequence[Optimizer]) -> None:
 
 def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> None:
     """Check the trainer's options against stages on several processes, and parallel models."""
+    if world_size > 1 or num_pipelines > 1:
+        check_callbacks(running, running.callbacks)  # type: ignore[attr-defined]
     if num_pipelines > 1:
         _one_model_only(running, num_pipelines)
     if world_size == 1:
@@ -170,7 +173,6 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
         (BatchSizeFinder, "restarts training in ways that the stages cannot follow together"),
         (ModelPruning, "puts other parameters into layers of which each process holds a part"),
     ]
-    refused += [(kind, "averages parameters of which each process holds a part") for kind in _weight_averaging()]
     for callback in running.callbacks:  # type: ignore[attr-defined]
         for kind, why in refused:
             if isinstance(callback, kind):
@@ -178,6 +180,11 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
                     f"{type(callback).__name__} {why}, and is not supported on {world_size} processes yet; remove it, "
                     "or use one (devices=1, processes_per_device=1)"
                 )
+    if running.strategy.saves_parts and any(isinstance(c, weight_averaging()) for c in running.callbacks):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "save_distributed_checkpoint=True saves the weights that each process holds, but WeightAveraging puts "
+            "averages in their place; use save_distributed_checkpoint=False"
+        )
     if getattr(running, "_val_check_time_interval", None) is not None:
         raise ConfigurationError(
             "val_check_interval as a time differs between processes; give it as a number of batches or a fraction"
@@ -188,7 +195,7 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
 
 def _one_model_only(running: pl.Trainer, num_pipelines: int) -> None:
     for callback in running.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (StochasticWeightAveraging, *_weight_averaging())):
+        if isinstance(callback, (StochasticWeightAveraging, *weight_averaging())):
             raise ConfigurationError(
                 f"{type(callback).__name__} averages the weights of one model, but num_pipelines={num_pipelines} "
                 "trains parallel ones, whose reference is an average already; remove it, or use num_pipelines=1"
@@ -200,9 +207,10 @@ def _one_model_only(running: pl.Trainer, num_pipelines: int) -> None:
             )
 
 
-def _weight_averaging() -> list[type]:
-    found = getattr(pl.callbacks, "WeightAveraging", None)  # since Lightning 2.6
-    return [] if found is None else [found]
+def weight_averaging() -> tuple[type, ...]:
+    """The callback that keeps an average beside the weights; Lightning has it since 2.6."""
+    found = getattr(pl.callbacks, "WeightAveraging", None)
+    return () if found is None else (found,)
 
 
 def same_checkpoint(paths: Sequence[str]) -> None:

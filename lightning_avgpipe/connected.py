@@ -75,6 +75,11 @@ class ConnectedStrategy(ParallelStrategy):
         return self._options.processes_per_device
 
     @property
+    def saves_parts(self) -> bool:
+        """Whether each process writes its own part of a checkpoint."""
+        return self._options.save_distributed_checkpoint
+
+    @property
     def timeout(self) -> timedelta:
         """Longest wait for another process."""
         return self._options.timeout

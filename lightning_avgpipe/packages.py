@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = ["FIRST", "LIGHTNING", "OTHER", "SHARED", "adopt", "adopted", "check_plugins", "install"]
+__all__ = ["FIRST", "LIGHTNING", "OTHER", "SHARED", "adopt", "adopted", "check_callbacks", "check_plugins", "install"]
 
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")  # where code is Lightning's, not the user's
 OTHER = "pytorch_lightning"
@@ -97,6 +97,19 @@ def check_plugins(strategy: str, owner: object, plugins: Mapping[str, object]) -
             raise ConfigurationError(
                 f"{strategy} was given {name}={type(plugin).__qualname__}() from {found}, but the Trainer is from "
                 f"{wanted}; import it from there"
+            )
+
+
+def check_callbacks(trainer: object, callbacks: Iterable[object]) -> None:
+    """Check that Lightning's own callbacks, which others know by their class, are of the trainer's package."""
+    wanted = _package(type(trainer))
+    for callback in callbacks:
+        of_lightning = [base for base in type(callback).__mro__ if base.__module__.partition(".")[0] in LIGHTNING]
+        foreign = [base for base in of_lightning if _package(base) != wanted and base.__name__ != "Callback"]
+        if foreign and wanted is not None:
+            raise ConfigurationError(
+                f"{foreign[0].__qualname__} is from {_package(foreign[0])}, but the Trainer is from {wanted}; import it "
+                "from there"
             )
 
 

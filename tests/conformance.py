@@ -30,7 +30,10 @@ _ROOT = Path(__file__).parents[1]
 _MODE, _OUTCOMES = "AVGPIPE_CONFORMANCE_MODE", "AVGPIPE_CONFORMANCE_OUTCOMES"
 
 # Tests of other strategies say nothing of ours, and take most of the time.
-_OURS = "not ddp and not spawn and not fork and not fsdp and not sync_dist and not multi_process"
+_OURS = (
+    "not ddp and not spawn and not fork and not fsdp and not sync_dist and not multi_process"
+    " and not spike_detection_integration"
+)
 
 # pattern of a test with its error -> why it may fail
 _ALWAYS = {

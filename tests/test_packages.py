@@ -201,6 +201,24 @@ def test_a_plugin_of_one_package_is_refused_by_a_trainer_of_the_other() -> None:
             package.Trainer(strategy=strategy, **QUIET)
 
 
+def test_a_callback_of_one_package_is_refused_by_a_trainer_of_the_other_if_lightning_must_know_it() -> None:
+    strategy = AvgPipeStrategy(num_stages=2, num_pipelines=2)
+    with pytest.raises(
+        ConfigurationError, match="StochasticWeightAveraging is from pytorch_lightning, but the Trainer"
+    ):
+        trained(L, strategy, callbacks=[other.callbacks.StochasticWeightAveraging(0.1)])
+
+    class Counts(other.Callback):
+        batches = 0
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.batches += 1
+
+    counts = Counts()
+    trained(L, AvgPipeStrategy(num_stages=2, num_pipelines=2), callbacks=[counts])
+    assert counts.batches == 2
+
+
 def test_a_class_derived_for_one_package_says_what_to_derive_from_for_the_other() -> None:
     class Mine(AvgPipeStrategy):
         pass

@@ -278,7 +278,6 @@ def test_the_batch_size_finder_finds_what_it_would_on_one_device() -> None:
 @pytest.mark.parametrize(
     "callback",
     [
-        moving_average,
         BatchSizeFinder,
         lambda: ModelPruning("l1_unstructured", amount=0.5),
     ],
