@@ -108,8 +108,8 @@ def check_callbacks(trainer: object, callbacks: Iterable[object]) -> None:
         foreign = [base for base in of_lightning if _package(base) != wanted and base.__name__ != "Callback"]
         if foreign and wanted is not None:
             raise ConfigurationError(
-                f"{foreign[0].__qualname__} is from {_package(foreign[0])}, but the Trainer is from {wanted}; import it "
-                "from there"
+                f"{foreign[0].__qualname__} is from {_package(foreign[0])}, but the Trainer is from {wanted}; import "
+                "it from there"
             )
 
 

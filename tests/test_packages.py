@@ -203,9 +203,7 @@ def test_a_plugin_of_one_package_is_refused_by_a_trainer_of_the_other() -> None:
 
 def test_a_callback_of_one_package_is_refused_by_a_trainer_of_the_other_if_lightning_must_know_it() -> None:
     strategy = AvgPipeStrategy(num_stages=2, num_pipelines=2)
-    with pytest.raises(
-        ConfigurationError, match="StochasticWeightAveraging is from pytorch_lightning, but the Trainer"
-    ):
+    with pytest.raises(ConfigurationError, match="StochasticWeightAveraging is from pytorch_lightning"):
         trained(L, strategy, callbacks=[other.callbacks.StochasticWeightAveraging(0.1)])
 
     class Counts(other.Callback):
