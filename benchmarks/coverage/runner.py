@@ -108,7 +108,7 @@ def run(
                     if worker.process.exitcode != -signal.SIGXCPU:
                         code = worker.process.exitcode
                         found = {"status": "refused", "reason": f"the process ended with exit code {code}"}
-            results.add(source, worker.case, number, found)
+            results.add(source, worker.case, number, {**found, "costs": costs})
             worker.waiting.remove(number)
             worker.since = time.monotonic()
             if worker.waiting and not ended:

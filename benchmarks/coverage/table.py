@@ -19,12 +19,13 @@ _NAMES = {
 }
 _INTRODUCTION = """\
 `python -m benchmarks.coverage` trains every architecture twice: micro-batches accumulated in one process without this
-package, and with `Trainer(strategy=AvgPipeStrategy(num_stages=K))`, K = 2, 3 and 4, at default options in one process.
-It works if losses, and all weights and buffers by name, are the same after three steps: bit for bit, or to rounding
-where parameters are tied (their gradients are summed in another order). Configurations are the default ones with
-smaller numbers, `use_cache=True` included, and dropout is off; a model that draws random numbers nevertheless is
-compared with itself in another number of stages. Architectures that do not train without stages with the example that
-the rules make are not counted in shares.
+package, and with `Trainer(strategy=AvgPipeStrategy(num_stages=K))` at default options in one process. It works if
+losses, and all weights and buffers by name, are the same after three steps: bit for bit, or to rounding (where parameters
+are tied their gradients are summed in another order). Configurations are the default ones with smaller numbers,
+`use_cache=True` included, and dropout is off; a model that draws random numbers nevertheless is compared with itself in
+another number of stages. Architectures that do not train without stages with the example that the rules make are not
+counted in shares. A run may be interrupted: the page counts what was tried. With `--first` each body is tried with one
+head. `--costs flops` is faster than measuring, which is the default.
 """.splitlines()
 
 
@@ -44,6 +45,9 @@ def _source(rows: list[dict[str, Any]]) -> list[str]:
     for number in sorted({row["stages"] for row in rows}):
         of_number = [row for row in rows if row["stages"] == number]
         lines.append(_counts(f"**{number} stages**", of_number))
+        for costs in sorted({row["costs"] for row in of_number}):
+            of_costs = [row for row in of_number if row["costs"] == costs]
+            lines.append(_counts(f'*of these with `costs="{costs}"`*', of_costs))
         for kind in dict.fromkeys(row["kind"] for row in of_number):
             lines.append(_counts(kind, [row for row in of_number if row["kind"] == kind]))
     for status in ("wrong", "slow", "refused", "plain"):
