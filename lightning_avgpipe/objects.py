@@ -32,33 +32,38 @@ _OPEN = (
 
 
 class Variable:
-    """A global variable, or an attribute of a class: an object whose only attribute is what it stands for.
+    """A variable outside of objects, as one: a global one, an attribute of a class, or one that functions enclose.
 
     Args:
-        owner: the variables of a Python module, or a class.
+        owner: the variables of a Python module, a class, or the cell of an enclosed variable.
         name: of the variable.
     """
 
-    def __init__(self, owner: dict[str, Any] | type, name: str) -> None:
+    def __init__(self, owner: dict[str, Any] | type | types.CellType, name: str) -> None:
         self._owner = owner
-        self._name = name
+        self._name = name if not isinstance(owner, types.CellType) else "cell_contents"
 
     def state(self) -> dict[str, Any]:
         """What it stands for, if anything."""
-        held = self._owner if isinstance(self._owner, dict) else vars(self._owner)
-        return {"value": held[self._name]} if self._name in held else {}
+        owner, name = self._owner, self._name
+        if isinstance(owner, types.CellType):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                return {"value": owner.cell_contents}
+            return {}
+        held = owner if isinstance(owner, dict) else vars(owner)
+        return {"value": held[name]} if name in held else {}
 
     def put(self, state: dict[str, Any]) -> None:
         """Let it stand for that."""
-        if isinstance(self._owner, type):
-            if state:
-                setattr(self._owner, self._name, state["value"])
-            elif self._name in vars(self._owner):
-                delattr(self._owner, self._name)
+        owner, name = self._owner, self._name
+        if state and isinstance(owner, dict):
+            owner[name] = state["value"]
         elif state:
-            self._owner[self._name] = state["value"]
-        else:
-            self._owner.pop(self._name, None)
+            setattr(owner, name, state["value"])
+        elif isinstance(owner, dict):
+            owner.pop(name, None)
+        elif self.state():
+            delattr(owner, name)
 
 
 class _State(NamedTuple):

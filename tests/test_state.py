@@ -546,3 +546,25 @@ class OutsideLate(Layers):
 def test_a_variable_that_is_read_before_another_stage_changes_it_is_refused_by_name() -> None:
     with pytest.raises(PartitionError, match=r"'global tests.test_state.CALLS' is read at .* its contents are changed"):
         piped(OutsideLate(), 2, costs="flops")
+
+
+def test_variables_that_a_step_encloses_change_once_per_micro_batch() -> None:
+    def make() -> tuple[Layers, list[float], Callable[[], int]]:
+        losses: list[float] = []
+        steps = 0
+
+        class Enclosing(Layers):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                nonlocal steps
+                steps += 1
+                loss = (self.through(batch[0] * (1 + 0.1 * steps)) - batch[1]).square().mean()
+                losses.append(loss.item())
+                return loss
+
+        return Enclosing(), losses, lambda: steps
+
+    (expected, seen, count), (module, found, counted) = make(), make()
+    by_hand(expected)
+    piped(module, 3, costs="flops")
+    assert_same(module, expected)
+    assert found == seen and counted() == count() == 4 * NUM_MICROBATCHES

@@ -1,4 +1,4 @@
-"""Outside: what the user's code may change besides modules: global variables, and attributes of classes."""
+"""Outside: what the user's code may change besides modules: global and enclosed variables, attributes of classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["outside", "places", "variable"]
 
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN = str(Path(__file__).parents[1])
-_KINDS = ("global ", "class ")  # how full names begin
+_KINDS = ("global ", "class ", "enclosed ")  # how full names begin
 _CODE = (types.FunctionType, types.MethodType, type, types.ModuleType, nn.Module)
 
 
@@ -48,18 +48,20 @@ def variable(module: nn.Module, path: str, name: str) -> Variable:
 
 def places(module: nn.Module, name: str) -> int:
     """How many lines of this code name a variable."""
-    reached = _reached(_classes(module))
-    return len(reached.lines[name.rpartition(".")[2]])
+    lines = _reached(_classes(module)).lines
+    last = next(part for part in reversed(name.split(".")) if not part.isdecimal())
+    return len(lines[last])
 
 
-def _classes(module: nn.Module) -> frozenset[type]:
-    return frozenset(type(held) for m in module.modules() for held in (m, *vars(m).values()) if _is_own(type(held)))
+def _classes(module: nn.Module) -> tuple[type, ...]:
+    found = (type(held) for m in module.modules() for held in (m, *vars(m).values()))
+    return tuple(filter(_is_own, dict.fromkeys(found)))
 
 
 @functools.lru_cache(maxsize=64)
-def _reached(classes: frozenset[type]) -> _Reached:
+def _reached(classes: tuple[type, ...]) -> _Reached:
     reached = _Reached()
-    for kind in sorted(classes, key=lambda kind: (kind.__module__, kind.__qualname__)):
+    for kind in classes:
         reached.enter(kind)
     return reached
 
@@ -79,6 +81,8 @@ class _Reached:
             return
         self._seen.add(id(thing))
         if isinstance(thing, types.FunctionType):
+            for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
+                self._enclosed(thing, name, cell)
             for code in _codes(thing.__code__):
                 self._read(code, thing.__globals__)
         elif isinstance(thing, type):
@@ -95,6 +99,16 @@ class _Reached:
         elif not name.startswith("__") and not hasattr(held, "__get__"):
             self._variable(f"class {_name(kind)}", kind, name)
 
+    def _enclosed(self, function: types.FunctionType, name: str, cell: types.CellType) -> None:
+        variable = Variable(cell, name)
+        held = variable.state().get("value")
+        if isinstance(held, _CODE):
+            self.enter(held)
+        elif id(cell) not in self._seen:
+            self._seen.add(id(cell))
+            same = sum(f"{key}.".startswith(f"enclosed {_name(function)}.{name}.") for key in self.variables)
+            self.variables[f"enclosed {_name(function)}.{name}{f'.{same}' if same else ''}"] = variable
+
     def _read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         before: Any = None  # the Python module whose attribute may come next
         line = code.co_firstlineno
@@ -105,6 +119,8 @@ class _Reached:
             if operation in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
                 self.lines[name].add((code, line))
                 before = self._name(namespace, name)
+            elif operation in ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF"):
+                self.lines[name].add((code, line))
             elif operation in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
                 self.lines[name].add((code, line))
                 if isinstance(module, types.ModuleType) and _is_own(module):
@@ -130,8 +146,8 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _name(thing: type | types.FunctionType) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}"
 
 
 def _is_own(thing: Any) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
-import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -48,9 +46,9 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
     """Run a step of ``module`` in this context and nothing of it remains.
 
     Buffers, attributes of all submodules (counters, cached masks, lists of outputs, metric states) and random state
-    are restored, in place where they are tensors or containers; so are attributes of the user's classes, and global
-    variables that their code names, where a list of outputs may live as well. Of parameters the memory is restored, and
-    the contents of those that change.
+    are restored, in place where they are tensors or containers; so are attributes of the user's classes, and global and
+    enclosed variables that their code names, where a list of outputs may live as well. Of parameters the memory is
+    restored, and the contents of those that change.
 
     Args:
         changing: full names of the parameters that the step changes.
@@ -60,7 +58,6 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
         weights = [(p, p.detach(), p.detach().clone() if name in changing else None) for name, p in parameters.items()]
     saved = [(m, _save(m)) for m in module.modules()]
     classes = [(kind, _save_class(kind)) for kind in _own_classes(module)]
-    closures = [(held, _copy(held, contents=False)) for held in _enclosed(module)]
     held = (value for value in attribute_values(module.modules()) if not isinstance(value, Tensor))
     objects, variables = Objects(held, contents=True, opaque=True), Objects(outside(module).values(), opaque=True)
     with random_state(), objects.restored(), variables.restored():
@@ -73,8 +70,6 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
                 _restore(m, state)
             for kind, attributes in classes:
                 _restore_class(kind, attributes)
-            for held, copy in closures:
-                _put_back(held, copy)
 
 
 def attribute_values(modules: Iterable[nn.Module]) -> list[Any]:
@@ -98,21 +93,6 @@ def unchanged(owner: Any) -> Iterator[None]:
 def _own_classes(module: nn.Module) -> list[type]:
     found = dict.fromkeys(kind for m in module.modules() for kind in type(m).__mro__)
     return [kind for kind in found if kind.__module__.partition(".")[0] not in _LIBRARIES]
-
-
-def _enclosed(module: nn.Module) -> list[Any]:
-    """Lists, dicts and sets in the closures of the functions of the user's classes and modules."""
-    functions = [value for kind in _own_classes(module) for value in vars(kind).values()]
-    functions += [value for m in module.modules() for name, value in vars(m).items() if name not in _OF_EVERY_MODULE]
-    found: dict[int, Any] = {}
-    for function in functions:
-        while isinstance(function, (functools.partial, staticmethod, classmethod, types.MethodType)):
-            function = function.func if isinstance(function, functools.partial) else function.__func__
-        for cell in getattr(function, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # of a variable that has no value yet
-                if isinstance(cell.cell_contents, _CONTAINERS):
-                    found[id(cell.cell_contents)] = cell.cell_contents
-    return list(found.values())
 
 
 def _class_attributes(kind: type) -> dict[str, Any]:
