@@ -123,9 +123,10 @@ DEATHS = {  # by which signal, when -> what the other process says
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signal_name", "moment"),
-    [pytest.param(*death, marks=() if "connecting" in death else pytest.mark.slow) for death in DEATHS],
+    DEATHS,
 )
 def test_a_killed_script_leaves_no_process_behind(signal_name: str, moment: str, tmp_path: Path) -> None:
     """The other process ends long before its timeout; it closes the pipe that ``communicate`` reads."""

@@ -137,6 +137,7 @@ def test_a_script_of_the_other_package_trains_in_two_processes(tmp_path: Path) -
     assert_same(saved, expected)
 
 
+@pytest.mark.slow
 def test_where_lightning_is_not_installed_the_other_package_is_enough(tmp_path: Path) -> None:
     hidden = """
 import sys
@@ -174,6 +175,7 @@ print(type(trainer.strategy).__module__, strategy.plan is not None, lightnings)
     assert "lightning_avgpipe.strategy True []" in run(tmp_path, hidden)
 
 
+@pytest.mark.slow
 def test_the_other_package_is_not_imported_before_somebody_does(tmp_path: Path) -> None:
     ask = """
 import sys

@@ -144,7 +144,11 @@ OWN = [BatchNorms, CheckpointedDropout, CheckpointedReentrantDropout, Dropouts, 
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "afab"])
-@pytest.mark.parametrize("kind", [*OWN, "gpt2", "resnet"], ids=lambda kind: getattr(kind, "__name__", kind))
+@pytest.mark.parametrize(
+    "kind",
+    [*OWN, "gpt2", pytest.param("resnet", marks=pytest.mark.slow)],
+    ids=lambda kind: getattr(kind, "__name__", kind),
+)
 def test_models_of_all_sorts_have_the_same_gradients(kind: Any, schedule: str) -> None:
     torch.manual_seed(1)
     if isinstance(kind, str):

@@ -36,7 +36,7 @@ def trained(module: L.LightningModule, batches: list[Any], num_stages: int) -> d
     return {name: (p.detach(), p.grad) for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "bert" else ()) for n in MODELS])
 def test_dropout_does_not_depend_on_the_number_of_stages(name: str) -> None:
     build, example = MODELS[name]
     module = build()
