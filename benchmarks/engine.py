@@ -43,17 +43,17 @@ from benchmarks.processes import TIMEOUT, add_options, connected, launch
 from benchmarks.rounds import in_turns
 from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.tracer import intercepting
-from lightning_avgpipe.partition import cut_at
-from lightning_avgpipe.runtime.copies import Copies
-from lightning_avgpipe.runtime.mesh import Mesh
-from lightning_avgpipe.runtime.message import Message
-from lightning_avgpipe.runtime.microbatch import split
-from lightning_avgpipe.runtime.pipeline import Pipeline
-from lightning_avgpipe.runtime.planner import Planner
-from lightning_avgpipe.runtime.program import stage_programs
-from lightning_avgpipe.runtime.randomness import RandomKey
-from lightning_avgpipe.runtime.stage import Stage, Task
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.microbatch import split
+from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.stage import Stage, Task
+from lightning_avgpipe.planning import cut_at
+from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import Schedule, StageCosts, build, simulate, smallest_sufficient_advance
+from lightning_avgpipe.utils.random_streams import RandomKey
+from lightning_avgpipe.weights.tied import Copies
 
 NUM_STAGES = 2
 STEP = "training_step"

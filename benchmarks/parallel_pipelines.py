@@ -46,17 +46,18 @@ from benchmarks.processes import add_options, connected, launch
 from benchmarks.resident import MIB, Resident
 from benchmarks.rounds import in_turns, record
 from benchmarks.schedules import Blocks, ThrottledMesh, calibrate, goodput
-from lightning_avgpipe.division import Division
-from lightning_avgpipe.partition import Link
-from lightning_avgpipe.runtime.accounting import Holding, HostMeter
-from lightning_avgpipe.runtime.mesh import Mesh
-from lightning_avgpipe.runtime.pipeline import run_together
-from lightning_avgpipe.runtime.planner import Planner
-from lightning_avgpipe.runtime.randomness import RandomKey
-from lightning_avgpipe.runtime.stage import Task
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.engine.accounting import HostMeter
+from lightning_avgpipe.engine.pipeline import run_together
+from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.planning import Link
+from lightning_avgpipe.planning.model_memory import Holding
+from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, smallest_sufficient_advance
+from lightning_avgpipe.training.deployment import Division
 from lightning_avgpipe.tuning import Curve, Device, HopProfile, Profile, Setting, Simulator, StageMemory, StageProfile
 from lightning_avgpipe.tuning.memory import memory_at
+from lightning_avgpipe.utils.random_streams import RandomKey
 
 NUM_STAGES = 2
 STEP = "training_step"

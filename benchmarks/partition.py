@@ -33,9 +33,9 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
 from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.units import divisible, initial_units, refine
-from lightning_avgpipe.partition import Costs, Plan, cut_at
-from lightning_avgpipe.partition.balance import gaps
-from lightning_avgpipe.runtime.planner import Conditions, Planner
+from lightning_avgpipe.planning import Costs, Plan, cut_at
+from lightning_avgpipe.planning.balance import gaps
+from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
 
 STEP = "training_step"

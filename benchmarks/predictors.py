@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lightning_avgpipe.partition import Link
+from lightning_avgpipe.planning import Link
 from lightning_avgpipe.tuning import Corrected, Curve, Device, HopProfile, Paper, Profile, Setting, Simulator
 from lightning_avgpipe.tuning.profile import StageMemory, StageProfile
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import network
-from lightning_avgpipe.runtime.mesh import Mesh
+from lightning_avgpipe.comm.mesh import Mesh
 
 __all__ = ["TIMEOUT", "add_options", "connected", "free_port", "launch"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from lightning_avgpipe.runtime.mesh import Mesh
-from lightning_avgpipe.runtime.recording import Recorder, assemble
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.schedule import Timeline
 
 __all__ = ["in_turns", "record"]

@@ -31,12 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import network
 from benchmarks.processes import add_options, connected, launch
 from benchmarks.rounds import record
-from lightning_avgpipe.runtime.channel import Wire
-from lightning_avgpipe.runtime.mesh import Mesh
-from lightning_avgpipe.runtime.pipeline import Pipeline
-from lightning_avgpipe.runtime.planner import Planner
-from lightning_avgpipe.runtime.randomness import RandomKey
-from lightning_avgpipe.runtime.stage import Task
+from lightning_avgpipe.comm.channel import Wire
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import (
     Schedule,
     StageCosts,
@@ -45,6 +44,7 @@ from lightning_avgpipe.schedule import (
     simulate,
     smallest_sufficient_advance,
 )
+from lightning_avgpipe.utils.random_streams import RandomKey
 
 _CALIBRATIONS = 3
 _PROBE_BYTES = 2_000_000

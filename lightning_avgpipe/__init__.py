@@ -7,8 +7,8 @@ Importing this package registers the strategy.
 import importlib
 import sys
 
-from lightning_avgpipe import packages
-from lightning_avgpipe.versions import check_versions
+from lightning_avgpipe.utils import packages
+from lightning_avgpipe.utils.versions import check_versions
 
 
 def _arrived() -> None:
@@ -23,7 +23,7 @@ packages.install(_arrived)
 
 # isort: split
 from lightning_avgpipe.callbacks import AvgPipeTuner, PipelineTimeline
-from lightning_avgpipe.strategy import AvgPipeStrategy
+from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
 __all__ = ["AvgPipeStrategy", "AvgPipeTuner", "PipelineTimeline"]
 __version__ = "0.1.0"

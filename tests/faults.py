@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_avgpipe.runtime.connections import Connections
+from lightning_avgpipe.comm.process_groups import Connections
 from tests import processes
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline

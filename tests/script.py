@@ -1,4 +1,4 @@
-"""A user's training script, which tests/test_launch.py starts in several ways: ``script.py FOLDER JSON``."""
+"""A user's training script, which tests/strategy/test_launch.py starts in several ways: ``script.py FOLDER JSON``."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 
-import lightning_avgpipe.connected
+import lightning_avgpipe.strategy.connected
 from lightning_avgpipe import AvgPipeStrategy
-from lightning_avgpipe.replaced import replaced
+from lightning_avgpipe.utils.patching import replaced
 from tests.elastic.models import Batches
 from tests.models import MLP, loader
 from tests.trainers import trainer
@@ -48,7 +48,7 @@ class Doomed(AvgPipeStrategy):
     def setup_environment(self) -> None:
         signal_name, moment = self.dies
         waiting = self.folder / "waiting"
-        connect = lightning_avgpipe.connected._init_dist_connection
+        connect = lightning_avgpipe.strategy.connected._init_dist_connection
 
         def noted(*args, **kwargs) -> None:
             waiting.touch()
@@ -59,7 +59,7 @@ class Doomed(AvgPipeStrategy):
             while moment == "connecting" and not waiting.exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
             die(signal_name)
-        with replaced(lightning_avgpipe.connected, "_init_dist_connection", noted):
+        with replaced(lightning_avgpipe.strategy.connected, "_init_dist_connection", noted):
             super().setup_environment()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import Engine, accumulate, assert_same_gradients, assert_same_parameters
+from tests.driver import Engine, accumulate, assert_same_gradients, assert_same_parameters
 from tests.models import MODELS, ConvNet, Regression, TinyTransformer
 
 SCHEDULES = ("afab", "1f1b", "advance_forward")

@@ -12,8 +12,9 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_avgpipe import AvgPipeStrategy, checks
+from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import AvgPipeError, BatchError, ConfigurationError, PartitionError
+from lightning_avgpipe.strategy import checks
 from tests.models import MLP, loader
 from tests.trainers import pipeline, trainer
 

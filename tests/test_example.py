@@ -24,7 +24,7 @@ def test_the_example_trains_in_two_processes_and_writes_a_sample(tmp_path: Path)
     assert out.split("checkpoint: ")[-1].split("\n")[1].startswith("def ")
 
 
-@pytest.mark.slow  # in one process: tests/test_cli.py
+@pytest.mark.slow  # in one process: tests/strategy/test_cli.py
 def test_the_config_trains_through_lightning_cli(tmp_path: Path) -> None:
     out = run(
         tmp_path, EXAMPLES / "cli.py", "fit", "--config", CONFIG, "--trainer.max_steps", 3,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.errors import StepChangedError
 from tests import faults, processes
-from tests.engine import Engine
+from tests.driver import Engine
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 

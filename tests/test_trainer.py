@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_avgpipe import AvgPipeStrategy
-from tests.engine import accumulate, assert_same_parameters
+from tests.driver import accumulate, assert_same_parameters
 from tests.models import MLP, MODELS, ConvNet, Regression, TinyTransformer, UNet, loader
 from tests.trainers import pipeline, trainer
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_avgpipe import AvgPipeStrategy
-from lightning_avgpipe.partition import Plan
-from tests.engine import accumulate, assert_same_parameters
+from lightning_avgpipe.planning import Plan
+from tests.driver import accumulate, assert_same_parameters
 
 
 def trainer(**options: Any) -> L.Trainer:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.coverage.case import Case
 from lightning_avgpipe import AvgPipeStrategy
-from lightning_avgpipe.runtime.microbatch import split
+from lightning_avgpipe.engine.microbatch import split
 
 __all__ = ["compare"]
 

@@ -13,17 +13,17 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.allowed import check, directory, documented, optional, whole
-from lightning_avgpipe.counts import Count
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.packages import adopted
-from lightning_avgpipe.runtime.mesh import Mesh
-from lightning_avgpipe.runtime.recording import Recorder, assemble
 from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
 from lightning_avgpipe.schedule.trace import chrome_trace
-from lightning_avgpipe.strategy import AvgPipeStrategy
+from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning.scaling import Loads
 from lightning_avgpipe.tuning.sharing import iteration_s
+from lightning_avgpipe.utils.allowed import check, directory, documented, optional, whole
+from lightning_avgpipe.utils.option_types import Count
+from lightning_avgpipe.utils.packages import adopted
 
 __all__ = ["PipelineTimeline"]
 

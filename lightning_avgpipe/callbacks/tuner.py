@@ -12,22 +12,22 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoin
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_avgpipe import checks
-from lightning_avgpipe.allowed import Allowed, check, choice, directory, documented, optional, whole
 from lightning_avgpipe.capture.snapshot import random_state
-from lightning_avgpipe.counts import Count, Natural
+from lightning_avgpipe.engine.microbatch import fewest_samples
 from lightning_avgpipe.errors import ConfigurationError, MemoryShortage, TuningError
-from lightning_avgpipe.options import ALLOWED, MEMORY
-from lightning_avgpipe.packages import adopted
-from lightning_avgpipe.profiler import Profiler
-from lightning_avgpipe.rehearsal import rehearsing
-from lightning_avgpipe.runtime.memory import MemoryLimit
-from lightning_avgpipe.runtime.microbatch import fewest_samples
+from lightning_avgpipe.planning.memory_limit import MemoryLimit
 from lightning_avgpipe.schedule import picture
-from lightning_avgpipe.strategy import AvgPipeStrategy
+from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.strategy.options import ALLOWED, MEMORY
+from lightning_avgpipe.strategy.profiler import Profiler
+from lightning_avgpipe.strategy.rehearsal import rehearsing
+from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning import PREDICTORS, Result, Setting, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.picture import draw
 from lightning_avgpipe.tuning.trials import best, per_batch_s, refined, trial_sizes
+from lightning_avgpipe.utils.allowed import Allowed, check, choice, directory, documented, optional, whole
+from lightning_avgpipe.utils.option_types import Count, Natural
+from lightning_avgpipe.utils.packages import adopted
 
 __all__ = ["AvgPipeTuner"]
 

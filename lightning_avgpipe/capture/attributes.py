@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_avgpipe import tree
 from lightning_avgpipe.capture.changes import address
 from lightning_avgpipe.capture.outside import outside, places
-from lightning_avgpipe.objects import Objects, Variable
-from lightning_avgpipe.source import source_line
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.objects import Objects, Variable
+from lightning_avgpipe.utils.source import source_line
 
 __all__ = ["Assignments", "Mutations"]
 

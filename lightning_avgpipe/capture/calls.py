@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_avgpipe.capture.draws import DrawWatch
 from lightning_avgpipe.capture.graph import Opened
+from lightning_avgpipe.capture.random_use import DrawWatch
 from lightning_avgpipe.capture.tracer import CallWatcher
 
 __all__ = ["Calls"]

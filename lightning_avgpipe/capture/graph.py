@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from lightning_avgpipe.absent import Description
 from lightning_avgpipe.capture.upkeep import Span, spans
+from lightning_avgpipe.utils.placeholder import Description
 
 __all__ = ["CallGraph", "Leaf", "Node", "Opened", "Value"]
 

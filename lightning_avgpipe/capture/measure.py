@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from tqdm.auto import tqdm
 
-from lightning_avgpipe import tree
 from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.capture.recorder import owned_tensors
@@ -35,8 +34,9 @@ from lightning_avgpipe.capture.snapshot import random_state, untouched
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
 from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.errors import CaptureError, StepChangedError
-from lightning_avgpipe.objects import Objects
-from lightning_avgpipe.parcel import Packer
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.parcel import Packer
 
 __all__ = ["Samples", "measure"]
 

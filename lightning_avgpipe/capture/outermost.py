@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.draws import DrawWatch
+from lightning_avgpipe.capture.random_use import DrawWatch
 from lightning_avgpipe.capture.tracer import CallWatcher
 
 __all__ = ["Outermost"]

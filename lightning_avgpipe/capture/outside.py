@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.objects import Variable
+from lightning_avgpipe.utils.objects import Variable
 
 __all__ = ["outside", "places", "variable"]
 

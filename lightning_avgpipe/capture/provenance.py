@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_avgpipe import tree
 from lightning_avgpipe.capture.changes import address, targets
 from lightning_avgpipe.capture.tracer import tensor_arguments
-from lightning_avgpipe.objects import Objects
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.objects import Objects
 
 __all__ = ["Provenance"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_avgpipe import tree
+from lightning_avgpipe.utils import tree
 
 __all__ = ["Questions"]
 

@@ -12,26 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe import tree
-from lightning_avgpipe.absent import described
 from lightning_avgpipe.capture.attributes import Assignments, Mutations
-from lightning_avgpipe.capture.batch import BatchUse
+from lightning_avgpipe.capture.batch_use import BatchUse
 from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.changes import Changes, address
-from lightning_avgpipe.capture.draws import DrawWatch, random_bits
-from lightning_avgpipe.capture.flops import Flops, recurrent_flops
+from lightning_avgpipe.capture.flop_counter import Flops, recurrent_flops
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.outermost import Outermost
 from lightning_avgpipe.capture.provenance import Provenance
 from lightning_avgpipe.capture.questions import Questions
+from lightning_avgpipe.capture.random_use import DrawWatch, random_bits
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.capture.units import Units
 from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.errors import CaptureError, SkippedStepError
-from lightning_avgpipe.objects import Objects
-from lightning_avgpipe.parcel import Packer
-from lightning_avgpipe.source import source_line
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.parcel import Packer
+from lightning_avgpipe.utils.placeholder import described
+from lightning_avgpipe.utils.source import source_line
 
 __all__ = ["capture", "owned_tensors"]
 

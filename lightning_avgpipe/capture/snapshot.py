@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.changes import put_back
 from lightning_avgpipe.capture.outside import outside
-from lightning_avgpipe.objects import Objects
-from lightning_avgpipe.packages import LIGHTNING
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.packages import LIGHTNING
 
 __all__ = ["Attributes", "attribute_values", "random_state", "unchanged", "untouched"]
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_avgpipe.runtime.siblings import Siblings
+from lightning_avgpipe.comm.replica_group import Siblings
 
 __all__ = ["Averaging", "Elasticity", "OuterOptimizer", "average"]
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.elastic.alike import load_states, states_of_group_0
+from lightning_avgpipe.comm.replica_group import Siblings
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity
+from lightning_avgpipe.elastic.checksum import Marks
 from lightning_avgpipe.elastic.finite import has_nonfinite
-from lightning_avgpipe.elastic.marks import Marks
+from lightning_avgpipe.elastic.optimizer_clone import follow, twin
+from lightning_avgpipe.elastic.optimizer_start import load_states, states_of_group_0
 from lightning_avgpipe.elastic.replica import Placement, Replica, alike, leaf_like
 from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
-from lightning_avgpipe.elastic.twin import follow, twin
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.runtime.siblings import Siblings
 
 __all__ = ["Ensemble"]
 

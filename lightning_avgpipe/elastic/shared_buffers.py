@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_avgpipe.comm.replica_group import Siblings
 from lightning_avgpipe.elastic.replica import alike
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.runtime.siblings import Siblings
 
 __all__ = ["SharedBuffers", "deviation"]
 

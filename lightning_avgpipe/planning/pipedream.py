@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.planning.costs import SppCosts
+from lightning_avgpipe.planning.replicated_costs import SppCosts
 
 __all__ = ["PipeDreamPlan", "plan"]
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.planning.costs import SppCosts
 from lightning_avgpipe.planning.network import Network
+from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
 from lightning_avgpipe.schedule.simulator import least_possible_s
 

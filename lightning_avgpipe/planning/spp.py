@@ -28,9 +28,9 @@ import numpy as np
 
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.bottleneck import least_bottlenecks
-from lightning_avgpipe.planning.costs import SppCosts
 from lightning_avgpipe.planning.network import Matrix, Network, device_order
 from lightning_avgpipe.planning.problem import Problem, Stage
+from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.schedule.builders import from_warm_up
 

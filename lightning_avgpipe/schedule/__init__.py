@@ -10,7 +10,7 @@ Build one with :func:`build`, print it with ``str``, and see when its actions ru
 needs torch.
 """
 
-from lightning_avgpipe.schedule.action import Action, Schedule
+from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.builders import (
     build,
     check,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning_avgpipe.errors import DeadlockError, ScheduleError
-from lightning_avgpipe.schedule.action import Action, Schedule
+from lightning_avgpipe.schedule.actions import Action, Schedule
 
 if TYPE_CHECKING:
     from lightning_avgpipe.schedule.simulator import StageCosts

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_avgpipe.errors import ScheduleError
-from lightning_avgpipe.schedule.action import Action, Schedule
+from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.builders import build, check, from_warm_up, stepped_warm_up
 from lightning_avgpipe.schedule.timeline import Span, Timeline, Transfer, peak_stash
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from lightning_avgpipe.schedule.action import Action, Schedule
+from lightning_avgpipe.schedule.actions import Action, Schedule
 
 __all__ = ["Activity", "Span", "Timeline", "Transfer", "peak_stash"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_avgpipe.errors import TuningError
-from lightning_avgpipe.partition import Link
+from lightning_avgpipe.planning import Link
 from lightning_avgpipe.tuning import plain
 
 __all__ = ["Curve", "Device", "HopProfile", "OtherSize", "Profile", "StageMemory", "StageProfile"]

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_avgpipe.errors import TuningError
-from lightning_avgpipe.partition.memory import nbytes
-from lightning_avgpipe.partition.plan import format_seconds
+from lightning_avgpipe.planning.memory import nbytes
+from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.tuning import plain
 from lightning_avgpipe.tuning.memory import memory_at
 from lightning_avgpipe.tuning.predictors import Corrected, Prediction, Predictor

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_avgpipe.partition.plan import format_seconds
+from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.tuning.profile import Curve, Profile
 from lightning_avgpipe.tuning.scaling import update_s
 from lightning_avgpipe.tuning.search import Candidate, Result

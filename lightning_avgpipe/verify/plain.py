@@ -18,10 +18,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_avgpipe import checks, tree
 from lightning_avgpipe.capture.snapshot import random_state
-from lightning_avgpipe.runtime.microbatch import MicroBatch
-from lightning_avgpipe.runtime.weighting import LossWeight, counts_for
+from lightning_avgpipe.engine.microbatch import MicroBatch
+from lightning_avgpipe.engine.weighting import LossWeight, counts_for
+from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.verify.plain_draws import drawing_as_promised
 from lightning_avgpipe.verify.state import attributes, clone
 

@@ -18,7 +18,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
-from lightning_avgpipe.runtime.randomness import DRAWING_FUNCTIONS, generators, host_stream
+from lightning_avgpipe.engine.randomness import DRAWING_FUNCTIONS
+from lightning_avgpipe.utils.random_streams import generators, host_stream
 
 __all__ = ["drawing_as_promised"]
 

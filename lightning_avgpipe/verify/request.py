@@ -11,12 +11,12 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.partition.memory import nbytes
-from lightning_avgpipe.runtime.memory import free_bytes
+from lightning_avgpipe.planning.memory import nbytes
+from lightning_avgpipe.planning.memory_limit import free_bytes
 from lightning_avgpipe.verify.verifier import Verifier
 
 if TYPE_CHECKING:
-    from lightning_avgpipe.strategy import AvgPipeStrategy
+    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
 __all__ = ["REPORT", "STEPS", "end_of_run", "nothing_to_verify", "refuse", "verifier"]
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 
-from lightning_avgpipe.absent import Absent
-from lightning_avgpipe.packages import LIGHTNING
+from lightning_avgpipe.utils.packages import LIGHTNING
+from lightning_avgpipe.utils.placeholder import Absent
 
 __all__ = ["attributes", "clone"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from lightning_avgpipe.elastic.twin import twin
+from lightning_avgpipe.elastic.optimizer_clone import twin
 from lightning_avgpipe.verify.comparison import Difference, first_difference
 from lightning_avgpipe.verify.state import clone
 

@@ -16,13 +16,13 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_avgpipe import checks
 from lightning_avgpipe.capture.outside import outside
+from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import VerificationError
-from lightning_avgpipe.objects import Objects
-from lightning_avgpipe.partition import Plan
-from lightning_avgpipe.replaced import replaced
-from lightning_avgpipe.runtime.microbatch import MicroBatch
+from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify.advice import advice
 from lightning_avgpipe.verify.comparison import Difference, first_difference
 from lightning_avgpipe.verify.duplicate import duplicate
@@ -31,7 +31,7 @@ from lightning_avgpipe.verify.state import attributes, clone
 from lightning_avgpipe.verify.stepped import Clipping, PlainStep, StepNotes
 
 if TYPE_CHECKING:
-    from lightning_avgpipe.strategy import AvgPipeStrategy
+    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
 __all__ = ["Verifier"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.measure import measure
 from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.units import initial_units
-from tests.test_state import assigned, foreach, in_place, loaded, vector
+from tests.strategy.test_attributes_of_steps import assigned, foreach, in_place, loaded, vector
 
 
 class Pair(nn.Module):

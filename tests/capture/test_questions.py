@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.runtime.planner import Planner
+from lightning_avgpipe.planning.planner import Planner
 from tests.trainers import assert_defaults_equal_accumulation
 
 

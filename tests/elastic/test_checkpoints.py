@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_avgpipe import AvgPipeStrategy
 from tests.elastic.models import Models, Net, assert_equal, state
-from tests.test_resume import ResumableLoader
+from tests.strategy.test_resume import ResumableLoader
 from tests.trainers import pipeline, trainer
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)

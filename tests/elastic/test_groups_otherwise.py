@@ -15,8 +15,8 @@ from torch import Tensor
 from tests import processes
 from tests.elastic.models import Batches, Net, state
 from tests.models import loader
-from tests.test_materialize import Mixed
 from tests.trainers import pipeline
+from tests.weights.test_initialisation import Mixed
 
 GROUPS = 2
 

@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
+from lightning_avgpipe.comm.control import News
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity, average
 from lightning_avgpipe.elastic.ensemble import Ensemble
-from lightning_avgpipe.loop import PipelineOptimization
-from lightning_avgpipe.runtime.news import News
+from lightning_avgpipe.strategy.loop import PipelineOptimization
 from tests import processes
 from tests.elastic.models import Batches, Net, assert_equal, state
 from tests.models import loader

@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.comm.replica_group import Siblings
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.runtime.siblings import Siblings
 from tests.elastic.models import Batches, Net, assert_equal, state
 from tests.models import loader
 from tests.trainers import pipeline, trainer

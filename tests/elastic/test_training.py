@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_avgpipe import division
-from lightning_avgpipe.runtime.executor import Lane
+from lightning_avgpipe.engine.executor import Lane
+from lightning_avgpipe.training import deployment
 from tests.elastic.models import OPTIMIZERS, Batches, Net, assert_equal, state, train
 from tests.models import MLP, loader
-from tests.test_copies import TiedLanguageModel
 from tests.trainers import pipeline, trainer
+from tests.weights.test_tied import TiedLanguageModel
 
 
 def net(**options: Any) -> Net:
@@ -29,7 +29,7 @@ def every(count: int, n: int, samples: int = 48) -> Batches:
 
 
 def test_one_pipeline_is_plain_training_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(division, "Ensemble", None)  # nothing is averaged, nor copied for it
+    monkeypatch.setattr(deployment, "Ensemble", None)  # nothing is averaged, nor copied for it
     results = []
     for strategy in ({}, {"num_pipelines": 1, "alpha": 0.3, "outer_lr": 2.0}):
         model = net(optimizer="adamw")

@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests import processes
 from tests.elastic.models import Models, Net, assert_equal, state
 from tests.models import loader
-from tests.test_copies import TiedLanguageModel
-from tests.test_resume import ResumableLoader
+from tests.strategy.test_resume import ResumableLoader
 from tests.trainers import pipeline
+from tests.weights.test_tied import TiedLanguageModel
 
 STRATEGY = {"num_pipelines": 3, "num_microbatches": 2}
 

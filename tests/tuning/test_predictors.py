@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.predictors import compare, random_profile, table
 from lightning_avgpipe.errors import TuningError
-from lightning_avgpipe.partition import Link
+from lightning_avgpipe.planning import Link
 from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.tuning import (
     Corrected,

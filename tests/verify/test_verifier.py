@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.engine import microbatch, randomness
+from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import ConfigurationError, VerificationError
-from lightning_avgpipe.metrics import StepLog
-from lightning_avgpipe.replaced import replaced
-from lightning_avgpipe.runtime import microbatch, randomness
-from lightning_avgpipe.runtime.copies import Copies
-from lightning_avgpipe.runtime.stage import Stage
+from lightning_avgpipe.strategy.log import StepLog
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify import verifier as verifying
+from lightning_avgpipe.weights.tied import Copies
 from tests import processes
-from tests.engine import assert_same_parameters
-from tests.lightning_side.test_precision import half_mixed
+from tests.driver import assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
+from tests.strategy.test_precision import half_mixed
 from tests.trainers import pipeline
 
 

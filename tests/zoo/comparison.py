@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_avgpipe import tree
-from lightning_avgpipe.metrics import StepLog, local_metrics
-from lightning_avgpipe.partition import Plan, cut_like
-from lightning_avgpipe.runtime.copies import Copies
-from lightning_avgpipe.runtime.mesh import Mesh
-from lightning_avgpipe.runtime.message import Message
-from lightning_avgpipe.runtime.microbatch import MicroBatch, split, split_with
-from lightning_avgpipe.runtime.ownership import give_up
-from lightning_avgpipe.runtime.pipeline import Pipeline
-from lightning_avgpipe.runtime.planner import Planner
-from lightning_avgpipe.runtime.program import stage_programs
-from lightning_avgpipe.runtime.randomness import RandomKey
-from lightning_avgpipe.runtime.stage import Stage, Task
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.microbatch import MicroBatch, split, split_with
+from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.stage import Stage, Task
+from lightning_avgpipe.planning import Plan, cut_like
+from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import build
+from lightning_avgpipe.strategy.log import StepLog, local_metrics
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.random_streams import RandomKey
+from lightning_avgpipe.weights.ownership import give_up
+from lightning_avgpipe.weights.tied import Copies
 
 TRAINING, VALIDATION = "training_step", "validation_step"
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
-from tests.engine import Engine
+from tests.driver import Engine
 from tests.zoo.comparison import check
 from tests.zoo.own_models import WIDTH, Own
 

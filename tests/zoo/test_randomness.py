@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.engine import Engine
+from tests.driver import Engine
 from tests.zoo import own_models, transformers_models
 from tests.zoo.transformers_models import HuggingFace
 

@@ -1,0 +1,212 @@
+"""Frames: what announces a message on a wire between processes, and small messages themselves.
+
+::
+
+    frame     | lengths, structure's number, micro-batch | structure, if it is new | small tensors, each aligned |
+    after it    the rest of a structure that is too long, then large tensors one by one
+
+Both ends number the structures of messages (shapes, types and everything else but numbers) as they see them, so that
+a structure which repeats is neither pickled nor sent again.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.comm.message import Message
+
+__all__ = ["CAPACITY", "FrameReader", "FrameWriter", "Opened", "TensorForm", "as_bytes"]
+
+# A receive is posted for so many bytes before the size of the frame is known. On Linux gloo accepts a shorter one; its
+# transport elsewhere reads on until all have come, so frames are filled up there.
+_ACCEPTS_SHORTER = sys.platform == "linux"
+CAPACITY = 65536 if _ACCEPTS_SHORTER else 1024
+_PREFIX = struct.Struct("<qqqq")  # bytes of the structure, bytes of inner tensors, the structure's number, micro-batch
+_NEW, _UNNUMBERED = -1, -2
+_MAX_NUMBERED = 256
+_ALIGNMENT = 64
+
+
+class TensorForm(NamedTuple):
+    """What must be known of a tensor before its numbers come.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of the tensor.
+        on_host: whether it lives on the host at the sender.
+        order: its dimensions as they lie in memory; None if that is their order, or if there are gaps.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+    order: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorForm:
+        """Describe a tensor.
+
+        A transposed one arrives transposed, without a copy: kernels may round otherwise for another layout.
+        """
+        order = None
+        if not tensor.is_contiguous():
+            strides = tensor.stride()
+            order = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
+            if not tensor.permute(order).is_contiguous():
+                order = None
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu", order)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has to be sent."""
+        return 0 in self.shape
+
+    @property
+    def wire_shape(self) -> tuple[int, ...]:
+        """Shape in which the numbers travel."""
+        return self.shape if self.order is None else tuple(self.shape[d] for d in self.order)
+
+    def on_wire(self, tensor: Tensor) -> Tensor:
+        """The tensor as it travels."""
+        return tensor if self.order is None else tensor.permute(self.order)
+
+    def from_wire(self, tensor: Tensor) -> Tensor:
+        """The tensor as it was."""
+        order = self.order
+        return tensor if order is None else tensor.permute(sorted(range(len(order)), key=order.__getitem__))
+
+
+_Structure = tuple[tuple[TensorForm | None, ...], tuple[bool, ...], Any]  # requires_grad and entries of the message
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A flat view in bytes: any type can be sent, also those that a backend does not know."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class FrameWriter:
+    """Makes frames at the sending end of a channel."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[_Structure, int] = {}
+
+    def write(self, message: Message, inner: bool) -> tuple[list[Tensor], Sequence[TensorForm | None], bool]:
+        """What to send first.
+
+        Args:
+            message: to be sent.
+            inner: whether its tensors are on the host, and ready, so that small ones can be in the frame.
+        Returns:
+            The frame and, if the structure is too long for it, the rest of that; the forms of the tensors; and whether
+            the tensors are in the frame.
+        """
+        forms = tuple(None if t is None else TensorForm.of(t) for t in message.tensors)
+        structure = forms, message.requires_grad, message.entries
+        number = self._number(structure)
+        text = pickle.dumps(structure) if number < 0 else b""
+        parts = [] if not inner else [
+            (form, t) for form, t in zip(forms, message.tensors, strict=True)
+            if form is not None and t is not None and not form.is_empty
+        ]  # fmt: skip
+        size = _aligned(_PREFIX.size + len(text))
+        nbytes = sum(_aligned(t.numel() * t.element_size()) for _, t in parts)
+        if not inner or size + nbytes > CAPACITY:
+            parts, nbytes = [], 0
+        used = size + nbytes if parts else min(_PREFIX.size + len(text), CAPACITY)
+        frame = np.zeros(used if _ACCEPTS_SHORTER else CAPACITY, dtype=np.uint8)
+        first = text[: CAPACITY - _PREFIX.size]
+        frame[: _PREFIX.size + len(first)] = np.frombuffer(
+            _PREFIX.pack(len(text), nbytes, number, message.micro_batch) + first, dtype=np.uint8
+        )
+        whole = torch.from_numpy(frame)
+        position = size
+        for form, tensor in parts:
+            flat = as_bytes(form.on_wire(tensor))
+            whole[position : position + flat.numel()] = flat
+            position += _aligned(flat.numel())
+        rest = text[len(first) :]
+        return [whole, *([torch.frombuffer(bytearray(rest), dtype=torch.uint8)] if rest else [])], forms, bool(parts)
+
+    def _number(self, structure: _Structure) -> int:
+        try:
+            number = self._numbers.get(structure)
+        except TypeError:  # an unhashable leaf: sent in full every time
+            return _UNNUMBERED
+        if number is None and len(self._numbers) < _MAX_NUMBERED:
+            self._numbers[structure] = len(self._numbers)
+            return _NEW
+        return _UNNUMBERED if number is None else number
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a frame says.
+
+    Attributes:
+        micro_batch: of the message.
+        forms: of its tensors.
+        requires_grad: of the message.
+        entries: of the message.
+        tensors: those that were in the frame, in order; None if they come after it.
+    """
+
+    micro_batch: int
+    forms: tuple[TensorForm | None, ...]
+    requires_grad: tuple[bool, ...]
+    entries: Any
+    tensors: list[Tensor] | None
+
+
+class FrameReader:
+    """Takes frames apart at the receiving end of a channel."""
+
+    def __init__(self) -> None:
+        self._structures: list[_Structure] = []
+
+    @staticmethod
+    def missing(frame: Tensor) -> int:
+        """Bytes of the structure that come after the frame."""
+        length: int = _PREFIX.unpack_from(frame.numpy().data)[0]
+        return max(0, _PREFIX.size + length - CAPACITY)
+
+    def read(self, frame: Tensor, rest: Tensor | None) -> Opened:
+        """Take a frame apart.
+
+        Args:
+            frame: as received, of :data:`CAPACITY` bytes.
+            rest: what comes after it.
+        """
+        raw = frame.numpy()
+        length, nbytes, number, micro_batch = _PREFIX.unpack_from(raw.data)
+        if number < 0:
+            text = raw[_PREFIX.size : _PREFIX.size + length].tobytes()
+            structure: _Structure = pickle.loads(text if rest is None else text + rest.numpy().tobytes())
+            if number == _NEW:
+                self._structures.append(structure)
+        else:
+            structure = self._structures[number]
+        forms, requires_grad, entries = structure
+        tensors = None
+        if nbytes:
+            tensors, position = [], _aligned(_PREFIX.size + length)
+            for form in forms:
+                if form is not None and not form.is_empty:
+                    tensor = torch.empty(form.wire_shape, dtype=form.dtype)  # memory of its own, as if sent alone
+                    flat = tensor.reshape(-1).view(torch.uint8)
+                    flat.copy_(frame[position : position + flat.numel()])
+                    position += _aligned(flat.numel())
+                    tensors.append(tensor)
+        return Opened(micro_batch, forms, requires_grad, entries, tensors)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

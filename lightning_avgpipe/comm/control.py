@@ -1,0 +1,158 @@
+"""News: what rank 0 tells the other processes while training runs, and what they report to it.
+
+::
+
+    group 0    rank 0   -- news -->     rank 1
+                 |      <-- reports --
+               relay
+                 v
+    group 1    rank 2   -- news -->     rank 3
+                        <-- reports --
+
+Nobody waits for those who listen. Requests from outside (such as a signal to stop) go with the news, so that all
+processes learn of them at the same point of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from lightning_avgpipe.comm.channel import NetworkInbox, NetworkOutbox
+from lightning_avgpipe.comm.message import pack, unpack
+from lightning_avgpipe.comm.monitor import Watch
+
+__all__ = ["News", "NewsChannels"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class NewsChannels:
+    """This process's ends of all channels that carry news.
+
+    Attributes:
+        out: on rank 0 to each other rank of the group.
+        source: on other ranks from rank 0.
+        relay_out: on rank 0 of all processes to rank 0 of each other group.
+        relay_source: on these from rank 0 of all processes.
+        reports_out: on other ranks to rank 0.
+        reports: on rank 0 from each other rank.
+    """
+
+    out: Sequence[NetworkOutbox] = ()
+    source: NetworkInbox | None = None
+    relay_out: Sequence[NetworkOutbox] = ()
+    relay_source: NetworkInbox | None = None
+    reports_out: NetworkOutbox | None = None
+    reports: Mapping[int, NetworkInbox] = field(default_factory=dict)
+
+
+class News:
+    """One process's part in the news.
+
+    Args:
+        rank: of this process in its group.
+        num_groups: of processes.
+        channels: to and from the others.
+        watch: knows of failures, and of what this process has been asked for from outside.
+        wait: until something is so, within limits; its second argument says for an error what is waited for.
+        when_agreed: told of a request, at the same point of the program on each process.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_groups: int,
+        channels: NewsChannels,
+        watch: Watch,
+        wait: Callable[[Callable[[], bool], str], None],
+        when_agreed: Callable[[str], None],
+    ) -> None:
+        self._rank = rank
+        self._num_groups = num_groups
+        self._channels = channels
+        self._watch = watch
+        self._wait = wait
+        self._when_agreed = when_agreed
+        self._agreed: frozenset[str] = frozenset()
+
+    def publish(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:
+        """Rank 0 tells all processes of its group: it passes the item; the others get what it passed.
+
+        Args:
+            item: any tree of tensors and picklable leaves; ignored on other ranks.
+            requests: that go with it; None: what is known.
+        """
+        self._watch.check()
+        if self._rank == 0:
+            requests = self.requests() if requests is None else requests
+            message = pack((item, requests)) if self._channels.out else None
+            for outbox in self._channels.out:
+                assert message is not None
+                outbox.put(message)
+            self.agree(requests)
+            return item  # type: ignore[return-value]
+        news, requests = self._hear(self._channels.source)
+        self.agree(requests)
+        return news  # type: ignore[no-any-return]
+
+    def relay(self, common: T | None, own: U | None = None) -> tuple[T, U]:
+        """Rank 0 of all processes tells everybody, and rank 0 of each group its group. Every process calls it.
+
+        Args:
+            common: on rank 0 of all processes.
+            own: on rank 0 of each group.
+        """
+        if self._num_groups == 1 or self._rank != 0:
+            return self.publish((common, own))  # type: ignore[return-value]
+        self._watch.check()
+        if self._channels.relay_source is None:
+            requests = frozenset(self._watch.requests)
+            message = pack((common, requests))
+            for outbox in self._channels.relay_out:
+                outbox.put(message)
+        else:
+            common, requests = self._hear(self._channels.relay_source)
+        return self.publish((common, own), requests)  # type: ignore[return-value]
+
+    def hand_in(self, item: T) -> list[tuple[int, T]]:
+        """Tell rank 0, and do not wait. Every process calls it equally often.
+
+        Args:
+            item: any tree of tensors and picklable leaves.
+        Returns:
+            On rank 0 what has arrived since the last call, with ranks, and its own item; of each rank in order.
+            Elsewhere nothing.
+        """
+        if self._channels.reports_out is not None:
+            self._channels.reports_out.put(pack(item))
+            return []
+        arrived = [(self._rank, item)]
+        for peer, inbox in self._channels.reports.items():
+            inbox.expect(1)
+            while inbox.ready():
+                arrived.append((peer, unpack(inbox.get())))
+        return arrived
+
+    def requests(self) -> frozenset[str]:
+        """What goes with the next message. With several groups all of them must learn of it at the same point."""
+        return frozenset(self._watch.requests) if self._num_groups == 1 else self._agreed
+
+    def agree(self, requests: frozenset[str]) -> None:
+        """All processes learn of requests with the same message, so all do what was asked for at the same point."""
+        for request in sorted(requests - self._agreed):
+            self._when_agreed(request)
+        self._agreed |= requests
+
+    def agreed(self, request: str) -> bool:
+        """Whether all processes know by now of what one was asked for."""
+        return request in self._agreed
+
+    def _hear(self, inbox: NetworkInbox | None) -> Any:
+        assert inbox is not None
+        inbox.expect(1)
+        self._wait(inbox.ready, "waits for rank 0's news")
+        return unpack(inbox.get())

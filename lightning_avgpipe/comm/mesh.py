@@ -1,0 +1,454 @@
+"""The mesh: which process hosts which stage, and everything that connects the processes.
+
+::
+
+    K = 4 stages on 2 processes      rank 1: stages 0, 2       rank 0: stages 1, 3
+    the last stage is always on rank 0, and so are the loss, the loggers and the dataloader
+
+    K = 2 stages on 4 processes       group 0: stage 0 on rank 1, stage 1 on rank 0
+                                      group 1: stage 0 on rank 3, stage 1 on rank 2
+    ranks of a mesh are those within its group; ``world`` connects all groups
+
+Processes that share devices are in different groups, so that no connection between devices has one of them twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_avgpipe.capture.costs import Link
+from lightning_avgpipe.comm.agreement import Agreement
+from lightning_avgpipe.comm.batch_stream import Feed, FeedSink, FeedSource
+from lightning_avgpipe.comm.channel import Arrivals, NetworkInbox, NetworkOutbox, Wire
+from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.comm.control import News, NewsChannels
+from lightning_avgpipe.comm.device_layout import Arrangement
+from lightning_avgpipe.comm.monitor import Watch
+from lightning_avgpipe.comm.process_groups import Connections, Pair
+from lightning_avgpipe.comm.replica_group import Siblings
+from lightning_avgpipe.comm.wiring import DIRECTIONS, Wiring, channel_name, wire
+from lightning_avgpipe.engine.accounting import Meter
+from lightning_avgpipe.engine.guard import MemoryGuard
+from lightning_avgpipe.engine.recording import Recorder
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, PeerError
+
+__all__ = ["Mesh"]
+
+T = TypeVar("T")
+End = TypeVar("End", NetworkInbox, NetworkOutbox)
+
+_DISCONNECTED_S = 3.0  # longest time that threads take to end when their connections are closed
+_openings = itertools.count()  # of this process; the same on all of them
+
+
+class Mesh(Collectives):
+    """Processes, stages and channels of one group.
+
+    Args:
+        num_stages: K, a multiple of the number of devices, or a divisor of it: then there are several groups.
+        rank: of this process among all.
+        world_size: number of all processes.
+        device: of this process.
+        timeout: longest wait for another process.
+        device_backend: backend of the channels between devices, such as "nccl"; None sends over the host.
+        reader: the process of each group that reads the group's data.
+        arrangement: of the processes on devices; None for a device each.
+        deaths: rank among all -> how it ended, of those processes started by this one that have died.
+
+    All processes open it at the same time. With one process nothing is connected.
+
+    Attributes:
+        group_number: which group this is; the group's mesh is all that its processes know, but for the following.
+        num_groups: how many groups there are.
+        layout: the ranks of each group among all processes.
+        world: all processes of all groups; with one group this mesh.
+        heads: the processes with rank 0 in each group; elsewhere, and with one group, this process alone.
+        siblings: the processes that host the same stages in each group; None if there is one group.
+        connections: of the processes.
+        news: from rank 0 to all, while it is open.
+        feed: of batches, while it is open.
+        agreement: of all processes, while it is open.
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta,
+        device_backend: str | None = None,
+        reader: int = 0,
+        arrangement: Arrangement | None = None,
+        deaths: Callable[[], Mapping[int, str]] = dict,
+    ) -> None:
+        arrangement = arrangement or Arrangement(world_size)
+        devices = arrangement.num_devices
+        if num_stages % devices and devices % num_stages:
+            raise ConfigurationError(
+                f"num_stages={num_stages} on {devices} devices: the number of stages must be a multiple of the "
+                f"number of devices; use num_stages={max(1, num_stages // devices) * devices}"
+            )
+        self.layout = arrangement.groups(num_stages)
+        self.num_groups = len(self.layout)
+        self.group_number = next(number for number, ranks in enumerate(self.layout) if rank in ranks)
+        ranks = self.layout[self.group_number]
+        super().__init__(ranks, ranks.index(rank))
+        self.num_stages = num_stages
+        self.device = device
+        self.timeout = timeout
+        self.reader = reader
+        self.arrivals = Arrivals()
+        self.links: tuple[Link, ...] | None = None  # of the hops, once they are measured
+        # told of a request to all processes, at the same point of the program on each of them
+        self.when_agreed: Callable[[str], None] = lambda request: None
+        self._names = self._make_names()
+        self._shares_devices = arrangement.sharing > 1
+        self._deaths = deaths
+        self._collective: threading.Thread | None = None
+        self._opened: list[NetworkInbox | NetworkOutbox] = []
+        self.recorder: Recorder | None = None
+        self.meter: Meter | None = None  # told of what the stages of this process keep in memory
+        self.guard: MemoryGuard | None = None  # of a trial iteration
+        self.wiring: dict[tuple[int, int], Wiring] = {}  # (pipeline, stage) -> its channels
+        self.connections = Connections(self.layout, self.group_number, rank, timeout, device_backend)
+        self._relays: dict[int, Pair] = {}  # from rank 0 of all processes to the group
+        # there is nothing to watch before it is open
+        self.watch = Watch(rank, self._names, None, 0.0, self.arrivals.notify)
+        self.world: Collectives = self
+        self.heads: Collectives = _Party((rank,), 0, self)
+        self.siblings: Siblings | None = None
+        if self.num_groups > 1:
+            self.world = _Party(range(world_size), rank, self)
+            if self.rank == 0:
+                self.heads = _Party([members[0] for members in self.layout], self.group_number, self)
+            alike = sorted(members[self.rank] for members in self.layout)
+            members = _Party(alike, alike.index(rank), self)
+            self.siblings = Siblings(members, self.group_number, on_host=self._shares_devices)
+
+    # -- who is where ------------------------------------------------------------------------------------------------
+
+    def rank_of(self, stage: int) -> int:
+        """The process that hosts a stage."""
+        return (self.num_stages - 1 - stage) % self.world_size
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this process."""
+        return self.stages_of(self.rank)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a process."""
+        return tuple(k for k in range(self.num_stages) if self.rank_of(k) == rank)
+
+    @property
+    def reads(self) -> bool:
+        """Whether this process reads the data."""
+        return self.rank == self.reader
+
+    @property
+    def hosts_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.rank == 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0 of all processes, which logs and writes."""
+        return self.hosts_last and self.group_number == 0
+
+    def _make_names(self) -> list[str]:
+        """Of all processes, by their ranks among all."""
+        names = {}
+        for number, members in enumerate(self.layout):
+            group = f" of group {number}" if self.num_groups > 1 else ""
+            for position, rank in enumerate(members):
+                stages = self.stages_of(position)
+                names[rank] = f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}{group})"
+        return [names[rank] for rank in sorted(names)]
+
+    # -- connections and channels ------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Connect the processes, in the place of those of another mesh. Every process calls it; the wait is long."""
+        self.connections.open()
+        self.world.control = self.connections.join(self.world.ranks)
+        if self.num_groups > 1:
+            self._connect_groups()
+        for peer in range(1, self.world_size):
+            self.connections.connect("news", 0, peer)
+            self.connections.connect("reports", 0, peer)
+        for peer in range(self.world_size):
+            if peer != self.reader:
+                self.connections.connect("batches", self.reader, peer)
+        self._connect_hops(0)
+
+    def _connect_groups(self) -> None:
+        self.control = self.connections.join_in_each(range(self.world_size))
+        heads, *others = zip(*self.layout, strict=True)
+        connection = self.connections.join(heads)
+        if self.rank == 0:
+            self.heads.control = connection
+        self._relays = {n: self.connections.pair("relay", 0, head) for n, head in enumerate(heads) if n}
+        # two processes of one device meet on the host: no communicator of devices can have a device twice
+        for position, ranks in enumerate((heads, *others)):
+            connection = self.connections.join(ranks, on_host=self._shares_devices)
+            if position == self.rank:
+                assert self.siblings is not None
+                self.siblings.members.control = connection
+
+    def _connect_hops(self, pipeline: int) -> None:
+        for k in range(self.num_stages - 1):
+            a, b = self.rank_of(k), self.rank_of(k + 1)
+            for direction in DIRECTIONS if a != b else ():
+                # two hops between the same processes (several stages per process) need two connections as well
+                self.connections.connect(channel_name(direction, k, pipeline), a, b, devices=True)
+
+    def open(
+        self, store: dist.Store | None = None, meet: Callable[[], object] = lambda: None, keeper: str | None = None
+    ) -> None:
+        """Watch over the processes, connect them if they are not, and start the channels, unless they are open.
+
+        Args:
+            store: shared by all processes; None takes that of torch.distributed.
+            meet: makes torch's group of all processes, if there is none.
+            keeper: who keeps the store, for messages; None: rank 0.
+        Raises:
+            PeerError: a process does not come, or ends meanwhile.
+        """
+        if self.wiring:
+            return
+        self.arrivals = Arrivals()
+        store = self._own(store)
+        self.watch = self._make_watch(store, keeper or self._names[0])
+        self.agreement = Agreement(self.world.rank, self._names, store, self.timeout.total_seconds() / 2, self.watch)
+        if self.world.world_size > 1:
+
+            def connected() -> None:
+                meet()
+                self._reconnect()
+
+            self._wait_for(connected, "waits for the other processes to connect")
+        self.news = News(
+            self.rank,
+            self.num_groups,
+            self._news_channels(),
+            self.watch,
+            self.wait,
+            lambda request: self.when_agreed(request),  # which somebody may replace
+        )
+        self.wiring = wire(self, 0, self._inbox, self._outbox)
+        if self.reads:
+            peers = [peer for peer in range(self.world_size) if peer != self.rank]
+            outboxes = {peer: self._outbox("batches", self.rank, peer, peer) for peer in peers}
+            self.feed: Feed = FeedSource(outboxes, self.news.agree, self.news.requests)
+        else:
+            inbox = self._inbox("batches", self.reader, self.rank, self.reader)
+            waits = f"waits for a batch from {self._names[self.ranks[self.reader]]}"
+            self.feed = FeedSink(inbox, self.news.agree, self.device, lambda ready: self.wait(ready, waits))
+
+    def _news_channels(self) -> NewsChannels:
+        peers = range(1, self.world_size)
+        if self.rank != 0:
+            return NewsChannels(
+                source=self._inbox("news", 0, self.rank, 0), reports_out=self._outbox("reports", 0, self.rank, 0)
+            )
+        return NewsChannels(
+            out=[self._outbox("news", 0, peer, peer) for peer in peers],
+            reports={peer: self._inbox("reports", 0, peer, peer) for peer in peers},
+            relay_out=[self._relay(NetworkOutbox, g, r) for g, r in enumerate(self.heads.ranks) if g and self.leads],
+            relay_source=None if self.leads else self._relay(NetworkInbox, self.group_number, 0),
+        )
+
+    def widen(self, num_pipelines: int) -> None:
+        """Start the channels of so many pipelines, unless they are open. Every process calls it."""
+        for pipeline in range(1, num_pipelines):
+            if (pipeline, self.stages[0]) in self.wiring:
+                continue
+            if self.world.world_size > 1:
+                waits = f"waits for the other processes to connect pipeline {pipeline}"
+                self._wait_for(partial(self._connect_hops, pipeline), waits)
+            self.wiring |= wire(self, pipeline, self._inbox, self._outbox)
+        self.record(self.recorder)
+
+    def close(self, failed: bool = False) -> None:
+        """Stop the channels and their threads; after a failure without waiting for peers, and for good."""
+        if failed:
+            # rank 0 holds the store; and connections that break before the reason is known would look like one
+            self.watch.await_readers()
+            self.connections.disconnect()
+        elif self.wiring:
+            self.feed.close()
+        deadline = time.monotonic() + (_DISCONNECTED_S if failed else self.timeout.total_seconds())
+        for channel in self._opened:
+            channel.close(join_s=max(0.0, deadline - time.monotonic()))
+        if self._collective is not None:
+            self._collective.join(max(0.0, min(_DISCONNECTED_S, deadline - time.monotonic())))
+        self.watch.close()
+        self._opened, self.wiring = [], {}
+        if failed:
+            self.connections.close()
+
+    def record(self, recorder: Recorder | None) -> None:
+        """From now on tell this recorder, or nobody, what executor and channels do."""
+        self.recorder = recorder
+        for wiring in self.wiring.values():
+            for end in (wiring.values, wiring.to_next, wiring.gradients, wiring.to_previous):
+                if isinstance(end, (NetworkInbox, NetworkOutbox)):
+                    end.recorder = recorder
+
+    def _own(self, store: dist.Store | None) -> dist.Store | None:
+        """What this run has of the store."""
+        if self.world.world_size == 1:
+            return None
+        store = store or dist.distributed_c10d._get_default_store()
+        # a connection of its own, where torch can make one: others may wait in the store for long
+        store = store.clone() if hasattr(store, "clone") else store
+        return dist.PrefixStore(f"avgpipe/runs/{next(_openings)}", store)
+
+    def _make_watch(self, store: dist.Store | None, keeper: str) -> Watch:
+        return Watch(
+            self.world.rank,
+            self._names,
+            store,
+            self.timeout.total_seconds(),
+            wake=lambda: self.arrivals.notify(),
+            announces=self.leads or (self.reads and self.num_groups == 1),
+            keeper=keeper,
+            idle_s=lambda: self.arrivals.idle_s(),
+            deaths=self._deaths,
+        )
+
+    def subset(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Connect some processes of the group for collectives, unless they are. Every process calls it."""
+        made: list[dist.ProcessGroup] = []
+        doing = f"waits for the other processes to connect ranks {', '.join(map(str, ranks))}"
+        self._wait_for(lambda: made.append(self.connections.subset(ranks)), doing)
+        return made[0]
+
+    def _outbox(self, kind: str, a: int, b: int, peer: int) -> NetworkOutbox:
+        outbox = NetworkOutbox(kind, self._wire(kind, a, b, peer), self.arrivals)
+        self._opened.append(outbox)
+        return outbox
+
+    def _inbox(self, kind: str, a: int, b: int, peer: int) -> NetworkInbox:
+        inbox = NetworkInbox(kind, self._wire(kind, a, b, peer), self.arrivals)
+        self._opened.append(inbox)
+        return inbox
+
+    def _wire(self, kind: str, a: int, b: int, peer: int) -> Wire:
+        on_host, on_devices = self.connections.on_host(kind, a, b), self.connections.on_devices(kind, a, b)
+        return Wire(self.ranks[peer], on_host, self.device, on_devices, self.moved)
+
+    def _relay(self, kind: Callable[..., End], group: int, peer: int) -> End:
+        """An end of the channel from rank 0 of all processes to a group's own."""
+        end = kind("relay", Wire(peer, self._relays[group], self.device, None, self.moved), self.arrivals)
+        self._opened.append(end)
+        return end
+
+    def wait(self, ready: Callable[[], bool], doing: str) -> None:
+        """Wait until something is so, within the limits of the mesh.
+
+        Raises:
+            PeerError: it takes too long, or another process has failed.
+        """
+        self.arrivals.wait_for(ready, self.timeout.total_seconds(), lambda: doing, self.watch)
+
+    def agreed(self, request: str) -> bool:
+        """Whether all processes know by now of what one was asked for."""
+        return self.news.agreed(request)
+
+    def confirm(self, asked: str, where: str) -> None:
+        """Wait until all processes ask for the same. Arguments and errors as of :meth:`Agreement.confirm`."""
+        if self.world.world_size > 1:
+            waits = f"waits for the other processes to ask for {asked} as well"
+            self._wait_for(lambda: self.agreement.confirm(asked, where), waits)
+
+    # -- collectives on the host -------------------------------------------------------------------------------------
+
+    def broadcast(self, item: T, source: int = 0) -> T:
+        """Every process gets the source's item."""
+        if source == 0 and self.wiring and self.world_size > 1:
+            return pickle.loads(self.news.publish(pickle.dumps(item)))  # type: ignore[no-any-return]
+        return super().broadcast(item, source)
+
+    def together(self, what: str, collective: Callable[[], object]) -> None:
+        """Run a collective on the host; while it waits, look whether another process has failed.
+
+        It runs in a thread, because a collective of gloo can neither be polled nor given up.
+        """
+        if self.world_size > 1:
+            self.wait_together(what, collective)
+
+    def wait_together(self, what: str, collective: Callable[[], object]) -> None:
+        """The same for any set of processes."""
+
+        def connected() -> None:
+            self._reconnect()  # another trainer may have run since
+            collective()
+
+        self._wait_for(connected, f"waits for the other processes in {what}")
+
+    def moved(self) -> None:
+        """Bytes went over a connection of this process."""
+        self.arrivals.moved()
+
+    def _reconnect(self) -> None:
+        if not self.connections.is_open:
+            self.connect()
+
+    def _wait_for(self, function: Callable[[], object], doing: str) -> None:
+        """Run something that waits for other processes; meanwhile look whether one has failed."""
+        self.watch.check()
+        done, errors = threading.Event(), []
+
+        def work() -> None:
+            try:
+                with torch.no_grad():
+                    function()
+            except Exception as error:  # re-raised below, in the thread that asked
+                errors.append(error)
+            finally:
+                done.set()
+                self.arrivals.notify()
+
+        self._collective = threading.Thread(target=work, name=f"avgpipe {doing}", daemon=True)
+        self._collective.start()
+        with self.watch.during(doing):
+            self.wait(done.is_set, doing)
+            if errors:
+                if not isinstance(errors[0], RuntimeError) or isinstance(errors[0], AvgPipeError):
+                    raise errors[0]
+                self.watch.look()
+                lost = f"{self.watch.name} {doing}, but a connection broke: {errors[0]}{self.watch.account().text}"
+                raise PeerError(lost) from errors[0]
+
+    # -- failure -----------------------------------------------------------------------------------------------------
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other processes why this one ends."""
+        self.watch.report(error)
+
+
+class _Party(Collectives):
+    """Processes of several groups, with whom a mesh talks."""
+
+    def __init__(self, ranks: Iterable[int], rank: int, mesh: Mesh) -> None:
+        super().__init__(tuple(ranks), rank)
+        self._mesh = mesh
+
+    def together(self, what: str, collective: Callable[[], object]) -> None:
+        if self.world_size > 1:
+            self._mesh.wait_together(what, collective)
+
+    def moved(self) -> None:
+        self._mesh.moved()

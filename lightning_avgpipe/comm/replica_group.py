@@ -1,0 +1,134 @@
+"""Siblings: the processes that host the same stages in every group, each with other parallel models.
+
+::
+
+    group 0     stage 0 on rank 1     stage 1 on rank 0
+    group 1     stage 0 on rank 3     stage 1 on rank 2
+                siblings 1 and 3      siblings 0 and 2
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_avgpipe.comm.codec import as_bytes
+from lightning_avgpipe.comm.collectives import Collectives
+
+__all__ = ["Siblings"]
+
+_BUCKET_BYTES = 64 * 1024**2
+
+_Collective = Callable[..., Any]  # of torch.distributed, on one tensor
+
+
+class Siblings:
+    """What siblings do together with tensors on their devices, in few large messages.
+
+    Args:
+        members: connected on host and device, or ``on_host`` only; the first of them is in group 0.
+        number: of this process's group.
+        on_host: whether tensors meet on the host, as those of processes that share a device must.
+    """
+
+    def __init__(self, members: Collectives, number: int, on_host: bool = False) -> None:
+        self.members = members
+        self.number = number
+        self._on_host = on_host
+
+    @property
+    def count(self) -> int:
+        """Number of groups."""
+        return self.members.world_size
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sum in place over the groups. All siblings get the same bits.
+
+        Args:
+            tensors: the same shapes and types on all siblings.
+        """
+        self.begin_sum(tensors)()
+
+    def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Begin to sum, and go on meanwhile. All siblings begin and end their sums in the same order.
+
+        Args:
+            tensors: as of :meth:`sum`; not to be touched before the end.
+        Returns:
+            Ends it: waits for the sums and puts them into the tensors.
+        """
+        return self._begin(tensors, "a sum over groups", dist.all_reduce)
+
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        """Take over, in place, what the sibling in group 0 has. Arguments as of :meth:`sum`."""
+        self._begin(tensors, "a copy of group 0's parameters", self._broadcast)()
+
+    @torch.no_grad()
+    def _begin(self, tensors: Sequence[Tensor], what: str, collective: _Collective) -> Callable[[], None]:
+        exchanges = [self._exchange(bucket, collective) for bucket in _buckets(tensors)]
+
+        @torch.no_grad()
+        def end() -> None:
+            for exchange in exchanges:
+                self.members.together(what, exchange.wait)
+                exchange.put()
+
+        return end
+
+    def _exchange(self, bucket: Sequence[Tensor], collective: _Collective) -> _Exchange:
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        sent = torch.view_as_real(flat) if flat.is_complex() else flat
+        met = sent.cpu() if self._on_host else sent
+        # gloo and NCCL go on with it in the background
+        work = collective(met, group=self.members.control, async_op=True)
+        return _Exchange(bucket, flat, sent, met, work)
+
+    def _broadcast(self, flat: Tensor, **options: Any) -> Any:
+        return dist.broadcast(as_bytes(flat), self.members.ranks[0], **options)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Tensors that are on their way, as one message."""
+
+    tensors: Sequence[Tensor]
+    flat: Tensor
+    sent: Tensor  # the same, as numbers that every connection knows
+    met: Tensor  # the same, where they meet
+    work: Any
+
+    def wait(self) -> None:
+        self.work.wait()
+
+    def put(self) -> None:
+        """Put what has arrived into the tensors."""
+        if self.met is not self.sent:
+            self.sent.copy_(self.met)
+        parts = self.flat.split([tensor.numel() for tensor in self.tensors])
+        for tensor, part in zip(self.tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of the same type, together of a size that is worth a message, and no more than memory has room for."""
+    by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel():
+            by_type[tensor.dtype].append(tensor)
+    for alike in by_type.values():
+        bucket: list[Tensor] = []
+        nbytes = 0
+        for tensor in alike:
+            bucket.append(tensor)
+            nbytes += tensor.numel() * tensor.element_size()
+            if nbytes >= _BUCKET_BYTES:
+                yield bucket
+                bucket, nbytes = [], 0
+        if bucket:
+            yield bucket

@@ -1,0 +1,1 @@
+"""What runs: stages, their programs and replay, the executor. Knows nothing of Lightning."""

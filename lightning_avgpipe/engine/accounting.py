@@ -1,0 +1,253 @@
+"""Accounting: what a stage keeps in memory during an iteration, measured; and what it would keep in another order.
+
+::
+
+    actions of a stage     F0    F1    B0    F2    B1    B2
+    change in bytes        +s    +s    -s    +s    -s    -s
+    kept                   s     2s    s     2s    s     0       the crest is 2s; AFAB's would be 3s
+
+What an action adds or frees does not depend on the order, so one measured iteration tells the crest of any row.
+
+The lanes of several pipelines on a stage are counted together. For another row they are taken to run it side by side,
+so that all of them stash the most at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_avgpipe.planning.model_memory import Holding
+from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.utils.placeholder import Absent
+
+__all__ = ["DeviceMeter", "Footprint", "HostMeter", "Meter"]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one stage keeps, in bytes.
+
+    Attributes:
+        peak: the most of it, with weights, gradients, optimizer states and the batch.
+        crest: the most that actions had added by the end of one.
+        changes: what the actions of each micro-batch add, in forward and backward, shape ``(M, 2)``; of several
+            pipelines the sum.
+    """
+
+    peak: int
+    crest: int
+    changes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def estimated(cls, held: int, stash: int, row: Sequence[Action]) -> Footprint:
+        """From estimates.
+
+        Args:
+            held: by the stage, whatever the schedule.
+            stash: of one micro-batch, with the values that it received.
+            row: of the schedule that gives the number of micro-batches.
+        """
+        crest = _crest(row, [(stash, -stash)] * len(row))
+        return cls(held + crest, crest, ((stash, -stash),) * (len(row) // 2))
+
+    def predicted(self, row: Sequence[Action]) -> int:
+        """The peak in bytes, if the stage ran its actions in this order."""
+        return self.peak + _crest(row, self.changes) - self.crest
+
+
+def _crest(row: Sequence[Action], changes: Sequence[tuple[int, int]]) -> int:
+    kept = crest = 0
+    for action in row:
+        kept += changes[action.micro_batch][action.kind == "B"]
+        crest = max(crest, kept)
+    return crest
+
+
+class Meter(ABC):
+    """Measures the stages of a process while they run one iteration; told of every action by the executor."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # with pipelines, as they ran
+        self._kept: dict[int, list[int]] = defaultdict(list)  # before each action
+
+    @contextlib.contextmanager
+    def action(self, stage: int, action: Action, pipeline: int = 0) -> Iterator[None]:
+        """An action of a pipeline runs within this context."""
+        self._rows[stage].append((pipeline, action))
+        self._kept[stage].append(self._before(stage))
+        with self._during(stage, action):
+            yield
+        self._after(stage, action, pipeline)
+
+    def keep(
+        self,
+        stage: int,
+        micro_batch: int,
+        received: Iterable[Tensor | None],
+        made: Iterable[Tensor | None],
+        pipeline: int = 0,
+    ) -> None:
+        """A forward has received these, and sent or returned those."""
+        return  # an allocator knows
+
+    @abstractmethod
+    def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
+        """What was measured, by stage."""
+
+    @abstractmethod
+    def _before(self, stage: int) -> int:
+        """What the stage keeps when an action begins."""
+
+    def _during(self, stage: int, action: Action) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def _after(self, stage: int, action: Action, pipeline: int) -> None:
+        """An action has ended."""
+        return
+
+    def _changes(self, stage: int) -> tuple[tuple[tuple[int, int], ...], int]:
+        """By micro-batch what forwards and backwards added, and the crest if all pipelines ran them side by side."""
+        kept, rows = self._kept[stage], defaultdict(list)
+        found = [[0, 0] for _ in range(1 + max(action.micro_batch for _, action in self._rows[stage]))]
+        for i, (pipeline, action) in enumerate(self._rows[stage]):
+            found[action.micro_batch][action.kind == "B"] += kept[i + 1] - kept[i]
+            rows[pipeline].append(action)
+        changes = tuple((forward, backward) for forward, backward in found)
+        return changes, _crest(max(rows.values(), key=len), changes)
+
+    def _top(self, stage: int) -> int:
+        """The most that actions had in fact added by the end of one."""
+        return max(self._kept[stage]) - self._kept[stage][0]
+
+
+class HostMeter(Meter):
+    """Counts storages that a backward will need, each once, for as long as they exist.
+
+    These are what autograd saves, received values, and what is sent or returned. Weights and the batch are not among
+    them, nor what an operation needs for itself. Where the allocator cannot be asked, this is what there is.
+
+    Args:
+        excluded: weights, buffers, tensors of the batch: they are there whatever is stashed.
+    """
+
+    def __init__(self, excluded: Iterable[Tensor]) -> None:
+        super().__init__()
+        tensors = [tensor for tensor in excluded if _is_real(tensor)]
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._alive: dict[int, dict[int, tuple[StorageWeakRef, int]]] = defaultdict(dict)
+        self._received: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        self._total: dict[int, int] = defaultdict(int)
+        self._peak: dict[int, int] = defaultdict(int)
+
+    def keep(
+        self,
+        stage: int,
+        micro_batch: int,
+        received: Iterable[Tensor | None],
+        made: Iterable[Tensor | None],
+        pipeline: int = 0,
+    ) -> None:
+        for tensor in received:
+            if tensor is not None and _is_real(tensor):
+                self._note(stage, tensor)
+                self._received[stage, pipeline, micro_batch].append(tensor.untyped_storage()._cdata)
+        for tensor in made:
+            if tensor is not None:
+                self._note(stage, tensor)
+
+    def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
+        found = {}
+        for stage in self._rows:
+            self._kept[stage].append(self._before(stage))
+            changes, crest = self._changes(stage)
+            peak = max(self._top(stage), self._peak[stage])
+            found[stage] = Footprint(holdings[stage].total + peak, crest, changes)
+        return found
+
+    def _before(self, stage: int) -> int:
+        alive = self._alive[stage]
+        for key in [key for key, (reference, _) in alive.items() if reference.expired()]:
+            self._total[stage] -= alive.pop(key)[1]
+        return self._total[stage]
+
+    def _during(self, stage: int, action: Action) -> contextlib.AbstractContextManager[object]:
+        def pack(tensor: Tensor) -> Tensor:
+            # the step is being followed, and this is no part of it
+            with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+                self._note(stage, tensor)
+                return tensor.detach()  # an output itself would keep its own graph alive
+
+        return saved_tensors_hooks(pack, _unpack)
+
+    def _after(self, stage: int, action: Action, pipeline: int) -> None:
+        # in one process the stage before still has what it sent: it counts there
+        for key in self._received.pop((stage, pipeline, action.micro_batch), ()) if action.kind == "B" else ():
+            self._total[stage] -= self._alive[stage].pop(key, (None, 0))[1]
+
+    def _note(self, stage: int, tensor: Tensor) -> None:
+        if not _is_real(tensor):
+            return
+        storage, alive = tensor.untyped_storage(), self._alive[stage]
+        key = storage._cdata
+        if key in self._excluded or key in alive:
+            return
+        alive[key] = StorageWeakRef(storage), storage.nbytes()
+        self._total[stage] += storage.nbytes()
+        self._peak[stage] = max(self._peak[stage], self._total[stage])
+
+
+class DeviceMeter(Meter):
+    """Asks the device's allocator. What actions need for themselves counts as well.
+
+    It begins the allocator's own statistics of peaks anew.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        torch.cuda.reset_peak_memory_stats(device)
+        self._base = self._highest = torch.cuda.memory_allocated(device)
+        self._own: dict[int, int] = defaultdict(int)  # what the actions of each stage have added by now
+        self._began = 0
+
+    def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
+        passing = torch.cuda.max_memory_allocated(self._device) - self._highest
+        here = {stage: holding.total - holding.coming for stage, holding in holdings.items()}
+        total = sum(here.values())
+        found = {}
+        for stage in self._rows:
+            self._kept[stage].append(self._own[stage])
+            changes, crest = self._changes(stage)
+            # stages that share a device share what was there before, as far as one can tell
+            base = self._base * here[stage] // total if total else self._base // len(self._rows)
+            peak = base + holdings[stage].coming + self._top(stage) + passing
+            found[stage] = Footprint(peak, crest, changes)
+        return found
+
+    def _before(self, stage: int) -> int:
+        self._began = torch.cuda.memory_allocated(self._device)
+        self._highest = max(self._highest, self._began)
+        return self._own[stage]
+
+    def _after(self, stage: int, action: Action, pipeline: int) -> None:
+        now = torch.cuda.memory_allocated(self._device)
+        self._highest = max(self._highest, now)
+        self._own[stage] += now - self._began
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own."""
+    return not isinstance(tensor, Absent) and not tensor.is_meta and tensor.layout == torch.strided

@@ -1,0 +1,104 @@
+"""Exchange: what one process has, all of a group get, in the same order of events on each of them."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_avgpipe.comm.codec import TensorForm, as_bytes
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.message import Message, pack, unpack
+from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.source import source_line
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """Processes that run the same program, and share its values at the same places.
+
+    Before anything travels they compare where they are: processes that have taken different ways learn it at once,
+    all of them, and nobody waits for a value that nobody sends.
+
+    Args:
+        mesh: of the processes. Every process builds the exchange at the same time.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._number = 0
+        self._group = mesh.connections.subset(range(mesh.world_size))
+
+    @property
+    def rank(self) -> int:
+        """Of this process in its group."""
+        return self._mesh.rank
+
+    def share(self, what: str, source: int, item: Any = None) -> Any:
+        """Every process gets the source's item; tensors without history. Every process calls it.
+
+        Args:
+            what: the same on every process, unless they have parted.
+            source: rank in the group.
+            item: any tree of tensors and picklable leaves; ignored on other processes.
+        Raises:
+            StepChangedError: the processes are at different places; says where each is.
+        """
+        self._number += 1
+        mine = source == self._mesh.rank
+        message = pack(item) if mine else Message(0, ())
+        tensors = tree.tensors(message.tensors)
+        forms = [TensorForm.of(tensor) for tensor in tensors]
+        header = pickle.dumps((forms, message.entries)) if mine else b""
+        place = f"{self._number} {what} {source}"
+        own = torch.tensor([int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest()), len(header)])
+        places = [torch.empty_like(own) for _ in range(self._mesh.world_size)]
+        received: list[Any] = []
+
+        def exchange() -> None:
+            dist.all_gather(places, own, group=self._mesh.control)
+            if all(bool(other[0] == own[0]) for other in places):
+                received.append(self._broadcast(source, header, int(places[source][1]), tensors))
+
+        self._mesh.together(what, exchange)
+        if not received:
+            self._refuse(what)
+        if mine:
+            return item
+        arrived, entries = received[0]
+        return unpack(Message(0, arrived, (), entries))
+
+    def _broadcast(self, source: int, header: bytes, size: int, tensors: Sequence[Tensor]) -> Any:
+        mesh, first = self._mesh, self._mesh.ranks[source]
+        if mesh.device.type == "cuda":
+            torch.cuda.set_device(mesh.device)  # of this thread
+        mine = source == mesh.rank
+        frame = torch.frombuffer(bytearray(header), dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(frame, first, group=mesh.control)
+        forms, entries = pickle.loads(frame.numpy().tobytes())
+        arrived = []
+        for i, form in enumerate(forms):
+            if mine:
+                wired = form.on_wire(tensors[i]).contiguous()
+            else:
+                device = "cpu" if form.on_host else mesh.device
+                wired = torch.empty(form.wire_shape, dtype=form.dtype, device=device)
+            if not form.is_empty:
+                dist.broadcast(as_bytes(wired), first, group=self._group)
+            arrived.append(form.from_wire(wired))
+        return tuple(arrived), entries
+
+    def _refuse(self, what: str) -> None:
+        places = self._mesh.exchange_objects(f"{what} (number {self._number}) at {source_line()}")
+        ways = "; ".join(f"rank {self._mesh.ranks[r]} came to {place}" for r, place in enumerate(places))
+        raise StepChangedError(
+            f"the processes have taken different ways: {ways}. All of them run the same steps and hooks, and must call "
+            "the same submodules: a condition on the rank, the time or a random number of another generator leads apart"
+        )

@@ -1,0 +1,172 @@
+"""The executor: one loop over the lanes of a process.
+
+Take the next action of a lane whose input has arrived, backwards first, then the lowest micro-batch, then the lowest
+pipeline; wait only when no lane can run, so that what one pipeline waits for is time for another. It knows nothing of
+schedules' names, of Lightning or of models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_avgpipe.comm.alone import alone
+from lightning_avgpipe.comm.channel import Arrivals, Inbox, Outbox
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.monitor import Watch
+from lightning_avgpipe.engine.accounting import Meter
+from lightning_avgpipe.engine.guard import MemoryGuard
+from lightning_avgpipe.engine.recording import Recorder
+from lightning_avgpipe.engine.stage import Stage, Task
+from lightning_avgpipe.errors import StageError
+from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.utils import tree
+
+__all__ = ["Lane", "execute"]
+
+_UNRECORDED = contextlib.nullcontext()
+
+
+@dataclass
+class Lane:
+    """One stage of one pipeline in this process, with its ends of the channels.
+
+    Attributes:
+        stage: does the work.
+        values: where values come from; None for the first stage.
+        to_next: where values go; None for the last stage.
+        gradients: where gradients come from; None for the last stage.
+        to_previous: where gradients go; None for the first stage.
+        task: what the actions work on.
+        place: puts the pipeline's model into the module.
+        actions: what is left to do in this iteration.
+    """
+
+    stage: Stage
+    values: Inbox | None
+    to_next: Outbox | None
+    gradients: Inbox | None
+    to_previous: Outbox | None
+    task: Task
+    place: Callable[[], None] | None = None
+    actions: deque[Action] = field(default_factory=deque)
+
+    def begin(self, row: Sequence[Action]) -> None:
+        """Take on one iteration's actions and post their receives."""
+        self.actions = deque(row)
+        if self.values is not None:
+            self.values.expect(sum(action.kind == "F" for action in row))
+        if self.gradients is not None:
+            self.gradients.expect(sum(action.kind == "B" for action in row))
+
+    def ready(self) -> bool:
+        """Whether the next action's input has arrived."""
+        inbox = self._inbox()
+        return inbox is None or inbox.ready()
+
+    def urgency(self) -> tuple[bool, int, int]:
+        """Backwards first, then the lowest micro-batch, then the lowest pipeline: the smallest is the most urgent."""
+        return self.actions[0].kind != "B", self.actions[0].micro_batch, self.task.key.pipeline
+
+    def advance(
+        self, recorder: Recorder | None = None, meter: Meter | None = None, guard: MemoryGuard | None = None
+    ) -> None:
+        """Do the next action and send what it gives."""
+        if self.place is not None:
+            self.place()
+        inbox = self._inbox()
+        action = self.actions.popleft()
+        message = inbox.get() if inbox is not None else None
+        k = self.stage.program.stage
+        with (
+            _UNRECORDED if recorder is None else recorder.action(k, action, self.task.key.pipeline),
+            _UNRECORDED if meter is None else meter.action(k, action, self.task.key.pipeline),
+        ):
+            if guard is None:
+                output = self._do(action, message)
+            else:
+                output = guard.perform(lambda: self._do(action, message), k, action, message)
+        outbox = self.to_next if action.kind == "F" else self.to_previous
+        if meter is not None and action.kind == "F":
+            made = tree.tensors(self.stage.results.get(action.micro_batch)) if output is None else output.tensors
+            received = () if message is None else message.tensors
+            meter.keep(k, action.micro_batch, received, made, self.task.key.pipeline)
+        if output is not None and outbox is not None:
+            outbox.put(output)
+
+    def _do(self, action: Action, message: Message | None) -> Message | None:
+        with alone():
+            if action.kind == "F":
+                return self.stage.forward(self.task, action.micro_batch, message)
+            return self.stage.backward(action.micro_batch, message)
+
+    def _inbox(self) -> Inbox | None:
+        return self.values if self.actions[0].kind == "F" else self.gradients
+
+
+def execute(
+    lanes: Sequence[Lane],
+    arrivals: Arrivals,
+    timeout_s: float,
+    rank: int,
+    watch: Watch,
+    recorder: Recorder | None = None,
+    meter: Meter | None = None,
+    guard: MemoryGuard | None = None,
+) -> None:
+    """Run the actions of all lanes.
+
+    Args:
+        lanes: with their actions.
+        arrivals: wakes this loop.
+        timeout_s: longest wait for a message, in seconds.
+        rank: for messages.
+        watch: knows whether another process has failed; told what this one does.
+        recorder: told of actions and waits.
+        meter: told of actions and of what they keep.
+        guard: lets actions that run out of memory, and all after them, send that they did.
+    Raises:
+        Exception: of user code; a note names stage, rank and action.
+        StageError: user code left an action by StopIteration.
+        PeerError: nothing arrived in time, a channel broke, or another process has failed.
+    """
+    while pending := [lane for lane in lanes if lane.actions]:
+        runnable = [lane for lane in pending if lane.ready()]
+        if not runnable:
+            with _UNRECORDED if recorder is None else recorder.waiting(_waits(pending)):
+                arrivals.wait_for(
+                    lambda: any(lane.ready() for lane in pending), timeout_s, lambda: _waits(pending), watch
+                )
+            continue
+        watch.check()
+        lane = min(runnable, key=Lane.urgency)
+        action = lane.actions[0]
+        watch.activity = f"runs {action} of stage {_stage(lane)}"
+        try:
+            lane.advance(recorder, meter, guard)
+        except StopIteration as error:  # which a loop around takes for the end of its data, in this process alone
+            raise StageError(f"{_place(lane, rank)} failed in {action}: StopIteration: {error}") from error
+        except Exception as error:
+            error.add_note(f"{_place(lane, rank)} failed in {action}")
+            raise
+    watch.activity = ""
+
+
+def _place(lane: Lane, rank: int) -> str:
+    return f"stage {lane.stage.program.stage} of {lane.stage.program.num_stages} (rank {rank}{_of(lane, ', ')})"
+
+
+def _stage(lane: Lane) -> str:
+    return f"{lane.stage.program.stage}{_of(lane, ' of ')}"
+
+
+def _of(lane: Lane, before: str) -> str:
+    pipeline = lane.task.key.pipeline
+    return f"{before}pipeline {pipeline}" if pipeline else ""
+
+
+def _waits(lanes: Sequence[Lane]) -> str:
+    inputs = (f"the input of {lane.actions[0]} on stage {_stage(lane)}" for lane in lanes)
+    return f"waits for {' or '.join(inputs)}"

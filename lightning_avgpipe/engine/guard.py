@@ -1,0 +1,81 @@
+"""The guard: an iteration that runs out of memory ends on all processes, so that another one can be tried.
+
+::
+
+    stage 0 | F0 F1 F2 B0 .. ..       F1 of stage 1 does not fit: from then on it computes nothing, and says so in what
+    stage 1 | F0 !! .. .. .. ..       it sends; who hears of it does the same. Every message comes, and nobody waits.
+
+Only trials run with it. In training a process without memory ends all of them, as after any other error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.errors import MemoryShortage
+from lightning_avgpipe.schedule import Action
+
+__all__ = ["MemoryGuard"]
+
+_SPOILT = "spoilt"
+_HOST_ALLOCATOR = "DefaultCPUAllocator"  # of torch, which raises a RuntimeError
+
+
+class MemoryGuard:
+    """Watches over the actions of one iteration in this process."""
+
+    def __init__(self) -> None:
+        self._spoilt = False
+        self._account: str | None = None
+
+    def perform(
+        self, do: Callable[[], Message | None], stage: int, action: Action, message: Message | None
+    ) -> Message | None:
+        """Do an action, unless something has been spoilt.
+
+        Args:
+            do: the action.
+            stage: that does it.
+            action: for the account.
+            message: its input.
+        Returns:
+            What to send.
+        """
+        heard = message is not None and isinstance(message.entries, str) and message.entries == _SPOILT
+        self._spoilt = self._spoilt or heard
+        if not self._spoilt:
+            try:
+                return do()
+            except (MemoryError, RuntimeError) as error:
+                self._note(f"stage {stage} in {action}", error)
+        return Message(action.micro_batch, (), (), _SPOILT)
+
+    def run(self, do: Callable[[], None], what: str) -> None:
+        """Do something that sends no messages."""
+        if not self._spoilt:
+            try:
+                do()
+            except (MemoryError, RuntimeError) as error:
+                self._note(what, error)
+
+    def _note(self, where: str, error: Exception) -> None:
+        """Keep the text only, since the traceback holds tensors; what is no lack of memory is raised again."""
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and _HOST_ALLOCATOR not in str(error):
+            raise error
+        self._spoilt = True
+        self._account = f"{where}: {str(error) or type(error).__name__}"
+
+    def agree(self, processes: Collectives) -> None:
+        """All processes learn whether the iteration fitted the memory. Every one of them calls it.
+
+        Raises:
+            MemoryShortage: it did not; says where, and what the allocator said.
+        """
+        accounts = processes.exchange_objects(self._account)
+        short = [f"rank {rank}, {account}" for rank, account in enumerate(accounts) if account is not None]
+        if short:
+            raise MemoryShortage("; ".join(short))

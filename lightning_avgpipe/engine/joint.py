@@ -1,0 +1,412 @@
+"""Joint calls: one process runs a unit, all get what it returns; backwards likewise."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from lightning_avgpipe.engine.exchange import Exchange
+from lightning_avgpipe.errors import CaptureError
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.source import source_line
+
+__all__ = ["Joint", "Unit"]
+
+_INTERNALS = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set, deque)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A submodule that one process runs.
+
+    Attributes:
+        module: on every process; its parameters have contents where it runs.
+        path: of the module.
+        owner: rank of the process that runs it.
+        held: of its parameters that are trained, whether only the owner has it.
+    """
+
+    module: nn.Module
+    path: str
+    owner: int
+    held: Sequence[bool]
+
+
+class _Given:
+    """In the place of a tensor in a result: the call's argument itself."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+@dataclass
+class _Record:
+    """What backwards need of a call. Leaves and outputs are those of the owner's graph; elsewhere there are none.
+
+    Attributes:
+        unit: that was called.
+        num_inputs: tensors that it took.
+        leaves: these tensors inside of the unit.
+        outputs: as the unit made them.
+        shares_graph: whether gradients of gradients go through the same graph: then it outlives each backward.
+    """
+
+    unit: Unit
+    num_inputs: int = 0
+    leaves: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    shares_graph: bool = False
+
+
+class Joint:
+    """Runs units for a group of processes.
+
+    Args:
+        exchange: between them.
+
+    Attributes:
+        runs: whether a unit runs here.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.runs = False
+        self._inspected: set[str] = set()
+
+    def call(
+        self, unit: Unit, run: Callable[..., Any], args: Any, kwargs: Any, beside: Callable[[], Any]
+    ) -> tuple[Any, Any]:
+        """Call a unit. Every process calls it.
+
+        Args:
+            run: executes it.
+            args: the same numbers on every process.
+            kwargs: likewise.
+            beside: on the owner, after the call, what else everybody shall get.
+        Returns:
+            What the unit returned, and what was beside it.
+        """
+        hidden = _hidden(unit.module)
+        inputs = [*tree.tensors((args, kwargs)), *(tensor for _, _, tensor in hidden)]
+        parameters = [p for p in unit.module.parameters() if p.requires_grad]
+        traced = torch.is_grad_enabled() and (bool(parameters) or any(t.requires_grad for t in inputs))
+        record, announced = _Record(unit), None
+        if unit.owner == self.exchange.rank:
+            announced = self._run(record, run, args, kwargs, hidden, traced), beside()
+        what = f"unit '{unit.path}'"
+        try:
+            (structure, written, changed, tensors, wants, idle), extra = self.exchange.share(
+                what, unit.owner, announced
+            )
+        except (TypeError, AttributeError) as error:  # of pickle
+            error.add_note(f"{what} returned, or keeps in an attribute, something that cannot go to other processes")
+            raise
+        if any(wants):
+            anchor = torch.empty(0, requires_grad=True)
+            taken = [tensor for i, tensor in enumerate(inputs) if i not in idle]
+            record.num_inputs = len(taken)
+            made = _Joined.apply(self, record, tensors, wants, parameters, anchor, *taken, *parameters)
+        else:
+            made = tuple(tensors)
+        pieces = iter(made)
+        result = tree.unflatten([_filled(leaf, pieces, inputs) for leaf in structure[0]], structure[1])
+        for i in written:
+            inputs[i].copy_(next(pieces))
+        for path, name, leaves, spec in changed:
+            value = tree.unflatten([_filled(leaf, pieces, inputs) for leaf in leaves], spec)
+            setattr(unit.module.get_submodule(path), name, value)
+        return result, extra
+
+    def _run(
+        self,
+        record: _Record,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        hidden: Sequence[tuple[nn.Module, str, Tensor]],
+        traced: bool,
+    ) -> Any:
+        """Execute the unit in a graph of its own; returns what to tell the others."""
+        module, path = record.unit.module, record.unit.path
+        writes = any(getattr(inner, "inplace", False) is True for inner in module.modules())
+        entered: list[Tensor] = []
+
+        def enter(tensor: Tensor) -> Tensor:
+            inside = tensor
+            if traced:
+                inside = tensor.detach().requires_grad_(tensor.requires_grad)
+                record.leaves.append(inside)
+            entered.append(inside.clone() if writes else inside)
+            return entered[-1]
+
+        begin = torch.zeros((), requires_grad=True).view(()) if traced else None
+        own_args, own_kwargs = tree.map_tensors(enter, (args, kwargs))
+        versions = [_version(tensor) for tensor in entered]
+        before = _attributes(module)
+        for owner, name, tensor in hidden:
+            vars(owner)[name] = enter(tensor)
+        self.runs = True
+        try:
+            result = run(*own_args, **own_kwargs)
+        finally:
+            self.runs = False
+            inside = {id(tensor): i for i, tensor in enumerate(entered)}
+            for owner, name, tensor in hidden:
+                if id(vars(owner).get(name)) in inside:
+                    vars(owner)[name] = tensor
+        written = [i for i, (t, v) in enumerate(zip(entered, versions, strict=False)) if _version(t) != v]
+        if written and not writes:
+            raise CaptureError(
+                f"unit '{path}', called at {source_line()}, changes its argument in place, which other processes would "
+                "not see; compute out of place, or set an attribute 'inplace = True' on the submodule that does it"
+            )
+        made: list[Tensor] = []
+        leaves, spec = tree.flatten(result)
+        structure = [_taken(leaf, made, inside) for leaf in leaves], spec
+        made += [entered[i] for i in written]
+        changed = []
+        for owner_path, name, value in _changes(module, before):
+            below, below_spec = tree.flatten(value)
+            changed.append((owner_path, name, [_taken(leaf, made, inside) for leaf in below], below_spec))
+        if begin is not None and path not in self._inspected:
+            self._inspected.add(path)
+            _refuse_outer(record, made, begin)
+        record.outputs = made if traced else []
+        wants = [traced and tensor.requires_grad for tensor in made]
+        idle: list[int] = []  # what lies in attributes and is not used may belong to a graph of before
+        if traced and hidden:
+            used, first = _ends(made), len(entered) - len(hidden)
+            idle = [i for i in range(first, len(entered)) if id(record.leaves[i]) not in used]
+            record.leaves = [leaf for i, leaf in enumerate(record.leaves) if i not in idle]
+        return structure, written, changed, [tensor.detach() for tensor in made], wants, idle
+
+    def backward(
+        self,
+        record: _Record,
+        gradients: Sequence[Tensor | None],
+        inputs: Callable[[], Sequence[Tensor]],
+        parameters: Sequence[Tensor],
+    ) -> list[Tensor | None]:
+        """Gradients of a call's inputs and parameters. Every process calls it, in the midst of a backward."""
+        unit, mine = record.unit, record.unit.owner == self.exchange.rank
+        accumulates = torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # type: ignore[attr-defined]
+        if torch.is_grad_enabled():
+            if accumulates:
+                raise CaptureError(
+                    f"a backward with create_graph=True reaches unit '{unit.path}': the gradients of parameters would "
+                    "be in a graph that one process has; use torch.autograd.grad(loss, inputs, create_graph=True)"
+                )
+            found = self._differentiable(record, gradients, inputs(), parameters)
+            return [*found, *(None for _ in parameters)]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph() or record.shares_graph
+        answer = None
+        if mine:
+            own = [*record.leaves, *parameters]
+            found = _gradients(record.outputs, gradients, own, retain_graph=keep)
+            of_parameters = found[record.num_inputs :]
+            answer = (
+                found[: record.num_inputs],
+                [g if not held else g is not None for g, held in zip(of_parameters, unit.held, strict=True)],
+            )
+        shared = self.exchange.share(f"the backward of unit '{unit.path}'", unit.owner, answer)
+        if mine:
+            return found
+        of_inputs, of_parameters = shared
+        rest: list[Tensor | None] = []
+        for gradient, held, parameter in zip(of_parameters, unit.held, parameters, strict=True):
+            if not held:
+                rest.append(gradient)
+            else:  # autograd.grad insists on something where one was asked for
+                rest.append(torch.empty_like(parameter) if gradient and not accumulates else None)
+        return [*of_inputs, *rest]
+
+    def _differentiable(
+        self,
+        record: _Record,
+        gradients: Sequence[Tensor | None],
+        taken: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+    ) -> list[Tensor | None]:
+        """Gradients of a call's inputs, in a graph: they are results of a call that took the gradients as well."""
+        unit, given = record.unit, [g for g in gradients if g is not None]
+        inputs = [*taken, *given]
+        inner, answer = _Record(unit, num_inputs=len(inputs), shares_graph=True), None
+        record.shares_graph = True
+        if unit.owner == self.exchange.rank:
+            entered = iter([g.detach().requires_grad_() for g in given])
+            own = [None if g is None else next(entered) for g in gradients]
+            found = _gradients(record.outputs, own, record.leaves, create_graph=True)
+            inner.leaves = [*record.leaves, *(g for g in own if g is not None)]
+            inner.outputs = [g for g in found if g is not None]
+            answer = (
+                [g is not None for g in found], [g.detach() for g in inner.outputs],
+                [g.requires_grad for g in inner.outputs],
+            )  # fmt: skip
+        there, tensors, wants = self.exchange.share(
+            f"the gradients of unit '{unit.path}' in a graph", unit.owner, answer
+        )
+        made: Sequence[Tensor] = tensors
+        if any(wants):
+            anchor = torch.empty(0, requires_grad=True)
+            made = _Joined.apply(self, inner, tensors, wants, parameters, anchor, *inputs, *parameters)
+        pieces = iter(made)
+        return [next(pieces) if exists else None for exists in there]
+
+
+class _Joined(torch.autograd.Function):
+    """A call of a unit, as autograd sees it on every process."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        joint: Joint,
+        record: _Record,
+        tensors: Sequence[Tensor],
+        wants: Sequence[bool],
+        parameters: Sequence[Tensor],
+        anchor: Tensor,
+        *rest: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.joint, ctx.record, ctx.parameters = joint, record, parameters
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*rest[: record.num_inputs])
+        made = tuple(tensor.detach() for tensor in tensors)
+        ctx.mark_non_differentiable(*(t for t, wanted in zip(made, wants, strict=True) if not wanted))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        inputs = partial(getattr, ctx, "saved_tensors")  # which may have changed in place, where nobody needs them
+        return (*[None] * 6, *ctx.joint.backward(ctx.record, gradients, inputs, ctx.parameters))
+
+
+def _gradients(
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    wanted: Sequence[Tensor],
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """Of each tensor that needs one, as far as there is one."""
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+    needing = [tensor for tensor in wanted if tensor.requires_grad]
+    if not pairs or not needing:
+        return [None] * len(wanted)
+    roots, seeds = [o for o, _ in pairs], [g for _, g in pairs]
+    with torch.set_grad_enabled(create_graph):
+        found = iter(
+            torch.autograd.grad(
+                roots, needing, seeds, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+            )
+        )
+    return [next(found) if tensor.requires_grad else None for tensor in wanted]
+
+
+# -- what goes in and out besides arguments and results --------------------------------------------------------------
+
+
+def _taken(leaf: Any, made: list[Tensor], inside: dict[int, int]) -> Any:
+    """What stands for a leaf of a result on its way: its tensors travel apart."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if id(leaf) in inside:
+        return _Given(inside[id(leaf)])
+    made.append(leaf)
+    return _Made()
+
+
+class _Made:
+    """In the place of a tensor that a unit made."""
+
+
+def _filled(leaf: Any, pieces: Any, inputs: Sequence[Tensor]) -> Any:
+    if isinstance(leaf, _Made):
+        return next(pieces)
+    return inputs[leaf.index] if isinstance(leaf, _Given) else leaf
+
+
+def _hidden(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Tensors with a history that somebody has put into attributes of a module, which it may use as arguments."""
+    return [
+        (inner, name, value)
+        for inner in module.modules()
+        for name, value in vars(inner).items()
+        if isinstance(value, Tensor) and value.requires_grad and name not in _INTERNALS
+    ]
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]:
+    """The attributes of all submodules, and what their containers hold."""
+    found = []
+    for path, inner in module.named_modules():
+        own = {name: value for name, value in vars(inner).items() if name not in _INTERNALS}
+        held = {name: value.copy() for name, value in own.items() if isinstance(value, _CONTAINERS)}
+        found.append((path, inner, own, held))
+    return found
+
+
+def _changes(module: nn.Module, before: Sequence[Any]) -> list[tuple[str, str, Any]]:
+    """Attributes that have changed: path of the submodule, name, value."""
+    found = []
+    for path, inner, own, held in before:
+        for name, value in vars(inner).items():
+            if name in _INTERNALS or name == "forward":
+                continue
+            if name not in own or own[name] is not value or (name in held and not _same_items(value, held[name])):
+                found.append((path, name, value))
+    return found
+
+
+def _same_items(one: Any, other: Any) -> bool:
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(a is b and one[a] is other[b] for a, b in zip(one, other, strict=True))
+    return isinstance(one, set) or all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _refuse_outer(record: _Record, made: Sequence[Tensor], begin: Tensor) -> None:
+    """A unit's graph must end at its arguments and parameters: what else it used would get no gradient."""
+    assert begin.grad_fn is not None
+    first, unit = begin.grad_fn._sequence_nr(), record.unit
+    known = {id(t) for t in (*record.leaves, *unit.module.parameters())}
+    for node in _nodes(made):
+        variable = getattr(node, "variable", None)
+        strange = id(variable) not in known if variable is not None else node._sequence_nr() < first
+        if strange:
+            shape = "" if variable is None else f" of shape {tuple(variable.shape)}"
+            raise CaptureError(
+                f"unit '{unit.path}', called at {source_line()}, uses a tensor{shape} that is trained and neither an "
+                "argument nor its own; other processes cannot send it a gradient. Pass it as an argument, or use one "
+                "process (devices=1)"
+            )
+
+
+def _ends(made: Sequence[Tensor]) -> set[int]:
+    """Ids of the leaves that tensors depend on."""
+    return {id(node.variable) for node in _nodes(made) if hasattr(node, "variable")}
+
+
+def _nodes(made: Sequence[Tensor]) -> Iterator[Any]:
+    """All of the graph that tensors depend on."""
+    nodes: list[Node] = [t.grad_fn for t in made if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)

@@ -1,0 +1,315 @@
+"""Lockstep: all processes run the same whole step, and each submodule runs where its parameters are.
+
+::
+
+    rank 1 (stage 0)   z = randn()   x = generator(z)    loss = bce(disc(x), ...)    loss.backward()      step()
+    rank 0 (stage 1)   z = randn()   x = generator(z)    loss = bce(disc(x), ...)    loss.backward()      step()
+                       same numbers  rank 1 runs it,     rank 0 runs it,             each unit where      each its
+                                     both have x         both have the loss          it ran, backwards    parameters
+
+A step that calls backward and optimizers itself may do so in any order and under any condition, and call submodules
+forwards and back. So no order of stages is asked of it, as a pipeline would. Instead every process executes all of the
+user's code, glue included; of a *unit*, a submodule whose parameters are all in one process, only its owner executes
+the inside, and everybody gets the results. For autograd a unit is one function with the same place in everybody's
+graph, so backwards reach the units in the same order everywhere; the owner computes the gradients of its inputs and
+everybody gets them. What only one process holds (parameters and buffers of units, and their gradients) is shared when
+glue reads it, and changed by its owner when glue writes it. Random numbers follow rank 0's generators, and those of the
+owner where a unit draws, so that even they are what one process would have drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_avgpipe.capture.tracer import METADATA, StepTracer, function_name, tensor_arguments
+from lightning_avgpipe.engine.exchange import Exchange
+from lightning_avgpipe.engine.joint import Joint, Unit
+from lightning_avgpipe.errors import CaptureError, StepChangedError
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.random_streams import generators
+from lightning_avgpipe.utils.source import source_line
+
+__all__ = ["Lockstep"]
+
+_Tensor: Any = Tensor  # whose descriptors are not typed
+_READ_GRADIENT = _Tensor.grad.__get__
+# What one process does to its own tensor, and the others need not hear of.
+_LOCAL = frozenset((
+    _Tensor.requires_grad.__set__, _Tensor.requires_grad_, _Tensor.register_hook,
+    _Tensor.register_post_accumulate_grad_hook, _Tensor.retain_grad,
+))  # fmt: skip
+_WRITES = frozenset((_Tensor.grad.__set__, _Tensor.data.__set__))
+_RTOL, _ATOL = 1e-3, 1e-5  # of the same operations on the same numbers, on devices that may add in any order
+
+
+class Lockstep(StepTracer):
+    """Follows whole steps of a module in all processes of a group.
+
+    Args:
+        module: divided: parameters of other processes are on meta.
+        exchange: between the processes.
+        owner: full name of each parameter or buffer that one process holds -> its rank. Others are held by all.
+        device: of this process.
+        observers: modules that only look at values (metrics): all processes run them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        exchange: Exchange,
+        owner: Mapping[str, int],
+        device: torch.device,
+        observers: Collection[nn.Module] = (),
+    ) -> None:
+        super().__init__({}, {})
+        self.exchange = exchange
+        self.joint = Joint(exchange)
+        self._module = module
+        self._owner = owner
+        self._device = device
+        self._observers = {id(observer) for observer in observers}
+        self._rank_of: dict[str, int] = {}
+        self._names: dict[int, tuple[Tensor, str]] = {}  # with the tensors, so that their ids stay theirs
+        self._runs = False
+
+    # -- when it follows -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def running(self, what: str) -> Iterator[None]:
+        """Within this context all processes run the same code of the user. Every process enters it.
+
+        Args:
+            what: name of the step or hook, the same on every process.
+        """
+        if self._runs:
+            with self.again():
+                yield
+            return
+        self._look_up()
+        drawn = self.exchange.share(f"the random state of {what}", 0, _random_state(self._device))
+        _set_random_state(drawn, self._device)
+        self._runs = True
+        try:
+            with self.following():
+                yield
+        finally:
+            self._runs = False
+
+    @property
+    def follows(self) -> bool:
+        """Whether all processes run the same code now."""
+        return self._runs and not self._inside
+
+    @property
+    def in_unit(self) -> bool:
+        """Whether a unit runs in this process, which the others only wait for."""
+        return self.joint.runs
+
+    def quiet(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context code runs that each process runs for itself: optimizers, logging."""
+        return self.aside() if self.follows else contextlib.nullcontext()  # type: ignore[return-value]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Within this context, inside of :meth:`quiet`, all processes run the same code once more."""
+        if not self._runs or not self._inside:
+            yield
+            return
+        self._inside = False
+        try:
+            with self:
+                yield
+        finally:
+            self._inside = True
+
+    def _look_up(self) -> None:
+        parameters = dict(self._module.named_parameters())
+        self._names = {id(t): (t, name) for name, t in parameters.items() if name in self._owner}
+        self._names |= {id(b): (b, name) for name, b in self._module.named_buffers() if name in self._owner}
+        units: dict[int, str] = {}
+        self._rank_of = {}
+        for path, part in self._module.named_modules():
+            tensors = [*part.parameters(), *part.buffers()]
+            ranks = {self._owner[self._names[id(t)][1]] if id(t) in self._names else None for t in tensors}
+            if path and len(ranks) == 1 and None not in ranks and not self._is_open(part):
+                units[id(part)] = path
+                self._rank_of[path] = ranks.pop()  # type: ignore[assignment]
+        self._units = units
+
+    def _is_open(self, part: nn.Module) -> bool:
+        """Whether others than its caller see what happens inside: hooks on what it holds, and observers."""
+        inner = [module for module in part.modules() if module is not part]
+        return any(m._forward_hooks or m._forward_pre_hooks or id(m) in self._observers for m in inner)
+
+    # -- units -----------------------------------------------------------------------------------------------------
+
+    def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        owner = self._rank_of[path]
+        args, kwargs = tree.map_tensors(self.contents, (args, kwargs))
+        unit = Unit(module, path, owner, [id(p) in self._names for p in module.parameters() if p.requires_grad])
+        before = _random_state(self._device) if owner == self.exchange.rank else None
+        result, drawn = self.joint.call(unit, run, args, kwargs, lambda: _changed_since(before, self._device))
+        if owner == self.exchange.rank:
+            for name, buffer in module.named_buffers(path):
+                if name in self._owner:
+                    self._names[id(buffer)] = (buffer, name)
+        elif drawn is not None:
+            _set_random_state(drawn, self._device)
+        return result
+
+    # -- glue ------------------------------------------------------------------------------------------------------
+
+    def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _LOCAL or func in METADATA:
+            return func(*args, **kwargs)
+        name = function_name(func)
+        if name == "backward":
+            return self._backward(func, args, kwargs)
+        if name == "grad" and func is torch.autograd.grad:
+            return self._gradients(func, args, kwargs)
+        held = {id(t): t for t in tensor_arguments(args, kwargs) if id(t) in self._names}
+        if not held:
+            return func(*args, **kwargs)
+        if func in _WRITES and id(args[0]) in held:
+            if self._is_mine(args[0]):
+                func(*args, **kwargs)
+            return None
+        if func == _READ_GRADIENT:
+            return self._gradient(args[0])
+        stand_ins = {key: self.contents(tensor) for key, tensor in held.items()}
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: stand_ins.get(id(t), t), (args, kwargs))
+        result = func(*args, **kwargs)
+        # what an operation in place returns is the tensor itself
+        originals = {id(stand_in): held[key] for key, stand_in in stand_ins.items()}
+        return pytree.tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
+
+    def contents(self, tensor: Tensor) -> Tensor:
+        """What a tensor holds, wherever it is held. Every process calls it."""
+        if id(tensor) not in self._names:
+            return tensor
+        name = self._names[id(tensor)][1]
+        found = self.exchange.share(f"the contents of '{name}'", self._owner[name], tensor)
+        return tensor if self._is_mine(tensor) else found.requires_grad_(tensor.requires_grad)
+
+    def agree_on_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Of parameters that all processes hold, every process takes rank 0's gradients. Every process calls it."""
+        common = [p for p in parameters if id(p) not in self._names and p.grad is not None]
+        if not common:
+            return
+        found = self.exchange.share("gradients that all have", 0, [p.grad for p in common])
+        if self.exchange.rank:
+            for parameter, gradient in zip(common, found, strict=True):
+                assert parameter.grad is not None
+                parameter.grad.copy_(gradient)
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        name = self._names[id(parameter)][1]
+        found = self.exchange.share(f"the gradient of '{name}'", self._owner[name], [parameter.grad])
+        return parameter.grad if self._is_mine(parameter) else found[0]
+
+    def _is_mine(self, tensor: Tensor) -> bool:
+        return self._owner[self._names[id(tensor)][1]] == self.exchange.rank
+
+    def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._agree(_argument(args, kwargs, 0, "tensors"))
+        func(*args, **kwargs)
+        for tensor, _ in self._names.values():
+            if tensor.is_meta:  # asked for by ``inputs``
+                tensor.grad = None
+
+    def _gradients(self, func: Any, args: Any, kwargs: Any) -> Any:
+        outputs, inputs = _argument(args, kwargs, 0, "outputs"), _argument(args, kwargs, 1, "inputs")
+        self._agree(outputs)
+        single = isinstance(inputs, Tensor)
+        wanted = [inputs] if single else list(inputs)
+        held = [id(tensor) in self._names for tensor in wanted]
+        if any(held) and kwargs.get("create_graph", False):
+            name = self._names[id(wanted[held.index(True)])][1]
+            raise CaptureError(
+                f"torch.autograd.grad(..., create_graph=True) at {source_line()} asks for the gradient of '{name}', "
+                "which one process holds, in order to go on with it in a graph that all build; use one process "
+                "(devices=1)"
+            )
+        found = list(func(*args, **kwargs))
+        for i, tensor in enumerate(wanted):
+            if held[i]:
+                name = self._names[id(tensor)][1]
+                shared = self.exchange.share(f"a gradient of '{name}'", self._owner[name], [found[i]])
+                found[i] = found[i] if self._is_mine(tensor) else shared[0]
+        return tuple(found)
+
+    def _agree(self, outputs: Any) -> None:
+        """A backward begins at the same numbers everywhere: else something is kept where only one process has it."""
+        own = [tensor.detach() for tensor in tensor_arguments([outputs])]
+        first = self.exchange.share("a backward", 0, own)
+        if not all(map(_is_close, own, first)):
+            raise StepChangedError(
+                f"the loss of the backward at {source_line()} is {own} on rank {self.exchange.rank} and {first} on "
+                "rank 0: the step depends on something that only one process has, such as a list outside of the "
+                "module that a submodule appends to; return it instead"
+            )
+
+    # -- regions and observers -------------------------------------------------------------------------------------
+
+    def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self.again():
+            return args[0](*args[2:])  # after the function comes whether it keeps the random state
+
+    def region(self, generator: Iterator[Any]) -> Iterator[Any]:
+        generator.close()  # type: ignore[attr-defined]
+        yield
+
+    def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self.again():
+            return run(*args, **kwargs)
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    same_kind = one.shape == other.shape and one.dtype == other.dtype
+    return same_kind and torch.allclose(one, other, rtol=_RTOL, atol=_ATOL, equal_nan=True)
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs[name]
+
+
+# -- random numbers --------------------------------------------------------------------------------------------------
+
+
+def _random_state(device: torch.device) -> list[Any]:
+    torch_states = [generator.get_state() for generator in generators(device)]
+    return [torch_states, _Opaque(random.getstate()), _Opaque(np.random.get_state())]
+
+
+class _Opaque:
+    """A leaf for trees."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _changed_since(before: list[Any] | None, device: torch.device) -> list[Any] | None:
+    """The random state, if it has changed."""
+    if before is None:
+        return None
+    now = _random_state(device)
+    (old, old_python, old_numpy), (new, new_python, new_numpy) = before, now
+    same = all(torch.equal(a, b) for a, b in zip(old, new, strict=True)) and old_python.value == new_python.value
+    (_, keys, *rest), (_, new_keys, *new_rest) = old_numpy.value, new_numpy.value
+    return None if same and rest == new_rest and np.array_equal(keys, new_keys) else now
+
+
+def _set_random_state(state: list[Any], device: torch.device) -> None:
+    torch_states, python, numpy = state
+    for generator, torch_state in zip(generators(device), torch_states, strict=True):
+        generator.set_state(torch_state)
+    random.setstate(python.value)
+    np.random.set_state(numpy.value)

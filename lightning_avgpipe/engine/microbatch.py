@@ -1,0 +1,250 @@
+"""Micro-batches: the parts of a batch, and how the results of the parts become the result of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_avgpipe.engine.sample_layout import Expected, Seen, is_plain_list, is_square, layout
+from lightning_avgpipe.errors import BatchError
+from lightning_avgpipe.utils import tree
+
+__all__ = ["MicroBatch", "batch_size", "fewest_samples", "mean", "merge", "split", "split_with", "whole"]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One part of a batch.
+
+    Attributes:
+        index: i, in the order of the samples.
+        data: what the step function gets as its batch.
+        size: number of samples.
+        weight: ``size`` as a share of the batch; the weights of a batch sum to 1.
+    """
+
+    index: int
+    data: Any
+    size: int
+    weight: float
+
+
+def batch_size(batch: Any, expected: Expected = Expected()) -> int | None:  # noqa: B008
+    """Count the samples of a batch, see :func:`layout`.
+
+    Returns:
+        The number of samples; None if there is nothing to count, or if plain lists disagree.
+    Raises:
+        BatchError: it cannot be told.
+    """
+    found = layout(batch, expected)
+    return None if found is None else found[0]
+
+
+def split(
+    batch: Any,
+    num_microbatches: int,
+    expected: Expected = Expected(),  # noqa: B008
+    seen: Seen | None = None,
+    smallest: int = 1,
+) -> list[MicroBatch]:
+    """Split a batch into micro-batches of about equal size, in order.
+
+    Sizes are those of ``torch.tensor_split``, and tensors become views. A list or tuple that has one element per sample
+    (texts, file names, images, targets) is split as well; of nested ones the outermost. Everything else is repeated:
+    numbers, strings, 0-dim tensors, None, plain lists of other lengths. Each micro-batch has containers of its own, so
+    that a step function may ``pop`` from its batch.
+
+    Args:
+        batch: any tree.
+        num_microbatches: M >= 1.
+        expected: what the dataloader says of its batches.
+        seen: in batches of the same source before; this one adds to it.
+        smallest: fewest samples of a micro-batch; a smaller batch is not split.
+    Returns:
+        min(M, samples // smallest) micro-batches, so none is empty unless the batch is; one if there is nothing to
+        split.
+    Raises:
+        BatchError: M < 1, or with M > 1 a batch whose samples cannot be told, see :func:`layout`.
+    """
+    _check_count(num_microbatches)
+    if num_microbatches == 1:
+        return whole(batch, expected)
+    found = layout(batch, expected, seen)
+    if found is None:
+        return whole(batch, expected)
+    total, read = found
+    count = max(1, min(num_microbatches, total // smallest))
+    sizes = [total // count + (i < total % count) for i in range(count)]
+    return _micro_batches(read.parts(batch, sizes), sizes)
+
+
+def fewest_samples(module: nn.Module) -> int:
+    """Of a micro-batch that can train: where batches are normalised, one sample alone has no statistics."""
+    return 2 if any(isinstance(m, _BatchNorm) and m.training for m in module.modules()) else 1
+
+
+def whole(batch: Any, expected: Expected = Expected()) -> list[MicroBatch]:  # noqa: B008
+    """One micro-batch. Where its samples cannot be told, they are counted as Lightning does: by the first tensor."""
+    try:
+        size = batch_size(batch, expected)
+    except BatchError:
+        size = next((len(tensor) for tensor in tree.tensors(batch) if tensor.ndim > 0), None)
+    return [MicroBatch(0, tree.map_tensors(lambda tensor: tensor, batch), 1 if size is None else size, 1.0)]
+
+
+def split_with(splitter: Callable[[Any, int], Sequence[Any]], batch: Any, num_microbatches: int) -> list[MicroBatch]:
+    """Split a batch by the user's function.
+
+    Args:
+        splitter: ``(batch, num_microbatches) -> list`` of one to ``num_microbatches`` smaller batches.
+        batch: what ``splitter`` understands.
+        num_microbatches: M >= 1.
+    Returns:
+        The parts, weighted by their numbers of samples, or equally with size 1 if those cannot be told for all.
+    Raises:
+        BatchError: M < 1, or ``splitter`` returned something else.
+    """
+    _check_count(num_microbatches)
+    parts = splitter(batch, num_microbatches)
+    if not isinstance(parts, (list, tuple)):
+        raise BatchError(
+            f"split_batch returned {type(parts).__name__}; it must return a list of at most "
+            f"num_microbatches={num_microbatches} smaller batches"
+        )
+    if not 1 <= len(parts) <= num_microbatches:
+        raise BatchError(
+            f"split_batch returned {len(parts)} micro-batches; it must return at least 1 and at most "
+            f"num_microbatches={num_microbatches}"
+        )
+    sizes = [_batch_size_if_known(part) for part in parts]
+    known = [size for size in sizes if size is not None]
+    return _micro_batches(parts, known if len(known) == len(parts) else [1] * len(parts))
+
+
+def merge(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None) -> Any:
+    """Make the result of a batch from what a step function returned for each of its micro-batches.
+
+    Containers of the same structure are merged child by child; in each place the first rule that fits all parts holds:
+
+    ================================================================  =========================================
+    only one part; None in all parts                                  that part; None
+    lists or tuples without tensors, one element per sample           joined
+    tensors whose dimension 0 is the micro-batch                      ``torch.cat``
+    0-dim floating tensors; Python floats                             mean by ``weights``, same dtype
+    equal in all parts (integers, strings, tensors of other shapes)   that value
+    anything else, and containers of different structures             list of the parts
+    ================================================================  =========================================
+
+    A tuple of lists is a record (``return texts, labels``), even where its length happens to be the micro-batch's size.
+
+    Args:
+        outputs: one per micro-batch, in order.
+        sizes: number of samples of each micro-batch.
+        weights: of the micro-batches in a mean; None: their sizes.
+    """
+    if len(outputs) != len(sizes):
+        raise ValueError(f"{len(outputs)} outputs with {len(sizes)} sizes; each micro-batch needs one of both")
+    if all(output is None for output in outputs):
+        return None
+    if len(outputs) == 1:
+        return outputs[0]
+    return _merge(outputs, sizes, sizes if weights is None else weights)
+
+
+def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The weighted mean of tensors of one shape and type."""
+    if len(tensors) == 1:
+        return tensors[0]
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)  # half precision sums would lose digits
+    total: Tensor = _mean([tensor.to(wide) for tensor in tensors], weights)
+    return total.to(tensors[0].dtype)
+
+
+# -- splitting -------------------------------------------------------------------------------------------------------
+
+
+def _check_count(num_microbatches: int) -> None:
+    if num_microbatches < 1:
+        raise BatchError(f"num_microbatches={num_microbatches}: a batch is split into at least 1; pass 1 or more")
+
+
+def _batch_size_if_known(part: Any) -> int | None:
+    try:
+        return batch_size(part)
+    except BatchError:  # whoever splits batches that this module cannot split need not obey its rules
+        return None
+
+
+def _micro_batches(parts: Sequence[Any], sizes: Sequence[int]) -> list[MicroBatch]:
+    shares = sizes if sum(sizes) else [1] * len(sizes)  # no sample at all: equal weights
+    total = sum(shares)
+    return [
+        MicroBatch(i, part, size, share / total)
+        for i, (part, size, share) in enumerate(zip(parts, sizes, shares, strict=True))
+    ]
+
+
+# -- merging ---------------------------------------------------------------------------------------------------------
+
+
+def _merge(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    if _are_columns(parts, sizes):
+        return type(parts[0])(chain.from_iterable(parts))
+    below, specs = zip(*(tree.children(part) for part in parts), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        return list(parts)
+    if specs[0].is_leaf():
+        return _merge_leaves(parts, sizes, weights)
+    return tree.unflatten([_merge(values, sizes, weights) for values in zip(*below, strict=True)], specs[0])
+
+
+def _are_columns(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
+    if len({type(part) for part in parts}) > 1:
+        return False
+    if not all(is_plain_list(part, size) for part, size in zip(parts, sizes, strict=True)):
+        return False
+    return not (type(parts[0]) is tuple and all(map(is_square, parts)))
+
+
+def _merge_leaves(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    first = parts[0]
+    if all(isinstance(part, Tensor) for part in parts):
+        if _can_be_joined(parts, sizes):
+            return torch.cat(tuple(parts))
+        if all(part.ndim == 0 and part.dtype == first.dtype and _is_inexact(part) for part in parts):
+            return mean(parts, weights)
+    elif all(isinstance(part, float) for part in parts):
+        return _mean(parts, weights)
+    return first if all(_equal(first, part) for part in parts[1:]) else list(parts)
+
+
+def _can_be_joined(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    kinds = {(part.shape[1:], part.dtype, part.device) for part in parts}  # texts of other lengths are other shapes
+    return len(kinds) == 1 and all(part.ndim > 0 and part.shape[0] == n for part, n in zip(parts, sizes, strict=True))
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _mean(values: Sequence[Any], sizes: Sequence[float]) -> Any:
+    """Weight by sizes; with Python numbers, so that nothing is copied to a device. What weighs nothing may be NaN."""
+    weights = sizes if sum(sizes) else [1] * len(sizes)
+    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    return sum(value * weight for value, weight in pairs) / sum(weights)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b))
+    except Exception:  # an array, or another type whose == is no yes or no
+        return False

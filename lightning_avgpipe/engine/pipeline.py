@@ -1,0 +1,222 @@
+"""A pipeline in this process: the stages it hosts, wired to their neighbours, for every step function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_avgpipe.capture.batch_use import leaf_names
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.tracer import intercepting
+from lightning_avgpipe.comm.channel import LocalChannel
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.engine.attributes import OwnAttributes
+from lightning_avgpipe.engine.executor import Lane, execute
+from lightning_avgpipe.engine.inspection import Strangers
+from lightning_avgpipe.engine.stage import Stage, Task
+from lightning_avgpipe.planning.program import stage_programs
+from lightning_avgpipe.planning.recompute_policy import Recompute
+from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.weights.tied import Copies, copied_parameters
+
+__all__ = ["Outcome", "Pipeline", "run_together"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an iteration of a pipeline has given.
+
+    Attributes:
+        results: on the process of the last stage what the step returned for each micro-batch; None elsewhere.
+        skipped: micro-batches that were to train and have no loss, the same on every process.
+    """
+
+    results: list[Any] | None
+    skipped: frozenset[int]
+
+
+class Pipeline:
+    """The lanes of one pipeline that this process runs.
+
+    Args:
+        mesh: who hosts what; its channels are open.
+        module: the whole module.
+        recompute: what stages repeat.
+        number: n, 0-based.
+        place: puts this pipeline's model into the module; None: it is there all the time.
+        strangers: tensors of other pipelines' models, which this one must not use; None: it may use everything.
+
+    Attributes:
+        number: n.
+        place: as given; it may change between iterations.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        module: nn.Module,
+        recompute: Recompute = Recompute(),  # noqa: B008
+        number: int = 0,
+        place: Callable[[], None] | None = None,
+        strangers: Strangers | None = None,
+    ) -> None:
+        self.number = number
+        self._strangers = strangers
+        self._mesh = mesh
+        self._module = module
+        self.place = place
+        self._recompute = recompute
+        self._stages: dict[str, list[Stage]] = {}
+        self._of_units: dict[str, OwnAttributes] = {}
+        self._graphs: dict[str, CallGraph] = {}
+        self._cuts: dict[str, Sequence[int]] = {}
+        self._copies: dict[str, Copies] = {}
+        self._leaves: dict[str, dict[int, frozenset[str]]] = {}
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """Step functions that can be run."""
+        return tuple(self._stages)
+
+    def graph(self, step: str) -> CallGraph:
+        """The call graph of a step function."""
+        return self._graphs[step]
+
+    def load(self, graph: CallGraph, cuts: Sequence[int]) -> None:
+        """Make a step function runnable.
+
+        Args:
+            graph: of the step.
+            cuts: K-1 positions.
+        """
+        self._recompute.check(graph)
+        if self.place is not None:
+            self.place()
+        programs = stage_programs(graph, cuts)
+        copies = Copies(self._module, self._mesh, copied_parameters(programs))
+        self._graphs[graph.step] = graph
+        self._cuts[graph.step] = cuts
+        self._leaves[graph.step] = {
+            rank: frozenset().union(*(programs[k].leaves for k in self._mesh.stages_of(rank)))
+            for rank in range(self._mesh.world_size)
+        }
+        self._copies[graph.step] = copies
+        of_units = self._of_units[graph.step] = OwnAttributes(self._module, graph.of_units, self.number == 0)
+        self._stages[graph.step] = [
+            Stage(
+                programs[k], self._module, self._mesh.device, copies, self._recompute, self._strangers,
+                self.number == 0 and k == self._mesh.stages[-1], of_units,
+            )
+            for k in self._mesh.stages
+        ]  # fmt: skip
+
+    def load_like(self, other: Pipeline, step: str) -> None:
+        """Make a step function runnable that is runnable in another pipeline."""
+        self.load(other._graphs[step], other._cuts[step])
+
+    def unload(self) -> None:
+        """Forget all step functions."""
+        self._stages.clear()
+        self._of_units.clear()
+        self._graphs.clear()
+        self._cuts.clear()
+        self._copies.clear()
+        self._leaves.clear()
+
+    def leaves(self, step: str, rank: int, batch: Any) -> frozenset[str] | None:
+        """Names of the tensors of a batch that a process needs for a step; None if that is not known: all of them."""
+        graph = self._graphs.get(step)
+        if graph is None or leaf_names(batch) != tuple(leaf.name for leaf in graph.leaves):
+            return None
+        return self._leaves[step][rank]
+
+    def read_elsewhere(self) -> frozenset[tuple[str, str]]:
+        """Path of a module and name of the attributes that step functions read on other processes than the last."""
+        return frozenset(
+            key
+            for step, graph in self._graphs.items()
+            for key, position in graph.reads
+            if self._cuts[step] and position <= self._cuts[step][-1]
+        )
+
+    def copies(self, step: str) -> Copies:
+        """The parameters that several stages use in a step function."""
+        return self._copies[step]
+
+    def run(self, step: str, schedule: Schedule, task: Task) -> list[Any] | None:
+        """Run one iteration.
+
+        Args:
+            step: name of a loaded step function.
+            schedule: rows for all K stages.
+            task: the micro-batches, and what to do with them.
+        Returns:
+            On the process of the last stage what the step returned for each micro-batch; None elsewhere.
+        """
+        return run_together([self], step, [schedule], [task])[0].results
+
+    def own(self, step: str) -> list[OwnAttributes]:
+        """What each stage here, and then the units of all, make of attributes."""
+        return [*(stage.attributes for stage in self._stages[step]), self._of_units[step]]
+
+    def lanes(self, step: str, schedule: Schedule, task: Task) -> list[Lane]:
+        """Those of this process, ready to begin an iteration."""
+        lanes = []
+        self._of_units[step].begin()
+        for stage in self._stages[step]:
+            wiring = self._mesh.wiring[self.number, stage.program.stage]
+            ends = (wiring.values, wiring.to_next, wiring.gradients, wiring.to_previous)
+            lanes.append(Lane(stage, *ends, task, self.place))
+            lanes[-1].begin(schedule.rows[stage.program.stage])
+            stage.begin(schedule.rows[stage.program.stage])
+        return lanes
+
+    def outcome(self, step: str, num_microbatches: int) -> Outcome:
+        """What the iteration that has ended gave."""
+        last = self._stages[step][-1]
+        results = [last.results[i] for i in range(num_microbatches)] if last.program.is_last else None
+        return Outcome(results, frozenset(last.skipped))
+
+
+def run_together(
+    pipelines: Sequence[Pipeline], step: str, schedules: Sequence[Schedule], tasks: Sequence[Task]
+) -> list[Outcome]:
+    """Run one iteration of several pipelines of a mesh, mixed as they have work.
+
+    Args:
+        pipelines: that can run the step.
+        step: name of the step function.
+        schedules: one for each pipeline.
+        tasks: one for each pipeline; their keys say which it is.
+    Returns:
+        One for each pipeline.
+    """
+    mesh = pipelines[0]._mesh
+    lanes = [
+        lane
+        for pipeline, schedule, task in zip(pipelines, schedules, tasks, strict=True)
+        for lane in pipeline.lanes(step, schedule, task)
+    ]
+    try:
+        with intercepting():
+            timeout_s = mesh.timeout.total_seconds()
+            observers = (mesh.recorder, mesh.meter, mesh.guard)
+            execute(lanes, mesh.arrivals, timeout_s, mesh.world.rank, mesh.watch, *observers)
+        if mesh.guard is not None:
+            mesh.guard.agree(mesh.world)
+        counts = [schedule.num_microbatches for schedule in schedules]
+        return [pipeline.outcome(step, count) for pipeline, count in zip(pipelines, counts, strict=True)]
+    finally:
+        for lane in lanes:
+            lane.stage.clear()
+            for end in (lane.values, lane.gradients):
+                if isinstance(end, LocalChannel):
+                    end.clear()
+        for pipeline in pipelines:
+            pipeline.own(step)[-1].end()
+        added = [obj for pipeline in pipelines[1:] for own in pipeline.own(step)[-2:] for obj in own.added()]
+        for own in (own for pipeline in pipelines for own in pipeline.own(step)):
+            own.accept(added)

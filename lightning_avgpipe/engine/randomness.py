@@ -1,0 +1,209 @@
+"""Random numbers that depend on what is computed, not on where or when.
+
+Every module that draws gets numbers seeded by (seed, iteration, pipeline, micro-batch, module, occurrence), so
+partition, schedule and advance do not change a result. The process's own streams are left as they were.
+
+A module without children (a dropout layer, an LSTM) is seeded when it is called. A module with children, and the step's
+own code, is seeded anew at each drawing function that it calls: on one stage such a function may run inside a unit, on
+another as glue between units, and it must draw the same.
+
+What ``torch.utils.checkpoint`` runs again in a backward draws again what it drew in the forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
+from lightning_avgpipe.utils.random_streams import RandomKey, host_stream, seed_all, stream
+
+__all__ = ["DRAWING_FUNCTIONS", "Drawing", "Draws"]
+
+# fmt: off
+DRAWING_FUNCTIONS = frozenset((
+    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout",
+    "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout", "rrelu", "rrelu_",
+    "gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward",
+    "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu", "rand", "rand_like", "randn", "randn_like",
+    "randint", "randint_like", "randperm", "bernoulli", "bernoulli_", "normal", "normal_", "multinomial", "poisson",
+    "binomial", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_",
+    "_standard_gamma", "_sample_dirichlet",
+))
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """The modules of a step that draw.
+
+    Attributes:
+        paths: ``id(module) -> path``.
+        simple: paths of those without children.
+        composite: paths of the others that draw from torch's generators.
+        host: paths of those that draw from the generators of Python and NumPy.
+        step: whether the step's own code draws.
+        known: ids of all modules of the root; what the step makes itself is none of them, and draws for its caller.
+    """
+
+    paths: Mapping[int, str]
+    simple: frozenset[str]
+    composite: frozenset[str]
+    host: frozenset[str]
+    step: bool
+    known: frozenset[int]
+
+    @classmethod
+    def of(cls, module: nn.Module, drawing: Collection[str], host_drawing: Collection[str]) -> Drawing:
+        """Find the modules by their paths; "" is the step's own code."""
+        modules = {path: module.get_submodule(path) for path in {*drawing, *host_drawing}}
+        simple = frozenset(path for path, m in modules.items() if path and not any(True for _ in m.children()))
+        return cls(
+            {id(m): path for path, m in modules.items()},
+            simple,
+            frozenset(drawing) - simple,
+            frozenset(host_drawing),
+            "" in drawing,
+            frozenset(map(id, module.modules())),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.paths)
+
+
+@dataclass
+class _Scope:
+    """One call of a module: its path, the how-manieth call it is, and the drawing functions that it called so far."""
+
+    path: str
+    occurrence: int
+    seeds_functions: bool
+    functions: int = 0
+    regions: int = 0
+
+    def region(self) -> _Scope:
+        """What is checkpointed in one piece; where the call is split, not every stage executes it, so it counts alone.
+
+        Every process asks for it at the same point of the call.
+        """
+        if self is _QUIET:
+            return _QUIET
+        self.regions += 1
+        return _Scope(f"{self.path}<{self.regions}>", self.occurrence, self.seeds_functions)
+
+
+_QUIET = _Scope("", 0, False)
+
+
+class Draws(CallWatcher):
+    """Seeds the draws of one execution of a step, and remembers how far it has come.
+
+    Attributes:
+        seeds_functions: whether functions must be announced.
+    """
+
+    def __init__(self, drawing: Drawing, key: RandomKey, device: torch.device) -> None:
+        # functions are seeded by scope, so where one is seeded the calls of all modules are followed
+        self.seeds_functions = bool(drawing.composite)
+        self.only = None if self.seeds_functions else drawing.paths
+        self._drawing = drawing
+        self._key = key
+        self._device = device
+        self._counts: Counter[str] = Counter()
+        self._scopes = [_Scope("<step>", 0, drawing.step)]
+        self._host_streams: list[contextlib.AbstractContextManager[None]] = []
+
+    # -- calls of modules ---------------------------------------------------------------------------------------------
+
+    def enter(self, module: nn.Module) -> None:
+        path = self._drawing.paths.get(id(module))
+        if path is None:
+            if id(module) in self._drawing.known:
+                self._scopes.append(_QUIET)
+            return
+        occurrence = self._counts[path]
+        self._counts[path] += 1
+        simple = path in self._drawing.simple
+        self._scopes.append(_Scope(path, occurrence, not simple))
+        if simple:
+            seed_all(self._key.derive(path, occurrence), self._device)
+        if path in self._drawing.host:
+            self._host_streams.append(host_stream(self._key.derive(path, occurrence)))
+            self._host_streams[-1].__enter__()
+
+    def leave(self, module: nn.Module) -> None:
+        if id(module) not in self._drawing.known:
+            return
+        scope = self._scopes.pop()
+        if scope is not _QUIET and scope.path in self._drawing.host:
+            self._host_streams.pop().__exit__(None, None, None)
+
+    def skip(self, calls: Sequence[str]) -> None:
+        """These calls happened on another stage."""
+        self._counts.update(calls)
+
+    # -- functions ----------------------------------------------------------------------------------------------------
+
+    def function(self, name: str) -> None:
+        """A torch function is about to be called, here or (as glue of an earlier stage) elsewhere."""
+        scope = self._scopes[-1]
+        if scope.seeds_functions and (name in DRAWING_FUNCTIONS or name.endswith(".apply")):
+            seed_all(self._key.derive(scope.path, scope.occurrence, 1 + scope.functions), self._device)
+            scope.functions += 1
+
+    def opaque(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.function(".apply")
+        self._scopes.append(_QUIET)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self._scopes.pop()
+
+    def functions(self, calls: Collection[str] | None) -> contextlib.AbstractContextManager[Any]:
+        """Within this context functions inside of a unit are seen, if one of its calls (None: unknown) needs it."""
+        composite = self._drawing.composite
+        needed = self.seeds_functions if calls is None else not composite.isdisjoint(calls)
+        return _Functions(self) if needed else contextlib.nullcontext()
+
+    # -- what backwards call again ------------------------------------------------------------------------------------
+
+    def repeatable(self, function: Callable[..., Any], calls_before: int) -> Callable[..., Any]:
+        counts, calls = self._counts.copy(), 0
+        within = [*self._scopes, self._scopes[-1].region()] if calls_before else self._scopes
+        scopes = [copy.copy(scope) if scope is not _QUIET else scope for scope in within]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls <= calls_before:
+                self._scopes.append(within[-1])
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self._scopes.pop()
+            again = Draws(self._drawing, self._key, self._device)
+            again._counts, again._scopes = counts.copy(), [copy.copy(scope) for scope in scopes]
+            with stream(self._key.derive("again"), self._device), watching(again), _Functions(again):
+                return function(*args, **kwargs)
+
+        return call
+
+
+class _Functions(TorchFunctionMode):
+    """Announces torch functions before they run."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._draws.function(function_name(func))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,251 @@
+"""Recomputation: a stage keeps its inputs instead of its activations, and repeats its forward before the backward.
+
+::
+
+    plain                  F0 F1 . . . B0 ......... keeps all that F0 and F1 computed
+    recompute=True         F0 F1 . . . F0'B0 ...... keeps what F0 and F1 received; F0' is the replay once more
+    recompute=["blocks"]   F0 F1 . . . B0'......... keeps the inputs of these units, each repeated within the backward
+
+The whole stage: the step function is replayed a second time, with the numbers, random numbers and state of the first
+time, so glue, autocast and everything else that the step does around its units is as it was. Only the backward's
+transient is one full stash, whatever is in flight. Single units: ``torch.utils.checkpoint``; no glue is repeated, and
+the last stage benefits even where its backward follows at once.
+
+A repetition leaves no trace: buffers and attributes of modules are as before it, and nothing is logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.snapshot import Attributes, attribute_values, random_state
+from lightning_avgpipe.engine.randomness import Drawing
+from lightning_avgpipe.errors import ConfigurationError, StepChangedError
+from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.planning.recompute_policy import Recompute
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.random_streams import generators
+
+__all__ = [
+    "Observations",
+    "Surroundings",
+    "UnitRepeater",
+    "is_repeating",
+    "overwritten",
+    "scope",
+]
+
+
+def overwritten(program: StageProgram) -> frozenset[int]:
+    """The received values that a stage changes in place, by themselves or by a value in the same memory."""
+    values = program.graph.values
+    written = {values[v].storage for node in program.nodes for _, v, _ in node.writes}
+    return frozenset(value for value in program.receives if values[value].storage in written)
+
+
+def scope(program: StageProgram, module: nn.Module) -> tuple[list[nn.Module], frozenset[str]]:
+    """The modules that a stage's forward may change: its units, and what lies outside of all units; the buffers."""
+    nodes = program.nodes
+    mine = {node.name for node in nodes if node.kind == "call"}
+    foreign = {
+        id(inner)
+        for path in program.graph.units
+        if path not in mine and path in program.graph.resident
+        for inner in module.get_submodule(path).modules()
+    }
+    foreign.difference_update(id(inner) for path in mine for inner in module.get_submodule(path).modules())
+    return [m for m in module.modules() if id(m) not in foreign], frozenset(s for node in nodes for s in node.states)
+
+
+# -- what a repetition finds, and leaves -----------------------------------------------------------------------------
+
+
+class _Repeating(threading.local):
+    now = False
+
+
+_repeating = _Repeating()
+
+
+def is_repeating() -> bool:
+    """Whether this thread repeats a forward, whose effects have happened already."""
+    return _repeating.now
+
+
+class Surroundings:
+    """The state of modules that a forward reads and changes, as it was before the forward.
+
+    Made before the first execution. Buffers are known to change from the capture, and copied; of attributes those are
+    kept which the first execution changes.
+
+    Args:
+        modules: that the forward may change.
+        buffers: ids of the buffers of theirs that it changes.
+        parameters: that it writes into.
+        read: what leads to objects that it reads or changes, and others may change before it is repeated.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        buffers: set[int],
+        parameters: Sequence[nn.Parameter] = (),
+        read: Sequence[Any] = (),
+    ) -> None:
+        self._modules = modules
+        self._read = read
+        self._objects, self._inner = self._now()
+        self._parameters = [(p, p.detach().clone()) for p in parameters]
+        self._before = Attributes(modules)
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        copies: dict[int, Tensor] = {}
+        for module in modules if buffers else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) in buffers:
+                    if id(buffer) not in copies:
+                        copies[id(buffer)] = buffer.detach().clone()
+                    self._buffers.append((module, name, copies[id(buffer)]))
+
+    def _now(self) -> tuple[Objects, Objects]:
+        return Objects(self._read, opaque=True), Objects(attribute_values(self._modules), opaque=True)
+
+    def done(self) -> None:
+        """The first execution has ended."""
+        self._before.keep_changed()
+        self._inner.keep_changed()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Within this context the modules are as before the first execution; then as they were before this context.
+
+        Raises:
+            StepChangedError: a tensor that is no buffer was changed in place, which cannot be undone.
+        """
+        now, (objects, inner) = Attributes(self._modules), self._now()
+        outer, _repeating.now = _repeating.now, True
+        self._before.restore()
+        self._inner.restore()
+        self._objects.restore()
+        for module, name, copy in self._buffers:
+            # other objects, not other contents: what was saved for a backward stays as it is
+            module._buffers[name] = copy
+        memory = [(parameter, parameter.detach()) for parameter, _ in self._parameters]
+        for parameter, copy in self._parameters:
+            parameter.data = copy
+        try:
+            yield
+            written = now.written()
+        finally:
+            _repeating.now = outer
+            now.restore()
+            inner.restore()
+            objects.restore()
+            for parameter, own in memory:
+                parameter.data = own
+        if written is not None:
+            raise StepChangedError(
+                f"'{written[1]}' of {type(written[0]).__name__} is a tensor that a forward changes in place, and its "
+                "repetition (recompute) changed it once more; make it a buffer (register_buffer), or do without "
+                "recompute"
+            )
+
+
+class Observations:
+    """What ``self.log`` and metrics returned in the first execution; they are not called again."""
+
+    def __init__(self) -> None:
+        self._results: list[Any] = []
+
+    def first(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Observe."""
+        result = run(*args, **kwargs)
+        if any(tensor.grad_fn is not None for tensor in tree.tensors(result)):
+            raise ConfigurationError(
+                "a metric returned a value with a gradient, which cannot be repeated without updating the metric "
+                "twice; compute the loss from a function, or do without recompute"
+            )
+        self._results.append(result)
+        return result
+
+    def again(self) -> Callable[[Callable[..., Any], Any, Any], Any]:
+        """What to call in the repetition: gives the same results in the same order."""
+        results = iter(self._results)
+        return lambda run, args, kwargs: next(results)
+
+
+# -- single units ----------------------------------------------------------------------------------------------------
+
+
+class UnitRepeater:
+    """Makes calls of units keep their inputs only.
+
+    Args:
+        module: the whole module.
+        recompute: which units.
+        drawing: the modules that draw.
+        device: of the stage.
+        read: what leads to objects that the code between units changes.
+    """
+
+    def __init__(
+        self, module: nn.Module, recompute: Recompute, drawing: Drawing, device: torch.device, read: Sequence[Any] = ()
+    ) -> None:
+        self._module = module
+        self._read = read
+        self._parameters = frozenset(name for name, _ in module.named_parameters())
+        self._recompute = recompute
+        self._seeded = drawing.simple | drawing.host
+        self._device = device
+
+    def __call__(self, node: Node, run: Callable[..., Any]) -> Callable[..., Any]:
+        """What executes the unit: ``run`` itself where it was not chosen."""
+        if not self._recompute.includes(node.name) or not torch.is_grad_enabled():
+            return run
+        modules = list(self._module.get_submodule(node.name).modules())
+        buffers = {id(self._buffer(name)) for name in node.states}
+        draws = self._random_state() if node.name in self._seeded else None
+        parameters = [self._module.get_parameter(name) for name in node.states if name in self._parameters]
+        surroundings: Surroundings | None = None
+
+        def unit(*args: Any, **kwargs: Any) -> Any:
+            nonlocal surroundings
+            if surroundings is None:
+                surroundings = Surroundings(modules, buffers, parameters, (args, kwargs, *self._read))
+                result = run(*args, **kwargs)
+                surroundings.done()
+                return result
+            with surroundings.again(), random_state() if draws is not None else contextlib.nullcontext():
+                if draws is not None:
+                    self._set_random_state(draws)
+                return run(*args, **kwargs)
+
+        def repeatable(*args: Any, **kwargs: Any) -> Any:
+            # what is drawn inside is seeded by whoever watches
+            return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        return repeatable
+
+    def _buffer(self, name: str) -> Tensor | None:
+        path, _, leaf = name.rpartition(".")
+        return self._module.get_submodule(path)._buffers.get(leaf)
+
+    def _random_state(self) -> Any:
+        """The unit itself was seeded just now, before the part that is called again."""
+        return [g.get_state() for g in generators(self._device)], random.getstate(), np.random.get_state()
+
+    def _set_random_state(self, state: Any) -> None:
+        for generator, of_torch in zip(generators(self._device), state[0], strict=True):
+            generator.set_state(of_torch)
+        random.setstate(state[1])
+        np.random.set_state(state[2])

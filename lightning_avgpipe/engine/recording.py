@@ -1,0 +1,164 @@
+"""Recording: what the processes do in one iteration, put together as a timeline on one clock.
+
+The executor and the channels tell a recorder of their process, if there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from lightning_avgpipe.comm.clock import ClockOffset, DeviceClock, Moment, host_now
+from lightning_avgpipe.errors import PeerError
+from lightning_avgpipe.schedule import Action, Activity, Span, Timeline, Transfer
+from lightning_avgpipe.schedule.timeline import peak_stash
+
+__all__ = ["Recorder", "Recording", "assemble"]
+
+_Message = tuple[str, int]  # name of the channel, as "forward 0 of pipeline 1", and the micro-batch
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one process did; times in seconds on its own clock.
+
+    Attributes:
+        rank: of the process.
+        clock: how far its clock is off.
+        spans: its actions.
+        activities: everything else it did.
+        sent: (channel, micro-batch) -> begin and end of sending.
+        arrived: (channel, micro-batch) -> when it was there.
+    """
+
+    rank: int
+    clock: ClockOffset
+    spans: tuple[Span, ...]
+    activities: tuple[Activity, ...]
+    sent: dict[_Message, tuple[float, float]]
+    arrived: dict[_Message, float]
+
+
+class Recorder:
+    """Collects the moments of one iteration in this process; its methods may be called from any thread.
+
+    Args:
+        rank: of this process.
+        device: of this process.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._clock = DeviceClock(device)
+        self._spans: list[tuple[int, Action, int, Moment, Moment]] = []
+        self._activities: list[tuple[Literal["wait", "step", "averaging"], Moment, Moment, str]] = []
+        self._sent: dict[_Message, tuple[Moment, Moment]] = {}
+        self._arrived: dict[_Message, Moment] = {}
+        self._unsent = 0
+        self._all_sent = threading.Condition()
+
+    @contextlib.contextmanager
+    def action(self, stage: int, action: Action, pipeline: int = 0) -> Iterator[None]:
+        """An action runs within this context."""
+        begin = self._clock.now()
+        yield
+        self._spans.append((stage, action, pipeline, begin, self._clock.now()))
+
+    @contextlib.contextmanager
+    def waiting(self, note: str) -> Iterator[None]:
+        """The executor, on the host, waits within this context."""
+        begin = host_now()
+        yield
+        self._activities.append(("wait", begin, host_now(), note))
+
+    @contextlib.contextmanager
+    def activity(self, kind: Literal["step", "averaging"]) -> Iterator[None]:
+        """The device does something else within this context."""
+        begin = self._clock.now()
+        yield
+        self._activities.append((kind, begin, self._clock.now(), ""))
+
+    def queued(self) -> None:
+        """A message will be sent."""
+        with self._all_sent:
+            self._unsent += 1
+
+    @contextlib.contextmanager
+    def sending(self, channel: str, micro_batch: int, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """A queued message is sent within this context: on a stream, or None: by the host."""
+        begin = self._there(stream)
+        yield
+        self._sent[channel, micro_batch] = begin, self._there(stream)
+        with self._all_sent:
+            self._unsent -= 1
+            self._all_sent.notify_all()
+
+    def arrived(self, channel: str, micro_batch: int, stream: torch.cuda.Stream | None) -> None:
+        """A message is there: when its stream gets here, or None: now."""
+        self._arrived[channel, micro_batch] = self._there(stream)
+
+    def finish(self, clock: ClockOffset, timeout_s: float) -> Recording:
+        """What was recorded, after the last message has left.
+
+        Raises:
+            PeerError: it did not leave in time.
+        """
+        with self._all_sent:
+            if not self._all_sent.wait_for(lambda: self._unsent == 0, timeout_s):
+                raise PeerError(
+                    f"rank {self._rank} could not send {self._unsent} messages of a recorded iteration within "
+                    f"{timeout_s:.0f} s; raise timeout=... if the links are that slow"
+                )
+        at = self._clock.seconds
+        return Recording(
+            self._rank,
+            clock,
+            tuple(Span(stage, action, at(begin), at(end), n) for stage, action, n, begin, end in self._spans),
+            tuple(Activity(self._rank, kind, at(begin), at(end), note) for kind, begin, end, note in self._activities),
+            {message: (at(begin), at(end)) for message, (begin, end) in self._sent.items()},
+            {message: at(moment) for message, moment in self._arrived.items()},
+        )
+
+    def _there(self, stream: torch.cuda.Stream | None) -> Moment:
+        return host_now() if stream is None else self._clock.now(stream)
+
+
+def assemble(recordings: Sequence[Recording], devices: Sequence[int]) -> Timeline:
+    """Put the recordings of all processes together, on the clock of rank 0; the first action begins at 0.
+
+    Args:
+        recordings: of every process.
+        devices: rank of each stage, shape ``(K,)``.
+    """
+    begins = [span.begin_s + recording.clock.offset_s for recording in recordings for span in recording.spans]
+    zero = min(begins, default=0.0)
+    spans: list[Span] = []
+    activities: list[Activity] = []
+    sent: dict[_Message, tuple[float, float]] = {}
+    arrived: dict[_Message, float] = {}
+    for recording in recordings:
+        shift = recording.clock.offset_s - zero
+        spans += [replace(s, begin_s=s.begin_s + shift, end_s=s.end_s + shift) for s in recording.spans]
+        activities += [replace(a, begin_s=a.begin_s + shift, end_s=a.end_s + shift) for a in recording.activities]
+        sent |= {message: (begin + shift, end + shift) for message, (begin, end) in recording.sent.items()}
+        arrived |= {message: moment + shift for message, moment in recording.arrived.items()}
+    spans.sort(key=lambda span: (span.stage, span.end_s))
+    transfers = [_transfer(message, *times, arrived[message]) for message, times in sent.items()]
+    transfers.sort(key=lambda transfer: transfer.begin_s)
+    rows = ((span.action for span in spans if span.stage == k) for k in range(len(devices)))
+    return Timeline(len(devices), tuple(spans), tuple(transfers), peak_stash(rows), tuple(activities), tuple(devices))
+
+
+def _transfer(message: _Message, begin_s: float, end_s: float, arrival_s: float) -> Transfer:
+    """Sending ends before it is noticed that it did, and clocks are a little off: nothing arrives before it is sent."""
+    channel, micro_batch = message
+    direction: Literal["forward", "backward"] = "forward" if channel.startswith("forward") else "backward"
+    _, hop, *pipeline = channel.split()
+    number = int(pipeline[-1]) if pipeline else 0
+    arrival_s = max(arrival_s, begin_s)
+    return Transfer(int(hop), direction, micro_batch, begin_s, min(end_s, arrival_s), arrival_s, number)

@@ -1,0 +1,400 @@
+"""A stage at work: its forwards, what they keep, and its backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.recorder import owned_tensors
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.attributes import OwnAttributes
+from lightning_avgpipe.engine.constants import Constants
+from lightning_avgpipe.engine.detour import Path
+from lightning_avgpipe.engine.inspection import Inspection, Strangers
+from lightning_avgpipe.engine.randomness import Drawing
+from lightning_avgpipe.engine.recompute import Observations, Surroundings, UnitRepeater, overwritten, scope
+from lightning_avgpipe.engine.replay import Observe, Replayed, replay
+from lightning_avgpipe.engine.rewriting import Rewritten
+from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
+from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.parcel import Packer
+from lightning_avgpipe.utils.random_streams import RandomKey
+from lightning_avgpipe.weights.tied import Copies
+
+__all__ = ["Stage", "Task"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One iteration's work, the same for all stages of a process.
+
+    Attributes:
+        run: ``run(i, *args[i])`` executes the step function on micro-batch i.
+        args: arguments per micro-batch.
+        finish: turns the result of micro-batch i on the last stage into the tensor to start its backward from;
+            None if there is no backward. It may return None for a micro-batch that does not count.
+        key: random numbers of this iteration.
+    """
+
+    run: Callable[..., Any]
+    args: Sequence[Sequence[Any]]
+    finish: Callable[[int, Any], Tensor | None] | None = None
+    key: RandomKey = RandomKey(0)  # noqa: RUF009
+
+    @property
+    def trains(self) -> bool:
+        """Whether forwards keep what backwards need."""
+        return self.finish is not None
+
+
+class _Gate:
+    """Where a received value enters the step, and its gradient comes out.
+
+    The gradient is what autograd found, with its strides: accumulated in a leaf it would be laid out anew, and the
+    kernels of the stage before would round otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Stash:
+    """What a forward keeps: the gates that its gradients come out of, and the tensors that they start from."""
+
+    gates: tuple[_Gate, ...]
+    roots: tuple[Tensor, ...]
+
+    @property
+    def is_skipped(self) -> bool:
+        """Of the last stage, whether there is no loss."""
+        return not self.roots
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a forward keeps that will be repeated.
+
+    Attributes:
+        task: which holds the micro-batch.
+        message: as received; None on the first stage.
+        versions: of the received tensors.
+        surroundings: what else the forward reads.
+        observations: what it logged.
+        ending: on the last stage where its backward starts, and the tensors of the result that lead there.
+    """
+
+    task: Task
+    message: Message | None
+    versions: tuple[int, ...]
+    surroundings: Surroundings
+    observations: Observations
+    ending: tuple[Tensor | None, tuple[Tensor | None, ...]] | None
+
+    @property
+    def is_skipped(self) -> bool:
+        """Of the last stage, whether there is no loss."""
+        return self.ending is not None and self.ending[0] is None
+
+
+class _Enter(torch.autograd.Function):
+    """A received leaf enters the step: without a copy, and yet such that in-place glue may change it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, gate: _Gate) -> Tensor:
+        ctx.gate = gate
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.gate.gradient = gradients[0]
+        return None, None
+
+
+class Stage:
+    """Stage k of one pipeline.
+
+    Args:
+        program: its part of the step function.
+        module: the whole module; parameters of other stages may be absent.
+        device: where it computes.
+        copies: parameters that other stages use as well.
+        recompute: what is repeated before, or in, a backward.
+        strangers: what its first forward of training must not use; None: it may use everything.
+        shown: whether hooks on this process see what it made of attributes of modules.
+        of_units: what the units of its pipeline make of theirs.
+
+    Attributes:
+        stash: micro-batch -> what its forward keeps for its backward.
+        results: on the last stage, what the step returned for each micro-batch.
+        skipped: micro-batches without a loss, which had a backward nevertheless: it brought no gradients.
+        attributes: what it makes of attributes of modules.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        module: nn.Module,
+        device: torch.device,
+        copies: Copies,
+        recompute: Recompute = Recompute(),  # noqa: B008
+        strangers: Strangers | None = None,
+        shown: bool = True,
+        of_units: OwnAttributes | None = None,
+    ) -> None:
+        self._strangers = strangers
+        self.program = program
+        self._copies = copies
+        self._device = device
+        self._units = {id(module.get_submodule(path)): path for path in program.graph.units}
+        self._module = module
+        self._owned = owned_tensors(module, ())
+        self._packer = Packer(module) if any(node.opens for node in program.graph.nodes) else None
+        self._rewritten = Rewritten.of(program, module)
+        self._of_units = of_units or OwnAttributes(module, (), True)
+        self._constants = Constants.of(program, module)
+        self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
+        self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
+        self._repeats: frozenset[int] = frozenset()
+        self._recompute = recompute
+        read = self.attributes.variables
+        self._repeat_units = UnitRepeater(module, recompute, self._drawing, device, read) if recompute.modules else None
+        self._scope = scope(program, module) if recompute.stages else ([], frozenset())
+        self._overwritten = overwritten(program) if recompute.stages else frozenset()
+        self.stash: dict[int, _Stash | _Inputs] = {}
+        self.results: dict[int, Any] = {}
+        self.skipped: set[int] = set()
+
+    def begin(self, row: Sequence[Action]) -> None:
+        """An iteration with these actions begins."""
+        self.attributes.begin()
+        self._repeats = repeated(row, self.program.is_last) if self._recompute.stages else frozenset()
+
+    def forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
+        """Run one forward.
+
+        Args:
+            message: from the stage before; None for the first stage.
+        Returns:
+            The message for the next stage; None from the last.
+        """
+        program = self.program
+        if message is not None and message.micro_batch != micro_batch:
+            raise StepChangedError(
+                f"stage {program.stage} wants micro-batch {micro_batch} and received {message.micro_batch}; "
+                "the stages do not run the same schedule"
+            )
+        with (
+            _profiled(f"avgpipe::F{micro_batch}"),
+            self._copies.placed(program.stage) as copies,
+            self._of_units.placed(),
+            self.attributes.placed(),
+        ):
+            if task.trains and micro_batch in self._repeats:
+                return self._forward_to_repeat(task, micro_batch, message, copies)
+            gates, replayed = self._replay(task, micro_batch, message, copies)
+        if program.is_last:
+            self.results[micro_batch] = replayed.result
+            if task.finish is not None:  # the user's hooks see the module's own parameters, no copies
+                # of a result with its graph the received values would stay until the iteration ends
+                self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
+                loss = task.finish(micro_batch, replayed.result)
+                self.stash[micro_batch] = _Stash(gates, () if loss is None else (loss,))
+            return None
+        if task.trains:
+            self.stash[micro_batch] = _Stash(gates, _roots(replayed))
+        return _message(task, micro_batch, replayed)
+
+    def _replay(
+        self,
+        task: Task,
+        micro_batch: int,
+        message: Message | None,
+        copies: dict[int, str],
+        observe: Observe | None = None,
+    ) -> tuple[tuple[_Gate, ...], Replayed]:
+        """Execute this stage's part of the step; ``observe`` as for :func:`replay`."""
+        program = self.program
+        gates: list[_Gate] = []
+        received: list[Tensor] = []
+        if message is not None:
+            for value, tensor, wanted in zip(
+                self._received(message), message.tensors, message.requires_grad, strict=True
+            ):
+                assert tensor is not None
+                if value in self._overwritten:  # it, or its neighbour in this process, is needed once more
+                    tensor = tensor.clone()
+                if wanted and task.trains:
+                    gates.append(_Gate())
+                    tensor = _Enter.apply(tensor.detach().requires_grad_(), gates[-1])
+                received.append(tensor)
+        with self._inspected(task) as inspection, self._rewritten.saved(task.trains), self._constants.checked():
+            replayed = replay(
+                program,
+                partial(task.run, micro_batch),
+                task.args[micro_batch],
+                self._units,
+                self._owned_now() | copies if copies else self._owned_now(),
+                received,
+                message.entries if message is not None else (),
+                RandomKey(task.key.seed, task.key.iteration, task.key.pipeline, micro_batch),
+                self._drawing,
+                self._device,
+                observe,
+                self._repeat_units if task.trains else None,
+                self._packer,
+            )
+            if inspection is not None:
+                inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
+        return tuple(gates), replayed
+
+    def _received(self, message: Message) -> tuple[int, ...]:
+        """The numbers of a message's values."""
+        return message.entries.values if isinstance(message.entries, Path) else self.program.receives
+
+    @contextmanager
+    def _inspected(self, task: Task) -> Iterator[Inspection | None]:
+        """A forward runs within this context; the first of training is inspected."""
+        if self._strangers is None or not task.trains:
+            yield None
+            return
+        inspection, self._strangers = Inspection(self._strangers(self.program.graph.changed)), None
+        try:
+            with inspection:
+                yield inspection
+        finally:  # a replay that fails may do so because the step reached past its model
+            inspection.check(task.key.pipeline)
+
+    # -- repeated forwards ---------------------------------------------------------------------------------------------
+
+    def _forward_to_repeat(
+        self, task: Task, micro_batch: int, message: Message | None, copies: dict[int, str]
+    ) -> Message | None:
+        """A forward that keeps its inputs. What it computes lives until it ends, as it will in the backward."""
+        modules, states = self._scope
+        buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
+        surroundings = Surroundings(modules, buffers, self._rewritten.parameters(), self.attributes.variables)
+        observations = Observations()
+        versions = tuple(_version(t) for t in message.tensors) if message is not None else ()
+        _, replayed = self._replay(task, micro_batch, message, copies, observations.first)
+        surroundings.done()
+        ending = None
+        if self.program.is_last:
+            assert task.finish is not None
+            result = tree.map_tensors(_cut, replayed.result)
+            self.results[micro_batch] = result
+            leaves = tuple(tensor if tensor.requires_grad else None for tensor in tree.tensors(result))
+            ending = task.finish(micro_batch, result), leaves
+        self.stash[micro_batch] = _Inputs(task, message, versions, surroundings, observations, ending)
+        return None if self.program.is_last else _message(task, micro_batch, replayed)
+
+    def _repeat(
+        self, kept: _Inputs, micro_batch: int, gradients: Message | None, copies: dict[int, str]
+    ) -> tuple[_Stash, Sequence[Tensor | None]]:
+        """Execute a forward once more: what it would have kept, and the gradients of its roots."""
+        self._check_unchanged(kept)
+        with _profiled(f"avgpipe::R{micro_batch}"), kept.surroundings.again():
+            gates, again = self._replay(kept.task, micro_batch, kept.message, copies, kept.observations.again())
+        if kept.ending is None:
+            assert gradients is not None
+            return _Stash(gates, _roots(again)), gradients.tensors
+        loss, leaves = kept.ending
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        gradients_of: Sequence[Tensor | None] = [None] * len(wanted)
+        if loss is not None and loss.requires_grad and wanted:
+            gradients_of = torch.autograd.grad(loss, wanted, allow_unused=True)
+        found = iter(gradients_of)
+        return _Stash(gates, tuple(tree.tensors(again.result))), [None if t is None else next(found) for t in leaves]
+
+    def _check_unchanged(self, kept: _Inputs) -> None:
+        if kept.message is None:
+            return
+        graph = self.program.graph
+        for value, tensor, version in zip(
+            self._received(kept.message), kept.message.tensors, kept.versions, strict=True
+        ):
+            if _version(tensor) != version:
+                name = f"'{graph.values[value].name}'" if value < len(graph.values) else "off the captured path"
+                raise StepChangedError(
+                    f"the value {name}, which stage {self.program.stage} received, was changed "
+                    f"in place after {graph.step} was captured without such a change; it cannot be repeated from it. "
+                    "Compute out of place, or do without recompute"
+                )
+
+    def _owned_now(self) -> dict[int, str]:
+        glue_states = self.program.graph.glue_states  # such buffers may be other objects by now
+        return owned_tensors(self._module, glue_states) if glue_states else self._owned
+
+    def backward(self, micro_batch: int, message: Message | None) -> Message | None:
+        """Run one backward: gradients of this stage's parameters accumulate.
+
+        Args:
+            message: gradients from the next stage; None on the last stage.
+        Returns:
+            Gradients for the stage before; None from the first.
+        """
+        stash = self.stash.pop(micro_batch)
+        gradients: Sequence[Tensor | None] = (None,) if message is None else message.tensors
+        skipped = stash.is_skipped if message is None else bool(message.entries)
+        if skipped:
+            self.skipped.add(micro_batch)
+        alone = message is None  # a loss needs no gradient
+        # copies are in place for what is recomputed
+        with (
+            _profiled(f"avgpipe::B{micro_batch}"),
+            self._copies.placed(self.program.stage) as copies,
+            self._of_units.placed(),
+            self.attributes.placed(),
+        ):
+            if isinstance(stash, _Inputs):
+                stash, gradients = self._repeat(stash, micro_batch, message, copies)
+                alone = False
+            pairs = [
+                (root, gradient)
+                for root, gradient in zip(stash.roots, gradients, strict=not skipped)
+                if root.requires_grad and (gradient is not None or alone)
+            ]
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        if self.program.is_first:
+            return None
+        return Message(micro_batch, tuple(gate.gradient for gate in stash.gates), entries=skipped)
+
+    def clear(self) -> None:
+        """Forget everything about unfinished micro-batches."""
+        self.attributes.end()
+        self.stash.clear()
+        self.results.clear()
+        self.skipped.clear()
+
+
+def _roots(replayed: Replayed) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in replayed.sent if tensor.requires_grad)
+
+
+def _message(task: Task, micro_batch: int, replayed: Replayed) -> Message:
+    requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
+    return Message(micro_batch, tuple(t.detach() for t in replayed.sent), requires_grad, replayed.entries)
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    """The same numbers without history, such that a gradient can be asked for."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _profiled(name: str) -> AbstractContextManager[Any]:
+    """A range in the trace of torch's profiler, if it runs: the range alone costs as much as a small operation."""
+    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()

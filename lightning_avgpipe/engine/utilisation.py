@@ -1,0 +1,127 @@
+"""Utilisation: how much of its device a process uses while actions run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lightning_avgpipe.engine.recording import Recorder
+from lightning_avgpipe.schedule import Action
+
+__all__ = ["BusyRecorder", "Kernel", "KernelTrace", "sampling_device", "tracing_kernels"]
+
+_log = logging.getLogger(__name__)
+
+_SAMPLE_S = 0.02
+
+
+class BusyRecorder(Recorder):
+    """A recorder that also takes the time of the processor, of all threads of the process.
+
+    Attributes:
+        processor_s: (stage, kind of action) -> seconds, one for each action.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__(rank, device)
+        self.processor_s: dict[tuple[int, str], list[float]] = defaultdict(list)
+
+    @contextlib.contextmanager
+    def action(self, stage: int, action: Action, pipeline: int = 0) -> Iterator[None]:
+        """An action runs within this context."""
+        with super().action(stage, action, pipeline):
+            before = time.process_time()
+            yield
+            self.processor_s[stage, action.kind].append(time.process_time() - before)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel on the device, in seconds of the profiler's clock.
+
+    Attributes:
+        begin_s: when it began.
+        end_s: when it ended.
+        share: of the multiprocessors that it occupies, 0..1.
+    """
+
+    begin_s: float
+    end_s: float
+    share: float
+
+
+class KernelTrace:
+    """What torch's profiler saw of a device.
+
+    Attributes:
+        kernels: in the order of their begins; none where the driver does not let it look.
+        forwards_s: when forwards began, by micro-batch; the profiler's clock is another than the recorder's.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: list[Kernel] = []
+        self.forwards_s: dict[int, float] = {}
+
+    def read(self, path: Path) -> None:
+        """Read the profiler's trace."""
+        for event in json.loads(path.read_text())["traceEvents"]:
+            category, arguments = event.get("cat"), event.get("args", {})
+            begin_s = float(event.get("ts", 0.0)) / 1e6
+            if category == "kernel":
+                share = min(1.0, float(arguments.get("blocks per SM", 1.0)))
+                self.kernels.append(Kernel(begin_s, begin_s + float(event["dur"]) / 1e6, share))
+            elif category == "gpu_user_annotation" and event["name"].startswith("avgpipe::F"):
+                self.forwards_s[int(event["name"].removeprefix("avgpipe::F"))] = begin_s
+        self.kernels.sort(key=lambda kernel: kernel.begin_s)
+
+
+@contextlib.contextmanager
+def tracing_kernels(device: torch.device) -> Iterator[KernelTrace]:
+    """Within this context torch's profiler watches a CUDA device; the trace is there at its end."""
+    from torch.profiler import ProfilerActivity, profile
+
+    trace = KernelTrace()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        yield trace
+        torch.cuda.synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace.read(path)
+
+
+@contextlib.contextmanager
+def sampling_device(device: torch.device) -> Iterator[list[float]]:
+    """Within this context NVML is asked for which part of the time a CUDA device is busy, 0..1, again and again.
+
+    The samples are there at its end; none where NVML cannot be asked (``pip install nvidia-ml-py``). The driver looks
+    back over up to a second, and any kernel makes the whole device busy: a coarse measure, for want of a better one.
+    """
+    samples: list[float] = []
+    ended = threading.Event()
+
+    def sample() -> None:
+        try:
+            while not ended.wait(_SAMPLE_S):
+                samples.append(torch.cuda.utilization(device) / 100)
+        except Exception as error:  # NVML's own errors have names only where it is installed
+            _log.info("NVML does not say how busy %s is: %s", device, error)
+            samples.clear()
+
+    thread = threading.Thread(target=sample, name="avgpipe utilisation", daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()

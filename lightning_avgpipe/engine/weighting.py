@@ -1,0 +1,91 @@
+"""Weighting: what the loss of each micro-batch counts in the mean over its batch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_avgpipe.engine.microbatch import MicroBatch
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.placeholder import Absent
+
+__all__ = ["LossWeight", "counts_for", "uneven_targets", "weighted"]
+
+# a function of a micro-batch, or the name of a leaf whose entries other than IGNORED are counted
+LossWeight = Callable[[Any], Any] | str
+
+_IGNORED = -100  # as losses of torch have it
+
+
+def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[MicroBatch]:
+    """The same micro-batches, each weighted by its share of the batch's weight.
+
+    If all weigh nothing, they keep their weights: the loss of such a batch is not a number anywhere.
+
+    Args:
+        parts: of a batch.
+        loss_weight: gives the weight of a micro-batch, of any unit.
+    Raises:
+        ConfigurationError: no leaf has the name, or a weight is no finite number of at least 0.
+    """
+    weights = [counts_for(part.data, loss_weight) for part in parts]
+    total = sum(weights)
+    return [
+        replace(part, weight=weight / total if total else part.weight)
+        for part, weight in zip(parts, weights, strict=True)
+    ]
+
+
+def counts_for(data: Any, loss_weight: LossWeight) -> float:
+    """What a micro-batch counts, of any unit.
+
+    Raises:
+        ConfigurationError: no leaf has the name, or it is no finite number of at least 0.
+    """
+    if isinstance(loss_weight, str):
+        return float(_targets(_leaf(data, loss_weight)))
+    found = loss_weight(data)
+    weight = float(found)
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ConfigurationError(f"loss_weight returned {found!r} for a micro-batch; it must be a number of at least 0")
+    return weight
+
+
+def _targets(labels: Tensor) -> int:
+    return int((labels != _IGNORED).sum())
+
+
+def _leaf(data: Any, name: str) -> Tensor:
+    leaves = {_plain(path): leaf for path, leaf in tree.flatten_with_names(data)[0] if isinstance(leaf, Tensor)}
+    if name not in leaves:
+        raise ConfigurationError(
+            f"loss_weight={name!r}: the batch has no such tensor, but {', '.join(map(repr, leaves))}; name one of "
+            "them, or give a function of a micro-batch that returns a number"
+        )
+    return leaves[name]
+
+
+def _plain(path: str) -> str:
+    """``['labels']`` is ``labels``, ``[1].mask`` is ``1.mask``."""
+    return re.sub(r"\['?([^'\]]*)'?\]", r".\1", path).lstrip(".")
+
+
+def uneven_targets(parts: Sequence[MicroBatch]) -> str | None:
+    """The name of a tensor of integers that holds ignored targets, and more in one micro-batch than in another."""
+    counts: dict[str, list[float]] = {}
+    for part in parts:
+        for path, leaf in tree.flatten_with_names(part.data)[0]:
+            if isinstance(leaf, Tensor) and not isinstance(leaf, Absent) and _holds_labels(leaf):
+                counts.setdefault(_plain(path), []).append(_targets(leaf) / leaf.numel())
+    return next((name for name, found in counts.items() if len(set(found)) > 1), None)
+
+
+def _holds_labels(leaf: Tensor) -> bool:
+    integer = not (leaf.is_floating_point() or leaf.is_complex() or leaf.is_nested) and leaf.dtype.itemsize > 1
+    return integer and leaf.dim() > 0 and leaf.numel() > 0

@@ -1,0 +1,268 @@
+"""Where to cut: positions in a call graph that give every stage its share.
+
+::
+
+    node      0      1    2       3    4       5    6
+              embed  add  block0  add  block1  add  head
+    gaps            [   ]        [    ]       [   ]          between two calls; one position of each is enough
+    cuts                  |            |                     3 stages
+
+A gap offers the position where the fewest bytes cross; of equals the earliest, so glue goes with the call that reads
+it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_avgpipe.capture.costs import Costs
+from lightning_avgpipe.capture.graph import CallGraph, Node
+from lightning_avgpipe.errors import PartitionError, StepOrderError
+from lightning_avgpipe.planning.limits import limits
+from lightning_avgpipe.planning.memory import Memory, nbytes
+from lightning_avgpipe.planning.ranges import Ranges, evenest, least_bottleneck
+
+__all__ = ["Gap", "cut_at", "cut_balanced", "cut_like", "gaps", "scattered"]
+
+# Among partitions within this share of the best bottleneck the evenest with the least traffic is taken.
+_SLACK = 0.01
+_SHOWN = 3  # reasons in an error
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Between two consecutive calls, which are nodes: the best legal position, or why there is none."""
+
+    after: int
+    before: int
+    position: int
+    nbytes: int
+    obstacle: str | None
+
+
+def gaps(graph: CallGraph) -> list[Gap]:
+    """One gap between every two consecutive calls of units, in program order.
+
+    Glue with parameters (``F.linear(x, self.fc.weight)``) counts as a call. A cut without parameters on one of its
+    sides would be of no use: it counts as illegal.
+    """
+    calls = [node.index for node in _calls(graph)]
+    trained = [node.index for node in graph.nodes if node.parameters and node.index not in graph.upkeep]
+    found = []
+    for first, second in itertools.pairwise(calls):
+        positions = range(first + 1, second + 1)
+        legal = [p for p in positions if graph.obstacles[p] is None]
+        best = min(legal or positions, key=lambda p: graph.boundary_bytes[p])
+        obstacle = None if legal else graph.obstacles[best]
+        if not trained or best <= trained[0] or best > trained[-1]:
+            obstacle = obstacle or "there are no parameters on one of its sides"
+        found.append(
+            Gap(
+                first,
+                second,
+                best,
+                graph.boundary_bytes[best],
+                obstacle,
+            )
+        )
+    return found
+
+
+def _calls(graph: CallGraph) -> list[Node]:
+    fixed = (node for node in graph.nodes if node.index not in graph.upkeep)
+    return [node for node in fixed if node.kind != "glue" or node.parameters]
+
+
+def cut_balanced(
+    graph: CallGraph,
+    costs: Costs,
+    num_stages: int,
+    memory: Memory | None = None,
+    whole: Mapping[str, str] | None = None,
+) -> tuple[int, ...]:
+    """Cuts that make the slowest stage or transfer as fast as possible; of these, the evenest with the least traffic.
+
+    Even: where one unit alone sets the pace, the other stages still share the rest (and its memory). The sum of
+    ``stage time squared / bottleneck`` plus all transfers is minimised. The earliest cuts of equals are taken.
+
+    Args:
+        graph: to be cut.
+        costs: of its nodes and hops.
+        num_stages: K.
+        memory: limits the stages, and tells the sizes of parameters, of which a cut may make copies.
+        whole: unit -> why it cannot be opened, for messages.
+    Returns:
+        K-1 increasing positions.
+    Raises:
+        PartitionError: fewer than K-1 legal cuts, and what forbids the others; or stages that do not fit into memory,
+            and how much is missing.
+    Source: the dynamic program of PipeDream (Narayanan et al., SOSP 2019), without replicated stages.
+    """
+    memory = memory or Memory()
+    legal = [gap for gap in gaps(graph) if gap.obstacle is None]
+    if len(legal) < num_stages - 1:
+        raise _too_few_cuts(graph, costs, num_stages, len(legal), whole or {})
+    positions = [0, *(gap.position for gap in legal), len(graph.nodes)]
+    ranges = Ranges.of(graph, costs, positions, num_stages, memory)
+    stages = [ranges.times(k) for k in range(num_stages)]
+    bottleneck = least_bottleneck(stages, ranges.transfer)
+    if not np.isfinite(bottleneck):
+        raise _too_little_memory(graph, ranges, positions)
+    chosen = evenest(stages, ranges.transfer, bottleneck * (1 + _SLACK))
+    return tuple(positions[j] for j in chosen)
+
+
+def cut_at(graph: CallGraph, split_points: Sequence[str], num_stages: int) -> tuple[int, ...]:
+    """Cuts before the first call of each named unit.
+
+    Args:
+        split_points: names of the units (or of modules that hold units) at which stages 1..K-1 begin.
+    Raises:
+        PartitionError: a wrong number of names, a name that is never called, names out of order, or an illegal cut.
+    """
+    if len(split_points) != num_stages - 1:
+        raise PartitionError(
+            f"split_points names {len(split_points)} units, but num_stages={num_stages} needs {num_stages - 1}: "
+            "one for each stage after the first"
+        )
+    calls = _calls(graph)
+    called = ", ".join(dict.fromkeys(node.name for node in calls))
+    before = {gap.before: gap for gap in gaps(graph)}
+    cuts: list[int] = []
+    for name in split_points:
+        first = next((node for node in calls if _belongs(node, name)), None)
+        if first is None:
+            raise PartitionError(f"split point {name!r} is never called by {graph.step}; it calls: {called}")
+        if first is calls[0]:
+            raise PartitionError(f"split point {name!r} is the first call of {graph.step}; stage 0 would be empty")
+        gap = before[first.index]
+        if gap.obstacle is not None:
+            raise PartitionError(f"no cut may lie before split point {name!r}: {gap.obstacle}")
+        if cuts and gap.position <= cuts[-1]:
+            raise PartitionError(
+                f"split point {name!r} is called before the one named before it; name split points in the order "
+                f"of their calls: {called}"
+            )
+        cuts.append(gap.position)
+    return tuple(cuts)
+
+
+def _belongs(node: Node, name: str) -> bool:
+    """Whether a node is a call of a module, or of what it holds, or glue with its parameters."""
+    if node.kind == "glue":
+        return any(parameter.startswith(f"{name}.") for parameter in node.parameters)
+    return node.name == name or node.name.startswith(f"{name}.")
+
+
+def cut_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]], num_stages: int) -> tuple[int, ...]:
+    """Cuts for another step function of the same module, so that every parameter is used where a plan has put it.
+
+    Args:
+        graph: of the other step function.
+        stages_of: unit, parameter or changed buffer -> the stages that a plan gave it.
+        num_stages: K.
+    Returns:
+        K-1 positions that do not decrease; a stage may be empty in this step.
+    Raises:
+        StepOrderError: the step goes back to an earlier stage.
+        PartitionError: it must be cut where no cut is legal, or has a unit with parameters of several stages.
+    """
+    stages = _stages_like(graph, stages_of)
+    cuts: list[int] = []
+    for k in range(1, num_stages):
+        low = max((i + 1 for i, stage in enumerate(stages) if stage is not None and stage < k), default=0)
+        high = next((i for i, stage in enumerate(stages) if stage is not None and stage >= k), len(graph.nodes))
+        positions = range(max([low, *cuts]), high + 1)
+        legal = [p for p in positions if graph.obstacles[p] is None]
+        if not legal:
+            raise PartitionError(
+                f"{graph.step} cannot be cut between stages {k - 1} and {k}: {graph.obstacles[low] or 'no position'}"
+            )
+        cuts.append(min(legal, key=lambda p: graph.boundary_bytes[p]))
+    return tuple(cuts)
+
+
+def scattered(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    """Units that no stage has all parameters of; same arguments as :func:`cut_like`."""
+    found = []
+    for node in graph.nodes:
+        holders = [set(stages_of[name]) for name in node.parameters if name in stages_of]
+        if node.kind == "call" and holders and not set.intersection(*holders):
+            found.append(node.name)
+    return tuple(dict.fromkeys(found))
+
+
+def _stages_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> list[int | None]:
+    """For each node the first stage, not before the node before it, that has all it needs; None if it needs nothing."""
+    stages: list[int | None] = []
+    current, latest = 0, None
+    for node in graph.nodes:
+        if node.index in graph.upkeep:  # which is done where it is needed
+            stages.append(None)
+            continue
+        names = [name for name in (*node.parameters, *node.states) if name in stages_of]
+        if not names and node.kind == "call" and node.name in graph.resident and node.name in stages_of:
+            names = [node.name]
+        if not names:
+            stages.append(None)
+            continue
+        able = sorted(set.intersection(*(set(stages_of[name]) for name in names)))
+        if not able:
+            owners = sorted({stage for name in names for stage in stages_of[name]})
+            raise PartitionError(f"{graph.step}: {node} needs parameters of stages {owners}")
+        if able[-1] < current:
+            raise StepOrderError(
+                f"{graph.step} goes back from stage {current} ({latest}) to stage {able[-1]} ({node}); a step must "
+                "call units in the order in which training_step does. Keep both on one stage with split_points; a step "
+                "that runs the whole model again and again (generate()) belongs on one device"
+            )
+        current, latest = next(stage for stage in able if stage >= current), node
+        stages.append(current)
+    return stages
+
+
+def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int]) -> PartitionError:
+    """The error that says what the partition that needs least is short of, and what would help."""
+    chosen, k = ranges.leanest()
+    bounds = [0, *chosen, len(positions) - 1]
+    need, limit = ranges.need(k, bounds[k], bounds[k + 1]), ranges.memory.limit
+    units = [n.name for n in graph.nodes[positions[bounds[k]] : positions[bounds[k + 1]]] if n.kind != "glue"]
+    first_to_last = " .. ".join(dict.fromkeys([units[0], units[-1]]))
+    count = ranges.memory.flights(k)
+    flying, them = ("1 micro-batch in flight", "it") if count == 1 else (f"{count} micro-batches in flight", "them")
+    parts = {
+        f"{nbytes(need.held)} of weights, gradients and optimizer states": need.held,
+        f"{nbytes(need.stash)} stashed by {_stashed(ranges.memory, k, flying)}": need.stash,
+        f"{nbytes(need.boundary)} of values received for {them}": need.boundary,
+    }
+    advice = "use more stages"
+    if need.held < need.total / 2:
+        advice += ", more (and so smaller) micro-batches, or a smaller advance"
+    return PartitionError(
+        f"{graph.step} does not fit into num_stages={ranges.num_stages} stages with memory_limit={nbytes(limit)}: "
+        f"however it is cut, a stage needs at least {nbytes(need.total)}, which is {nbytes(need.total - limit)} too "
+        f"much. That is stage {k} ({first_to_last}), with {', '.join(p for p, n in parts.items() if n)}; "
+        f"{advice}, or raise memory_limit"
+    )
+
+
+def _stashed(memory: Memory, stage: int, flying: str) -> str:
+    return "the micro-batch that is being repeated" if memory.is_repeated(stage) else flying
+
+
+def _too_few_cuts(
+    graph: CallGraph, costs: Costs, num_stages: int, count: int, whole: Mapping[str, str]
+) -> PartitionError:
+    """The error that says how many cuts are legal, and what forbids the others."""
+    calls = len(_calls(graph))
+    because = "".join(f"\n  - {limit}" for limit in limits(graph, costs, whole)[:_SHOWN])
+    return PartitionError(
+        f"num_stages={num_stages} needs {num_stages - 1} cuts, but {count} "
+        f"{'cut is' if count == 1 else 'cuts are'} legal in {graph.step}, which calls {calls} "
+        f"{'unit' if calls == 1 else 'units'}; lower num_stages to {count + 1}"
+        + (f", or change what cannot be divided:{because}" if because else "")
+    )

@@ -1,0 +1,193 @@
+"""Memory of models: how much a stage holds for each parameter, and for parallel models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.planning import Memory, Plan
+from lightning_avgpipe.planning.recompute_policy import repeated
+from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
+
+__all__ = [
+    "ModelBytes",
+    "holdings",
+    "holdings_of_models",
+    "memory_of",
+    "model_bytes",
+    "state_copies",
+]
+
+_UNKNOWN_COPIES = 2  # as Adam
+_SINGLE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a stage holds whatever it stashes, in bytes.
+
+    Attributes:
+        total: weights, gradients, optimizer states and the batch.
+        coming: of it optimizer states that are not there yet.
+    """
+
+    total: int
+    coming: int = 0
+
+
+def state_copies(optimizers: Sequence[Optimizer]) -> int:
+    """Tensors of a parameter's size that the optimizers keep for it; as many as Adam's where it is not known."""
+    return max(map(_copies, optimizers), default=_UNKNOWN_COPIES)
+
+
+def _copies(optimizer: Optimizer) -> int:
+    options = optimizer.defaults
+    if "betas" in options:
+        return 2 + bool(options.get("amsgrad"))
+    if isinstance(optimizer, torch.optim.SGD):
+        return int(bool(options["momentum"]))
+    return _UNKNOWN_COPIES
+
+
+def memory_of(
+    module: nn.Module,
+    schedule: Schedule | None,
+    copies: int,
+    limit: float,
+    recompute: bool = False,
+    num_pipelines: int = 1,
+    num_groups: int = 1,
+) -> Memory:
+    """What a partition must know: sizes, and how many micro-batches each stage has in flight.
+
+    Args:
+        schedule: of the step; None for one micro-batch without a backward.
+        copies: optimizer state of each parameter that has a gradient, in copies of it.
+        limit: bytes for each stage.
+        recompute: whether stages repeat their forwards.
+        num_pipelines: N; of several, each has what is trained for itself, and there is their reference.
+        num_groups: of processes, each with N pipelines.
+    """
+    flights: tuple[int, ...] = ()
+    repeats: tuple[bool, ...] = ()
+    if schedule is not None:
+        stashed = simulate(schedule, StageCosts.uniform(schedule.num_stages, 1, 2)).peak_stash
+        flights = tuple(num_pipelines * max(1, count) for count in stashed)
+        if recompute:
+            rows = schedule.rows
+            repeats = tuple(bool(repeated(row, k == len(rows) - 1)) for k, row in enumerate(rows))
+    trains = schedule is not None and schedule.name != "forward"
+    weights, held = {}, {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        weights[name] = tensor.numel() * tensor.element_size()
+        each = 2 + copies if trains and tensor.requires_grad else 1
+        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        models = weights[name] * each * (1 if frozen else num_pipelines)
+        held[name] = models + (0 if frozen else _reference_bytes(tensor, num_pipelines, num_groups))
+    return Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
+
+
+def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
+    """Of what parallel models have in common: their reference, and what groups sum up in single precision for it."""
+    if num_pipelines * num_groups == 1:
+        return 0
+    accumulator = tensor.numel() * max(tensor.element_size(), _SINGLE_BYTES)
+    return tensor.nbytes + (accumulator if num_groups > 1 else 0)
+
+
+def holdings(
+    plan: Plan, stages: Sequence[int], module: nn.Module, optimizers: Sequence[Optimizer], num_microbatches: int
+) -> dict[int, Holding]:
+    """What stages of this process hold whatever they stash, with the optimizer states that will come.
+
+    Args:
+        plan: of the module.
+        stages: some of its stages; their parameters are here.
+        optimizers: that step the module; what they have no state for yet will get as much as is usual for them.
+        num_microbatches: M, which make up the batch.
+    """
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    copies = state_copies(optimizers)
+
+    def state_of(parameter: Tensor) -> tuple[int, int]:
+        for optimizer in optimizers:
+            if state := optimizer.state.get(parameter):
+                return sum(value.nbytes for value in state.values() if isinstance(value, Tensor)), 0
+        return 0, copies * parameter.nbytes
+
+    found = {}
+    for k in stages:
+        stage = plan.stages[k]
+        held = [tensors[name] for name in {*stage.parameters, *stage.states} if name in tensors]
+        trained = [tensor for tensor in held if tensor.requires_grad]
+        states = [state_of(tensor) for tensor in trained]
+        batch = num_microbatches * sum(leaf.nbytes for leaf in stage.leaves)
+        coming = sum(missing for _, missing in states)
+        total = sum(t.nbytes for t in held) + sum(t.nbytes for t in trained) + sum(there for there, _ in states)
+        found[k] = Holding(total + coming + batch, coming)
+    return found
+
+
+def holdings_of_models(
+    plan: Plan,
+    stages: Sequence[int],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    num_microbatches: int,
+    num_pipelines: int,
+    num_groups: int,
+) -> dict[int, Holding]:
+    """What stages of this process hold for N parallel models; arguments as of :func:`holdings`, :func:`memory_of`.
+
+    ``shared + N model + reference``, of which the module shows pipeline 0's.
+    """
+    own = holdings(plan, stages, module, optimizers, num_microbatches)
+    if num_pipelines * num_groups == 1:
+        return own
+    models = model_bytes(plan, stages, module, optimizers, num_microbatches, num_groups)
+    return {
+        k: Holding(
+            models[k].shared + num_pipelines * models[k].model + models[k].reference, num_pipelines * own[k].coming
+        )
+        for k in stages
+    }
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What the parallel models on a stage consist of.
+
+    Attributes:
+        model: of each: what is trained with gradients and optimizer states, buffers that change, and its batch.
+        reference: of all of them together, if there are several or several groups.
+        shared: frozen parameters.
+    """
+
+    model: int
+    reference: int
+    shared: int
+
+
+def model_bytes(
+    plan: Plan,
+    stages: Sequence[int],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    num_microbatches: int,
+    num_groups: int = 1,
+) -> dict[int, ModelBytes]:
+    """What stages of this process hold of a model, by stage; arguments as of :func:`holdings` and :func:`memory_of`."""
+    parameters = dict(module.named_parameters())
+    own = holdings(plan, stages, module, optimizers, num_microbatches)
+    found = {}
+    for k in stages:
+        here = [parameters[name] for name in plan.stages[k].parameters]
+        frozen = sum(p.nbytes for p in here if not p.requires_grad)
+        several = 2  # pipelines at least; how many does not matter to what they have in common
+        reference = sum(_reference_bytes(p, several, num_groups) for p in here if p.requires_grad)
+        found[k] = ModelBytes(own[k].total - frozen, reference, frozen)
+    return found

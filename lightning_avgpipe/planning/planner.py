@@ -1,0 +1,330 @@
+"""The planner: captures a step function, refines its units as far as balance needs it, and divides it into stages."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_avgpipe.capture.coarsening import closing
+from lightning_avgpipe.capture.cost_cache import CostCache, fingerprint
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.measure import Samples, measure
+from lightning_avgpipe.capture.recorder import capture
+from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units, why_whole
+from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
+from lightning_avgpipe.planning.limits import limits
+from lightning_avgpipe.planning.model_memory import memory_of
+from lightning_avgpipe.planning.recompute_policy import Recompute
+from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
+
+__all__ = ["Conditions", "Planner", "stage_costs"]
+
+_log = logging.getLogger(__name__)
+
+# Refining ends when the slowest stage is within this share of a perfect balance ...
+_BALANCED = 1.03
+# ... and opens only units that weigh more than this part of a stage's fair share,
+_HEAVY = 0.25
+# then, so many times, those next to a cut that could move it by more than this part.
+_NEAR_CUTS = 3
+_MOVES = 0.03
+# Finer units must make the slowest stage or the unevenness smaller by this factor.
+_WORTH = 0.99
+# A unit that learns numbers of values may do other things with other micro-batches. As one unit it may; opened, it is
+# refused when it does. So it stays one unless the slowest stage exceeds its fair share by this factor.
+_SPARED = 1.8
+_ASKS = "reads numbers of values, so that what it calls may differ between batches"
+# A slowest stage beyond its fair share by this factor is explained, with so many reasons.
+_UNEVEN = 1.25
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which a plan is to do well.
+
+    Attributes:
+        schedule: of the step; None if it is not known: then nothing is forecast.
+        links: one for each hop; none: hops are free.
+        state_copies: optimizer state of each trained parameter, in copies of it.
+        num_pipelines: N.
+        num_groups: of processes, each with N pipelines.
+    """
+
+    schedule: Schedule | None = None
+    links: tuple[Link, ...] = ()
+    state_copies: int = 2
+    num_pipelines: int = 1
+    num_groups: int = 1
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step function with the arguments of one micro-batch."""
+
+    name: str
+    run: Callable[..., Any]
+    args: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes plans for one module.
+
+    Attributes:
+        module: whose steps are divided.
+        num_stages: K.
+        split_points: names of the units at which stages 1..K-1 begin; None balances.
+        device: where captures compute.
+        observers: modules that only look at values (metrics).
+        costs: ``"measured"`` on the device, or counted operations (``"flops"``).
+        cache: of measured costs; None measures every time.
+        memory_limit: bytes that each stage may use.
+        recompute: what is repeated before, or in, a backward.
+    """
+
+    module: nn.Module
+    num_stages: int
+    split_points: Sequence[str] | None = None
+    device: torch.device | None = None
+    observers: Collection[nn.Module] = ()
+    costs: Literal["measured", "flops"] = "flops"
+    cache: CostCache | None = None
+    memory_limit: float = math.inf
+    recompute: Recompute = Recompute()  # noqa: RUF009
+
+    @property
+    def measures(self) -> bool:
+        """Whether costs are measured: on one stage nothing depends on them, and absent parameters cannot compute."""
+        return self.costs == "measured" and self.num_stages > 1 and not any(p.is_meta for p in self.module.parameters())
+
+    def capture(self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str]) -> CallGraph:
+        """The call graph of a step, at the granularity of these units."""
+        return capture(step, run, args, self.module, units, self.device, self.observers)
+
+    def capture_like(self, step: str, run: Callable[..., Any], args: Sequence[Any], plan: Plan) -> CallGraph:
+        """The call graph of another step, whose units are opened until each has its parameters on one stage."""
+        units = plan.graph.units
+        while True:
+            graph = self.capture(step, run, args, units)
+            wide = [unit for unit in scattered(graph, plan.stages_of) if divisible(self.module, unit, self.observers)]
+            if not wide:
+                return graph
+            units = refine(self.module, graph.units, wide, self.observers)
+
+    def provisional(self, step: str, run: Callable[..., Any], args: Sequence[Any], conditions: Conditions) -> Plan:
+        """A plan for a step that comes before the one that decides: any, if there is no good one."""
+        planner = replace(self, costs="flops")
+        try:
+            return planner.plan(step, run, args, conditions=conditions)
+        except PartitionError as error:
+            _log.debug("%s runs on the last stage until training begins: %s", step, error)
+            graph = self.capture(step, run, args, initial_units(self.module, self.observers))
+            return make_plan(graph, (0,) * (self.num_stages - 1), planner._counted(graph), self._sizes())
+
+    def plan(
+        self,
+        step: str,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        units: Sequence[str] = (),
+        conditions: Conditions | None = None,
+    ) -> Plan:
+        """Divide a step into stages.
+
+        Operations are counted while units are refined, which is fast; then the units are measured, and refined further
+        where the measured times ask for it.
+
+        Args:
+            step: name of the step function.
+            run: executes it.
+            args: arguments of one micro-batch.
+            units: units to start from, for instance those of an earlier plan.
+            conditions: schedule and links.
+        Raises:
+            PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
+        """
+        conditions = conditions or Conditions()
+        what, memory, spared = _Step(step, run, args), self._memory(conditions), set[str]()
+        units = tuple(units) or initial_units(self.module, self.observers)
+        units = split_units(self.module, units, self.recompute.modules, self.observers)
+        measured = partial(self._measured, what, conditions.links, Samples())
+        if self.split_points is not None:
+            units = split_units(self.module, units, self.split_points, self.observers)
+            graph = self.capture(step, run, args, units)
+            cuts = cut_at(graph, self.split_points, self.num_stages)
+            costs = (measured if self.measures else self._counted)(graph)
+            plan = make_plan(graph, cuts, costs, self._sizes(), memory)
+        else:
+            graph = self.capture(step, run, args, units)
+            counted = replace(memory, limit=math.inf, weights={}) if self.measures else memory
+            plan, costs = self._refined(what, graph, self._counted, counted, spared)
+            if self.measures:
+                plan, costs = self._refined(what, plan.graph, measured, memory, spared)
+        note = self._note(plan, costs, spared)
+        plan = self._closed(what, plan, costs, memory)
+        return replace(plan, forecast=_forecast(plan, conditions.schedule), note=note)
+
+    def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:
+        """Why the slowest stage takes so long, if it does."""
+        slowest = plan.slowest
+        if slowest.share * self.num_stages <= _UNEVEN:
+            return ""
+        bounds = [0, *plan.cuts, len(plan.graph.nodes)]
+        start, end = bounds[slowest.index : slowest.index + 2]
+        whole = self._whole(plan.graph) | dict.fromkeys(spared, _ASKS)
+        found = limits(plan.graph, costs, whole, start, end)[:_SHOWN]
+        because = "".join(f"\n  - {limit}" for limit in found)
+        return (
+            f"stage {slowest.index} takes {slowest.share:.0%} of the time: {self.num_stages} stages are at most "
+            f"{1 / slowest.share:.2f} times as fast as one" + (f". In it cannot be divided{because}" if because else "")
+        )
+
+    def _whole(self, graph: CallGraph) -> dict[str, str]:
+        """Unit -> why it cannot be opened."""
+        reasons = ((unit, why_whole(self.module, unit, self.observers)) for unit in graph.units)
+        return {unit: reason for unit, reason in reasons if reason is not None}
+
+    def _memory(self, conditions: Conditions) -> Memory:
+        memory = memory_of(
+            self.module,
+            conditions.schedule,
+            conditions.state_copies,
+            self.memory_limit,
+            self.recompute.stages,
+            conditions.num_pipelines,
+            conditions.num_groups,
+        )
+        # where nothing is measured the price of a byte is a guess, and no reason to avoid a copy
+        return memory if self.measures else replace(memory, weights={})
+
+    def _counted(self, graph: CallGraph) -> Costs:
+        return self.recompute.costs(graph, Costs.from_flops(graph))
+
+    def _closed(self, step: _Step, plan: Plan, costs: Costs, memory: Memory) -> Plan:
+        """The same stages, with those units closed again that no cut divides."""
+        closed = closing(self.module, plan.graph, plan.cuts, self.recompute.modules, self.observers)
+        if closed is None:
+            return plan
+        graph = self.capture(step.name, step.run, step.args, closed.units)
+        if not closed.is_met_by(graph, plan.cuts):  # the step tells its parts apart, say by an attribute they set
+            _log.debug("%s needs its units open: %s", step.name, ", ".join(plan.graph.units))
+            return plan
+        return make_plan(graph, closed.cuts(plan.cuts), closed.costs(costs), self._sizes(), memory)
+
+    def _refined(
+        self,
+        step: _Step,
+        graph: CallGraph,
+        costs_of: Callable[[CallGraph], Costs],
+        memory: Memory,
+        spared: set[str],
+    ) -> tuple[Plan, Costs]:
+        """The best plan for this graph, or for a finer one where that is better; ``spared`` gets what stays whole."""
+        best: tuple[Plan, Costs] | None = None
+        closer = _NEAR_CUTS
+        tried: set[str] = set()  # all that were spared at some time
+        costs = costs_of(graph)
+        while True:
+            fair = sum(costs.node) / self.num_stages
+            plan, failure = None, None
+            try:
+                cuts = cut_balanced(graph, costs, self.num_stages, memory, self._whole(graph))
+                plan = make_plan(graph, cuts, costs, self._sizes(), memory)
+            except PartitionError as error:
+                failure = error
+            if plan is not None:
+                if best is None or _gains(plan, best[0]):
+                    best = plan, costs
+                if plan.slowest.share * self.num_stages <= _BALANCED:
+                    return best
+            heavy = self._heavy_units(graph, costs, fair * _HEAVY if plan is not None else 0.0)
+            heavy += [u for u in sorted(graph.leaving) if u not in heavy and divisible(self.module, u, self.observers)]
+            asking = [unit for unit in heavy if unit in spared]
+            heavy = [unit for unit in heavy if unit not in spared]
+            if not heavy and (plan is None or plan.slowest.share * self.num_stages > _SPARED):
+                heavy = asking
+                spared.clear()
+            if not heavy and plan is not None and closer > 0:
+                closer -= 1
+                stages = plan.stages
+                near = {u for s in stages[:-1] for u in s.units[-1:]} | {u for s in stages[1:] for u in s.units[:1]}
+                near -= spared
+                heavy = [name for name in self._heavy_units(graph, costs, fair * _MOVES) if name in near]
+            if not heavy:
+                if best is None:
+                    assert failure is not None
+                    raise failure
+                return best
+            units = refine(self.module, graph.units, heavy, self.observers)
+            finer = self.capture(step.name, step.run, step.args, units)
+            if found := (finer.asking & set(heavy)) - tried:
+                tried |= found
+                spared |= found
+                continue
+            graph, costs = finer, costs_of(finer)
+
+    def _measured(self, step: _Step, links: tuple[Link, ...], samples: Samples, graph: CallGraph) -> Costs:
+        """Measured costs, from the cache if they are there."""
+        device = self.device or torch.device("cpu")
+        key, about = fingerprint(graph, self.module, device)
+        costs = self.cache.load(key, len(graph.nodes)) if self.cache is not None else None
+        if costs is None:
+            begin = time.perf_counter()
+            costs = measure(graph, step.run, step.args, self.module, device, samples)
+            _log.info("measured %d nodes of %s in %.1f s", len(graph.nodes), step.name, time.perf_counter() - begin)
+            if self.cache is not None:
+                self.cache.save(key, costs, about)
+        # what the cache holds is of the units alone, whatever is repeated
+        return self.recompute.costs(graph, replace(costs, links=links))
+
+    def _heavy_units(self, graph: CallGraph, costs: Costs, limit: float) -> list[str]:
+        weights: dict[str, float] = {}
+        for node, cost in zip(graph.nodes, costs.node, strict=True):
+            if node.kind == "call":
+                weights[node.name] = weights.get(node.name, 0.0) + cost
+        return [
+            unit for unit, weight in weights.items() if weight >= limit and divisible(self.module, unit, self.observers)
+        ]
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: parameter.numel() for name, parameter in self.module.named_parameters()}
+
+
+def _unevenness(plan: Plan) -> float:
+    return sum(stage.share**2 for stage in plan.stages)
+
+
+def _gains(plan: Plan, best: Plan) -> bool:
+    """Finer units cost a little at every call, so they must be worth it: a faster pace, or a more even rest."""
+    now, before = plan.slowest.share, best.slowest.share
+    return now < before * _WORTH or (now <= before and _unevenness(plan) < _unevenness(best) * _WORTH)
+
+
+def stage_costs(plan: Plan) -> StageCosts:
+    """What the simulator must know of the stages, in seconds if the plan was measured."""
+    hops = list(zip(plan.links, plan.stages[:-1], strict=True))
+    return StageCosts(
+        [stage.forward for stage in plan.stages],
+        [stage.backward for stage in plan.stages],
+        [link.per_byte * stage.boundary_bytes for link, stage in hops],
+        [link.per_byte * sum(v.nbytes for v in stage.sends if v.requires_grad) for link, stage in hops],
+        [link.latency for link, _ in hops],
+    )
+
+
+def _forecast(plan: Plan, schedule: Schedule | None) -> Forecast | None:
+    """Simulate the schedule with the costs of the stages."""
+    if schedule is None:
+        return None
+    timeline = simulate(schedule, stage_costs(plan))
+    return Forecast(schedule.name, schedule.num_microbatches, timeline.iteration_s, timeline.bubble_fraction)

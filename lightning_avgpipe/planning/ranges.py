@@ -1,0 +1,184 @@
+"""Ranges: what every possible stage would cost, and the dynamic programs that choose K of them.
+
+Points 0..n-1 are the positions at which a stage may begin or end; a stage is a range of points ``[i, j)``::
+
+    point     0          1        2             3          n - 1 = 4
+              | embed    | block0 | block1 add  | head     |
+    stage       [0, 1)     [ 1 .............3 )
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_avgpipe.capture.costs import Costs
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.planning.memory import Memory, Need
+
+__all__ = ["Ranges", "evenest", "least_bottleneck"]
+
+# Times are rounded to this part of their sum, so that equal ones stay equal whatever they are added to.
+_GRAIN = 2.0**-40
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Costs of all ranges of n points.
+
+    Attributes:
+        num_stages: K.
+        work: time of a stage from point i to point j, shape ``(n, n)``; infinite where ``j <= i``.
+        forward: the forward's part of it, which a stage that repeats its forwards takes once more, shape ``(n, n)``.
+        transfer: time for which a cut at each point occupies each hop, shape ``(K-1, n)``.
+        held: bytes of weights, gradients and optimizer states from i to j, shape ``(n, n)``.
+        stash: bytes that one micro-batch stashes before each point, shape ``(n,)``.
+        crossing: bytes that cross a cut at each point, shape ``(n,)``.
+        memory: the limit, and the micro-batches in flight.
+    """
+
+    num_stages: int
+    work: np.ndarray
+    forward: np.ndarray
+    transfer: np.ndarray
+    held: np.ndarray
+    stash: np.ndarray
+    crossing: np.ndarray
+    memory: Memory
+
+    @classmethod
+    def of(cls, graph: CallGraph, costs: Costs, positions: Sequence[int], num_stages: int, memory: Memory) -> Ranges:
+        """Ranges between positions of a graph, the first of which is 0 and the last ``len(graph.nodes)``.
+
+        A parameter that is used inside a range and outside of it has copies, whose gradients are summed once in an
+        iteration: that takes the slowest link the time of its bytes.
+        """
+        points = np.asarray(positions)
+        crossing = np.array([graph.boundary_bytes[p] for p in positions], dtype=float)
+        crossing[[0, -1]] = 0.0
+        used, alone = _owned(graph, points, memory.weights)
+        slowest = max((costs.link(hop).per_byte for hop in range(num_stages - 1)), default=0.0)
+        node = np.asarray(costs.node, dtype=float)
+        grain = float(node.sum()) * _GRAIN or 1.0
+        before = np.concatenate([[0.0], np.cumsum(np.rint(node / grain))])[points] * grain
+        forward = np.concatenate([[0.0], np.cumsum(np.rint(np.asarray(costs.forward) / grain))])[points] * grain
+        work = before[None, :] - before[:, None] + (used - alone) * slowest / memory.num_microbatches
+        work[np.tri(len(points), dtype=bool)] = np.inf
+        return cls(
+            num_stages,
+            work,
+            forward[None, :] - forward[:, None],
+            np.array([costs.link(hop).per_byte for hop in range(num_stages - 1)])[:, None] * crossing,
+            _owned(graph, points, memory.held)[0],
+            np.concatenate([[0.0], np.cumsum(costs.stash_bytes, dtype=float)])[points],
+            crossing,
+            memory,
+        )
+
+    def needed(self, stage: int) -> np.ndarray:
+        """Bytes that a stage from i to j needs, shape ``(n, n)``; infinite where ``j <= i``."""
+        stash = (self.stash[None, :] - self.stash[:, None]) * self.memory.stashes(stage)
+        needed = self.held + stash + self.crossing[:, None] * self.memory.flights(stage)
+        return np.where(np.isinf(self.work), np.inf, needed)
+
+    def need(self, stage: int, first: int, last: int) -> Need:
+        """What a stage from point ``first`` to point ``last`` needs."""
+        return Need(
+            int(self.held[first, last]),
+            int(self.stash[last] - self.stash[first]) * self.memory.stashes(stage),
+            int(self.crossing[first]) * self.memory.flights(stage),
+        )
+
+    def times(self, stage: int) -> np.ndarray:
+        """Time of a stage from i to j, shape ``(n, n)``; infinite where it does not fit."""
+        work = self.work + self.forward if self.memory.is_repeated(stage) else self.work
+        if np.isinf(self.memory.limit):
+            return work
+        return np.where(self.needed(stage) <= self.memory.limit, work, np.inf)
+
+    def leanest(self) -> tuple[list[int], int]:
+        """The inner points that need the least memory on the stage that needs most, and that stage."""
+        stages = [self.needed(k) for k in range(self.num_stages)]
+        free = np.zeros_like(self.transfer)
+        limit = least_bottleneck(stages, free)
+        chosen = evenest(stages, free, limit)
+        bounds = [0, *chosen, len(self.work) - 1]
+        return chosen, int(np.argmax([stages[k][bounds[k], bounds[k + 1]] for k in range(self.num_stages)]))
+
+
+def least_bottleneck(stages: Sequence[np.ndarray], transfer: np.ndarray) -> float:
+    """The smallest possible maximum of stages and transfers, over all ways to take K-1 of the inner points.
+
+    Args:
+        stages: for each stage its cost from point i to point j, each of shape ``(n, n)``; infinite is forbidden.
+        transfer: cost of a cut at each point for each hop, shape ``(K-1, n)``.
+    Returns:
+        The maximum; infinite if there is no way.
+    """
+    best = stages[0][0]
+    for stage, sent in zip(stages[1:], transfer, strict=True):
+        best = np.maximum(np.maximum(best, sent)[:, None], stage).min(axis=0)
+    return float(best[-1])
+
+
+def evenest(stages: Sequence[np.ndarray], transfer: np.ndarray, limit: float) -> list[int]:
+    """Inner points with the least sum of ``stage squared / limit`` and transfers, none of which exceeds the limit.
+
+    The earliest of equals. Same arguments as :func:`least_bottleneck`, whose result the limit must not be below.
+    """
+    scale = 1.0 / limit if limit > 0 else 0.0
+
+    def bounded(cost: np.ndarray, of: np.ndarray) -> np.ndarray:
+        # rounded, so that the order of additions does not decide between equals
+        return np.where(cost <= limit, np.round(of * scale, 9), np.inf)
+
+    def squared(stage: np.ndarray) -> np.ndarray:
+        finite = np.where(np.isinf(stage), 0.0, stage)
+        return bounded(stage, finite * finite * scale)
+
+    squares = {id(stage): squared(stage) for stage in stages}  # without a limit on memory all are the same
+    best = squares[id(stages[0])][0]
+    choices: list[np.ndarray] = []
+    for stage, sent in zip(stages[1:], transfer, strict=True):
+        total = (best + bounded(sent, sent))[:, None] + squares[id(stage)]
+        choices.append(total.argmin(axis=0))
+        best = np.round(total.min(axis=0), 9)
+    chosen, point = [], len(stages[0]) - 1
+    for choice in reversed(choices):
+        point = int(choice[point])
+        chosen.append(point)
+    return chosen[::-1]
+
+
+def _owned(graph: CallGraph, points: np.ndarray, sizes: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of what is used between points i and j, and of what is used there only; both of shape ``(n, n)``."""
+    n = len(points)
+    users: dict[str, list[int]] = defaultdict(list)
+    for node in graph.nodes:
+        for name in dict.fromkeys((*node.parameters, *node.states)):
+            site = graph.upkeep.get(node.index, node.index)
+            users[name].append(int(np.searchsorted(points, site, side="right")) - 1)
+    for intervals in users.values():
+        intervals.sort()
+    uses = np.zeros(n)
+    both = np.zeros((n, n))  # [a, b]: bytes of what is used in interval a and next in interval b
+    ends = np.zeros((n, n))  # [a, b]: bytes of what is used first in interval a and last in interval b
+    for name, intervals in users.items():
+        size = sizes.get(name, 0)
+        for one, other in itertools.pairwise(intervals):
+            both[one, other] += size
+        for interval in intervals:
+            uses[interval] += size
+        ends[intervals[0], intervals[-1]] += size
+    before = np.concatenate([[0.0], np.cumsum(uses)])[:n]
+    return before[None, :] - before[:, None] - _inside(both), _inside(ends)
+
+
+def _inside(pairs: np.ndarray) -> np.ndarray:
+    """For points i and j the sum of ``pairs[a, b]`` with ``i <= a`` and ``b < j``."""
+    summed = np.cumsum(np.cumsum(pairs[::-1], axis=0)[::-1], axis=1)
+    return np.concatenate([np.zeros((len(pairs), 1)), summed[:, :-1]], axis=1)

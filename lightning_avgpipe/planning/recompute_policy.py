@@ -1,0 +1,95 @@
+"""What is recomputed: whole stages, or units one by one; and what it costs."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_avgpipe.capture.costs import Costs, value_bytes
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.schedule import Action
+
+__all__ = ["Recompute", "chosen", "repeated"]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is repeated before, or in, a backward.
+
+    Attributes:
+        stages: whether whole stages are.
+        modules: paths of the modules whose units are, one by one.
+    """
+
+    stages: bool = False
+    modules: tuple[str, ...] = ()
+
+    def includes(self, unit: str) -> bool:
+        """Whether a unit is repeated by itself: it was named, or a module that holds it."""
+        return any(unit == name or unit.startswith(f"{name}.") for name in self.modules)
+
+    def check(self, graph: CallGraph) -> None:
+        """Raise where a unit that was named cannot be repeated by itself.
+
+        Raises:
+            ConfigurationError: it changes its inputs.
+        """
+        for node in graph.nodes:
+            if node.kind == "call" and node.writes and self.includes(node.name):
+                raise ConfigurationError(
+                    f"recompute names '{node.name}', which changes its input in place (at {node.source}): nothing is "
+                    "left to repeat it from. Name the units around it only, use recompute=True, or compute out of place"
+                )
+
+    def costs(self, graph: CallGraph, costs: Costs) -> Costs:
+        """Costs of single units that are repeated: the forward once more in the backward; what is kept are values.
+
+        (Whether a stage is repeated depends on the stage; the partition adds that.)
+        """
+        if not self.modules:
+            return costs
+        again = [node.kind == "call" and self.includes(node.name) for node in graph.nodes]
+        values = value_bytes(graph, (value.index for value in graph.values))
+        backward = (b + f * r for f, b, r in zip(costs.forward, costs.backward, again, strict=True))
+        stash = (min(s, v) if r else s for s, v, r in zip(costs.stash_bytes, values, again, strict=True))
+        return replace(costs, backward=tuple(backward), stash_bytes=tuple(stash))
+
+
+def chosen(module: nn.Module, recompute: bool | Sequence[str]) -> Recompute:
+    """What the option says about this module.
+
+    Args:
+        recompute: True, False, or paths of submodules and patterns of such (``blocks.*``).
+    Raises:
+        ConfigurationError: a name that fits no submodule; says which names come close.
+    """
+    if isinstance(recompute, bool):
+        return Recompute(stages=recompute)
+    names = [name for name, _ in module.named_modules() if name]
+    found: list[str] = []
+    for pattern in recompute:
+        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        if not fitting:
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "use names of named_modules()."
+            raise ConfigurationError(f"recompute: {pattern!r} fits no submodule of {type(module).__name__}; {hint}")
+        found += fitting
+    # what lies below another one is repeated with it
+    outer = [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
+    return Recompute(modules=tuple(outer))
+
+
+def repeated(row: Sequence[Action], is_last: bool) -> frozenset[int]:
+    """The micro-batches whose forward a stage repeats: on the last stage not those whose backward follows at once."""
+    at_once = {
+        action.micro_batch
+        for action, following in itertools.pairwise(row)
+        if is_last and action.kind == "F" and following.kind == "B" and action.micro_batch == following.micro_batch
+    }
+    return frozenset(action.micro_batch for action in row if action.kind == "B") - at_once

@@ -1,0 +1,333 @@
+"""Aftermath: hooks that run on rank 0 only, where the results are; what they change happens on every process.
+
+A temperature that ``on_train_epoch_end`` lowers is read by the stages of other processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_avgpipe.capture.changes import address, targets
+from lightning_avgpipe.capture.outside import outside
+from lightning_avgpipe.comm.codec import as_bytes
+from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.utils.objects import Objects, Variable
+from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.placeholder import Absent
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
+    from lightning_avgpipe.training.deployment import Division
+
+__all__ = ["hooks_with_results"]
+
+# Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
+_HOOKS = tuple(
+    f"on_{stage}_{when}_end" for stage in ("train", "validation", "test", "predict") for when in ("batch", "epoch")
+)
+_LARGEST = 2**20  # bytes of an attribute that a step reads
+_LARGE = 2**16  # of any other, which may grow with every batch
+_OF_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"training"}
+_MISSING = object()
+_SHOWN = 3  # names in a message
+
+Key = tuple[str, str]  # path of a module, name of the attribute or buffer
+
+
+@contextlib.contextmanager
+def hooks_with_results(
+    module: pl.LightningModule,
+    strategy: AvgPipeStrategy,
+    observers: Collection[nn.Module],
+    division: Division,
+) -> Iterator[None]:
+    """Within this context these hooks run on rank 0 of a group, and the others follow what they change.
+
+    Args:
+        module: of the hooks.
+        strategy: with several processes in a group.
+        observers: modules that only look at values (metrics); what they hold stays where it is.
+        division: of the module among processes.
+    """
+    ignored = {id(m) for observer in observers for m in observer.modules()}
+    modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
+    with contextlib.ExitStack() as undo:
+        for name in _HOOKS:
+            if name in vars(module) or is_overridden(name, module):
+                run = _followed if strategy.mesh.hosts_last else _following
+                hook = run(name, getattr(module, name), modules, strategy, division)
+                undo.enter_context(replaced(module, name, hook))
+        yield
+
+
+def _followed(
+    name: str,
+    hook: Callable[..., Any],
+    modules: dict[str, nn.Module],
+    strategy: AvgPipeStrategy,
+    division: Division,
+) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, optimization = _Attributes(modules), _optimization(strategy)
+        with _Writes(modules[""]) as writes:
+            result = hook(*args, **kwargs)
+        writes.check(name, division.kept_elsewhere())
+        news = before.news(name, division.needed_elsewhere(), writes.found)
+        after = _optimization(strategy)
+        strategy.mesh.broadcast((news, after if after != optimization else None))
+        return result
+
+    return run
+
+
+def _following(
+    name: str,
+    hook: Callable[..., Any],
+    modules: dict[str, nn.Module],
+    strategy: AvgPipeStrategy,
+    division: Division,
+) -> Callable[..., Any]:
+    variables = outside(modules[""])
+
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> None:
+        told: Any = None  # by rank 0
+        news, optimization = strategy.mesh.broadcast(told)
+        for (path, attribute), content in news:
+            value = _Unpickler(io.BytesIO(content), modules, strategy.root_device).load()
+            if attribute in variables:
+                _accept_variable(variables[attribute], value)
+            else:
+                _accept(modules[path], attribute, value)
+        if optimization is not None:
+            _accept_optimization(strategy, optimization)
+
+    return run
+
+
+def _accept(module: nn.Module, name: str, value: Any) -> None:
+    if isinstance(value, _Gone):
+        vars(module).pop(name, None)
+    elif isinstance(value, _Flag):
+        getattr(module, name).requires_grad_(value.requires_grad)
+    elif name in module._buffers:
+        held = module._buffers[name]
+        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
+            with torch.no_grad():
+                held.copy_(value)
+        else:
+            module._buffers[name] = value
+    elif not Objects.assign(vars(module).get(name), value):
+        vars(module)[name] = value
+
+
+def _accept_variable(variable: Variable, value: Any) -> None:
+    if isinstance(value, _Gone):
+        variable.put({})
+    elif not Objects.assign(variable.state().get("value"), value):
+        variable.put({"value": value})
+
+
+class _Writes(TorchDispatchMode):
+    """Within this context it is noted which parameters and buffers are written into, whether they have contents or not.
+
+    Attributes:
+        found: their full names.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        self._names: dict[int, list[str]] = defaultdict(list)  # by address
+        self._absent: list[tuple[str, nn.Parameter]] = []
+        self.found: set[str] = set()
+
+    def __enter__(self) -> _Writes:
+        for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
+            self._names[address(tensor)].append(name)
+        self._absent = [(name, p) for name, p in self._module.named_parameters() if p.is_meta]
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for tensor in targets(func, args, kwargs):
+                self.found.update(self._names.get(address(tensor), ()))
+        return func(*args, **kwargs)
+
+    def check(self, hook: str, elsewhere: Collection[str]) -> None:
+        """The hook has run.
+
+        Args:
+            elsewhere: what other processes hold and change.
+        Raises:
+            StepChangedError: some of it was written into.
+        """
+        given = {name for name, parameter in self._absent if not parameter.is_meta}
+        lost = sorted((self.found | given) & set(elsewhere))
+        if not lost:
+            return
+        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+        raise StepChangedError(
+            f"{hook}() runs on rank 0 only and changes {', '.join(map(repr, lost[:_SHOWN]))}{more}, which other "
+            "processes hold, so that it would not change there. Change weights, and buffers that a step changes, in a "
+            "hook that every process runs: on_train_batch_start, on_before_zero_grad, or one of a Callback"
+        )
+
+
+class _Gone:
+    """In the place of an attribute that was deleted."""
+
+
+class _Flag:
+    """In the place of a parameter: whether it is trained."""
+
+    def __init__(self, requires_grad: bool) -> None:
+        self.requires_grad = requires_grad
+
+
+class _Attributes:
+    """What modules hold before a hook: attributes, buffers, and which parameters are trained. And variables outside."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules = modules
+        self._variables = outside(modules[""])
+        self._held = self._holds()
+        self._objects = Objects((*self._held.values(),), opaque=True)
+
+    def _holds(self) -> dict[Key, Any]:
+        found = {("", name): held for name, v in self._variables.items() for held in v.state().values()}
+        return found | {
+            (path, name): held
+            for path, module in self._modules.items()
+            for name, held in (*vars(module).items(), *module._buffers.items(), *_flags(module))
+            if name not in _OF_LIGHTNING
+        }
+
+    def news(self, hook: str, needed: Collection[Key], written: Collection[str]) -> list[tuple[Key, bytes]]:
+        """What has changed since, packed.
+
+        Args:
+            hook: that has run.
+            needed: what steps read on other processes, and buffers of these.
+            written: full names of buffers that were written into.
+        Raises:
+            StepChangedError: something that steps read on other processes cannot be sent to them.
+        """
+        now, changed = self._holds(), {id(obj) for obj in self._objects.changed()}
+        found = []
+        for key in {**self._held, **now}:
+            value = now.get(key, _MISSING)
+            before = self._held.get(key, _MISSING)
+            reaches = changed and Objects([value], opaque=True).reach(changed)
+            if before is value and not reaches and _full_name(key) not in written:
+                continue
+            must = key in needed
+            try:
+                content = self._packed(_Gone() if value is _MISSING else value, _LARGEST if must else _LARGE)
+            except Exception as error:  # of any type: pickling runs code of the objects
+                if not must:
+                    continue  # nobody else reads it
+                raise StepChangedError(
+                    f"{hook}() runs on rank 0 only and changes '{_full_name(key)}', which steps "
+                    f"read on other processes too, but it cannot be sent there: {error}. Change it in a hook that "
+                    "every process runs, such as on_train_epoch_start or on_train_batch_start"
+                ) from error
+            found.append((key, content))
+        return found
+
+    def _packed(self, value: Any, most: int) -> bytes:
+        buffer = io.BytesIO()
+        _Pickler(buffer, self._modules, most).dump(value)
+        if buffer.tell() > most:
+            raise pickle.PicklingError(f"it has {buffer.tell()} bytes, and {most} at most are sent")
+        return buffer.getvalue()
+
+
+def _full_name(key: Key) -> str:
+    return ".".join(part for part in key if part)
+
+
+def _flags(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, _TRAINED if parameter.requires_grad else _FROZEN
+
+
+_TRAINED, _FROZEN = _Flag(True), _Flag(False)
+
+
+class _Pickler(pickle.Pickler):
+    """Modules are known to all; tensors are numbers, wherever they are."""
+
+    def __init__(self, file: io.BytesIO, modules: dict[str, nn.Module], most: int) -> None:
+        super().__init__(file)
+        self._paths = {id(module): path for path, module in modules.items()}
+        self._left = most
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module):
+            if id(obj) not in self._paths:
+                raise pickle.PicklingError(f"it holds {type(obj).__name__}, a module that is no submodule")
+            return "module", self._paths[id(obj)]
+        if not isinstance(obj, Tensor):
+            return None
+        if isinstance(obj, (nn.Parameter, Absent)) or obj.is_meta:
+            raise pickle.PicklingError("it holds a parameter, or a tensor that another stage has")
+        self._left -= obj.numel() * obj.element_size()
+        if self._left < 0:
+            raise pickle.PicklingError("the tensors that it holds are too large")
+        numbers = as_bytes(obj.detach().cpu()).numpy().tobytes()
+        return "tensor", (numbers, obj.dtype, tuple(obj.shape), obj.device.type == "cpu")
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, modules: dict[str, nn.Module], device: torch.device) -> None:
+        super().__init__(file)
+        self._modules = modules
+        self._device = device
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, content = pid
+        if kind == "module":
+            return self._modules[content]
+        numbers, dtype, shape, on_host = content
+        flat = torch.frombuffer(bytearray(numbers), dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
+        return flat.reshape(shape).to("cpu" if on_host else self._device)
+
+
+# -- optimizers and schedulers, which every process has ----------------------------------------------------------------
+
+
+def _optimization(strategy: AvgPipeStrategy) -> bytes:
+    """Hyper-parameters of optimizers, and states of schedulers."""
+    groups = [
+        [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        for optimizer in strategy.optimizers
+    ]
+    return pickle.dumps((groups, [config.scheduler.state_dict() for config in strategy.lr_scheduler_configs]))
+
+
+def _accept_optimization(strategy: AvgPipeStrategy, content: bytes) -> None:
+    groups, schedulers = pickle.loads(content)
+    optimizer: Optimizer
+    for optimizer, values in zip(strategy.optimizers, groups, strict=True):
+        for group, own in zip(optimizer.param_groups, values, strict=True):
+            group.update(own)
+    for config, state in zip(strategy.lr_scheduler_configs, schedulers, strict=True):
+        config.scheduler.load_state_dict(state)

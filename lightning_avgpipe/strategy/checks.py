@@ -1,0 +1,274 @@
+"""What cannot work is said before training starts: what was found, what is needed, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Optimizer
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.packages import check_callbacks
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy.options import Options
+
+__all__ = [
+    "backend",
+    "contents",
+    "loss",
+    "loss_in",
+    "optimizers",
+    "options",
+    "processes",
+    "same_checkpoint",
+    "same_options",
+    "trainer",
+    "whole",
+    "without_effect",
+]
+
+
+def options(given: Options) -> None:
+    """Check those of the strategy's own arguments against each other that can be judged alone."""
+    if given.split_points is not None and given.num_stages not in ("auto", len(given.split_points) + 1):
+        raise ConfigurationError(
+            f"split_points names {len(given.split_points)} units, but num_stages={given.num_stages} needs "
+            f"{int(given.num_stages) - 1}: one for each stage after the first"
+        )
+    if given.advance not in ("auto", 0) and given.schedule != "advance_forward":
+        raise ConfigurationError(
+            f"advance={given.advance} has no meaning for schedule={given.schedule!r}; use schedule='advance_forward', "
+            "or advance=0"
+        )
+    if given.loss_weight is not None and given.loss_reduction == "sum":
+        raise ConfigurationError(
+            "loss_weight says what micro-batches count in a mean, but loss_reduction='sum' adds their losses up; leave "
+            "one of them out"
+        )
+    if given.outer_optimizer is not None and given.outer_lr != "auto":
+        raise ConfigurationError(
+            f"outer_lr={given.outer_lr} and an outer_optimizer: both move the reference; give the optimizer its own lr "
+            "and leave outer_lr='auto'"
+        )
+    if given.outer_optimizer is not None:
+        _try_outer(given.outer_optimizer)
+
+
+def _try_outer(outer_optimizer: Any) -> None:
+    """Step a parameter with it that nobody else has."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.zeros(2, 2)
+    asked = "it must make an optimizer from parameters whose step() needs no closure, such as SGD"
+    try:
+        made = outer_optimizer([parameter])
+        if isinstance(made, Optimizer):
+            made.step()
+    except Exception as error:
+        raise ConfigurationError(
+            f"outer_optimizer={outer_optimizer!r}: {asked}; tried with one parameter it says {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    if not isinstance(made, Optimizer):
+        raise ConfigurationError(f"outer_optimizer={outer_optimizer!r}: {asked}; it made a {type(made).__name__}")
+
+
+def without_effect(given: Options) -> None:
+    """Say which options have no effect, where one model is trained and nobody may change that."""
+    elastic = {"alpha": None, "outer_lr": "auto", "outer_optimizer": None, "average_every": 1}
+    found = [f"{name}={getattr(given, name)!r}" for name, default in elastic.items() if getattr(given, name) != default]
+    if found:
+        rank_zero_warn(
+            f"AvgPipeStrategy: {', '.join(found)} without effect: there is one pipeline, and nothing to average. Use "
+            "num_pipelines=2 or more, or leave that out"
+        )
+
+
+def processes(num_stages: int, world_size: int) -> None:
+    """Check that the stages fit the processes: several on each, or one on each of a group."""
+    if num_stages >= world_size:
+        if num_stages % world_size:
+            below = num_stages // world_size * world_size
+            raise ConfigurationError(
+                f"num_stages={num_stages} on {world_size} devices: every device must host the same number of stages; "
+                f"use num_stages={below} or {below + world_size}"
+            )
+        return
+    if world_size % num_stages:
+        raise ConfigurationError(
+            f"{world_size} devices for num_stages={num_stages}: the number of devices (world size) must be a multiple "
+            f"of the number of stages, which makes groups, or a divisor, which puts several stages on each; "
+            f"use devices={world_size // num_stages * num_stages} or num_stages={world_size}"
+        )
+
+
+def backend(name: str, device: torch.device) -> None:
+    """Check that torch.distributed has a backend, before the address is blamed for not connecting with it."""
+    for part in name.split(","):
+        wanted = part.rpartition(":")[2]
+        if not dist.is_backend_available(wanted):
+            known = [known for known in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(known)]
+            raise ConfigurationError(
+                f"process_group_backend={name!r}: torch {torch.__version__} has no backend {wanted!r} here, only "
+                f"{', '.join(known)}; leave process_group_backend out, which chooses one for the device ({device})"
+            )
+
+
+def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int) -> None:
+    """Check what was asked of steps that run whole, in so many groups of processes."""
+    name = type(model).__name__
+    asked = {
+        "num_microbatches": (given.splits, "a batch is not split; use num_microbatches='auto', and a smaller batch"),
+        "num_pipelines": (given.num_pipelines > 1, "there is one model; use num_pipelines=1"),
+        "processes_per_device": (given.processes_per_device > 1, "there is one model; use processes_per_device=1"),
+        "num_stages": (num_groups > 1, "more devices than stages train parallel models; use num_stages='auto'"),
+        "recompute": (bool(given.recompute), "nothing is repeated; use torch.utils.checkpoint inside of a submodule"),
+    }
+    for option, (set_, what) in asked.items():
+        if set_:
+            raise ConfigurationError(
+                f"{name} {why}; such steps run whole, and with {option}={getattr(given, option)!r} that cannot be: "
+                f"{what}"
+            )
+
+
+def contents(model: pl.LightningModule) -> None:
+    """Check that a module is as it will be trained."""
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise ConfigurationError(
+            f"'{lazy[0]}' of {type(model).__name__} has no shape before its first forward, and a model is divided into "
+            "stages before that; run a batch through the model where it is built, or give layers their sizes "
+            "(nn.Linear instead of nn.LazyLinear)"
+        )
+
+
+def optimizers(model: pl.LightningModule, found: Sequence[Optimizer]) -> None:
+    """Check the optimizers that ``configure_optimizers`` returned."""
+    for optimizer in found:
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if isinstance(inner, LBFGS):
+            raise ConfigurationError(
+                f"{type(model).__name__}.configure_optimizers returns LBFGS, which evaluates its closure several times "
+                "per step; a pipeline evaluates it once. Use an optimizer without closure, such as SGD or AdamW"
+            )
+
+
+def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> None:
+    """Check the trainer's options against stages on several processes, and parallel models."""
+    if world_size > 1 or num_pipelines > 1:
+        check_callbacks(running, running.callbacks)  # type: ignore[attr-defined]
+    if num_pipelines > 1:
+        _one_model_only(running, num_pipelines)
+    if world_size == 1:
+        return
+    refused: list[tuple[type, str]] = [
+        (BatchSizeFinder, "restarts training in ways that the stages cannot follow together"),
+        (ModelPruning, "puts other parameters into layers of which each process holds a part"),
+    ]
+    for callback in running.callbacks:  # type: ignore[attr-defined]
+        for kind, why in refused:
+            if isinstance(callback, kind):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} {why}, and is not supported on {world_size} processes yet; remove it, "
+                    "or use one (devices=1, processes_per_device=1)"
+                )
+    if running.strategy.saves_parts and any(isinstance(c, weight_averaging()) for c in running.callbacks):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "save_distributed_checkpoint=True saves the weights that each process holds, but WeightAveraging puts "
+            "averages in their place; use save_distributed_checkpoint=False"
+        )
+    if getattr(running, "_val_check_time_interval", None) is not None:
+        raise ConfigurationError(
+            "val_check_interval as a time differs between processes; give it as a number of batches or a fraction"
+        )
+    if running.strategy._layer_sync is not None:  # type: ignore[attr-defined]
+        raise ConfigurationError("sync_batchnorm=True is for data parallelism; a stage sees the whole batch: remove it")
+
+
+def _one_model_only(running: pl.Trainer, num_pipelines: int) -> None:
+    for callback in running.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, *weight_averaging())):
+            raise ConfigurationError(
+                f"{type(callback).__name__} averages the weights of one model, but num_pipelines={num_pipelines} "
+                "trains parallel ones, whose reference is an average already; remove it, or use num_pipelines=1"
+            )
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} puts other parameters into the layers of one model, but "
+                f"num_pipelines={num_pipelines} trains parallel ones; remove it, or use num_pipelines=1"
+            )
+
+
+def weight_averaging() -> tuple[type, ...]:
+    """The callback that keeps an average beside the weights; Lightning has it since 2.6."""
+    found = getattr(pl.callbacks, "WeightAveraging", None)
+    return () if found is None else (found,)
+
+
+def same_checkpoint(paths: Sequence[str]) -> None:
+    """Check that all ranks have loaded the same checkpoint, or none.
+
+    Args:
+        paths: by rank.
+    """
+    for rank, path in enumerate(paths):
+        if path != paths[0]:
+            raise ConfigurationError(
+                f"rank 0 has loaded {paths[0] or 'no checkpoint'}, rank {rank} {path or 'no checkpoint'}; put "
+                "checkpoints where all processes see them, or give ckpt_path as a path"
+            )
+
+
+def same_options(options: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all ranks were given the same options.
+
+    Args:
+        options: by rank.
+    """
+    for rank, given in enumerate(options):
+        for name, value in given.items():
+            if value != options[0][name]:
+                raise ConfigurationError(
+                    f"{name} is {options[0][name]!r} on rank 0, but {value!r} on rank {rank}; give AvgPipeStrategy the "
+                    "same options in all processes"
+                )
+
+
+def loss(result: Any) -> torch.Tensor:
+    """The loss in what training_step returned for a micro-batch, from which a backward can start.
+
+    Raises:
+        ConfigurationError: there is none, it is no single number, or it needs no gradient.
+    """
+    found = loss_in(result)
+    if found.numel() != 1:
+        raise ConfigurationError(
+            f"training_step returned a loss of shape {tuple(found.shape)}, and a backward starts from one number; "
+            "reduce it, for instance by loss.mean()"
+        )
+    if not found.requires_grad:
+        raise ConfigurationError(
+            "training_step returned a loss that needs no gradient, so that nothing would be trained: it was detached "
+            "(.detach(), .item(), torch.no_grad()), or no parameter that it depends on has requires_grad=True. Return "
+            "the loss with its graph and unfreeze what is to be trained, or return None to skip the batch"
+        )
+    return found
+
+
+def loss_in(result: Any) -> torch.Tensor:
+    """The loss in what training_step returned, as it is."""
+    found = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(found, torch.Tensor):
+        raise ConfigurationError(
+            f"training_step returned {type(result).__name__} without a loss for one micro-batch; it must return a "
+            "tensor, or a dict with the key 'loss', or None to skip it"
+        )
+    return found

@@ -1,0 +1,161 @@
+"""Start and connection of the processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+
+from lightning_avgpipe.comm.device_layout import Arrangement
+from lightning_avgpipe.errors import ConfigurationError, PeerError
+from lightning_avgpipe.utils.attempt import fresh
+from lightning_avgpipe.utils.parent import needing_starter, started, starting
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy.connected import ConnectedStrategy
+    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
+
+__all__ = ["connecting", "launcher", "register", "store"]
+
+# name -> start_method, beside the strategy's own name; as in ddp
+_START_METHODS = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs the script again for each other process of this node, and tells it who started it."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the processes, if they are not there, and call the function.
+
+        Lightning's own launcher would also kill this process when another one dies, before it can say which and why.
+        """
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Send a signal to the other processes, also if an earlier trainer has started them."""
+        for process in started():
+            process.send_signal(signum)
+
+    def _call_children_scripts(self) -> None:
+        first = self.cluster_environment.node_rank() * self.num_processes
+        with starting(first + 1, self.procs):
+            super()._call_children_scripts()
+
+
+def launcher(strategy: ConnectedStrategy, start_method: Any) -> _Launcher | None:
+    """What starts the processes of this node; None if there is only one process in all.
+
+    Raises:
+        ConfigurationError: processes cannot be started in this way here.
+    """
+    environment = strategy.cluster_environment
+    assert environment is not None
+    _check_started(environment, strategy.arrangement)
+    processes = strategy.num_processes
+    if processes * strategy.num_nodes == 1:
+        return None
+    external = environment.creates_processes_externally
+    if start_method == "popen":
+        if _IS_INTERACTIVE and not external:
+            raise ConfigurationError(
+                f"strategy='avgpipe' with {processes} processes runs the script again, but a notebook is no script. "
+                "Use strategy='avgpipe_notebook', which forks this process, or devices=1, which hosts all stages in it "
+                "(with num_stages=..., and processes_per_device=1)"
+            )
+        # also where processes exist already (torchrun, SLURM): it starts none then, but limits their threads
+        return ScriptLauncher(environment, processes, strategy.num_nodes)
+    if external:
+        raise ConfigurationError(
+            f"start_method={start_method!r} starts processes, but {type(environment).__name__} says that they exist "
+            "already; use strategy='avgpipe'"
+        )
+    return _MultiProcessingLauncher(strategy, start_method=start_method)
+
+
+def _check_started(environment: ClusterEnvironment, arrangement: Arrangement) -> None:
+    """Check that processes which exist already are as many as are needed, and in their places."""
+    found, needed, each = environment.world_size(), arrangement.world_size, arrangement.node_size
+    name = type(environment).__name__
+    if found != needed:
+        raise ConfigurationError(
+            f"{name} says that {found} processes were started, but {arrangement} need {needed}: start {each} on each "
+            f"node (torchrun --nproc_per_node={each}, SLURM --ntasks-per-node={each}), or change devices, num_nodes or "
+            "processes_per_device"
+        )
+    node, local = environment.node_rank(), environment.local_rank()
+    if arrangement.sharing > 1 and environment.global_rank() != node * each + local:
+        raise ConfigurationError(
+            f"{name} says that process {local} of node {node} has rank {environment.global_rank()}, but with "
+            f"processes_per_device={arrangement.sharing} it must have rank {node * each + local}: number the processes "
+            "node by node (SLURM --distribution=block)"
+        )
+
+
+@contextlib.contextmanager
+def connecting(rank: int, world_size: int) -> Iterator[None]:
+    """Explain why the processes do not find each other; and do not wait for them without the one that started this."""
+    with needing_starter(f"rank {rank}"):
+        try:
+            yield
+        except RuntimeError as error:
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise PeerError(
+                f"rank {rank} could not connect to the other processes ({world_size} in all) at {address} in set-up. "
+                "Either one of them failed before, or not all were started, or they were given different MASTER_ADDR, "
+                f"MASTER_PORT or NODE_RANK. {error}"
+            ) from error
+
+
+def store(environment: ClusterEnvironment, rank: int, timeout: timedelta) -> tuple[dist.Store, str | None]:
+    """The store that all processes share, and who keeps it: None if rank 0 does.
+
+    It is the one that torch.distributed would make by itself. But that would not return before all processes have come,
+    and while it waits nobody could say which of them is missing, or that one has died.
+
+    Raises:
+        RuntimeError: it is not there within the timeout.
+    """
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # of torchrun
+    found: dist.Store
+    if dist.is_initialized():
+        found = dist.distributed_c10d._get_default_store()
+    else:
+        found = dist.TCPStore(
+            environment.main_address,
+            environment.main_port,
+            is_master=rank == 0 and not agent,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        if agent:  # who outlives its processes, and starts them again
+            found = fresh(found, rank, environment.world_size(), timeout)
+    return found, "torchrun's agent" if agent else None
+
+
+def register(registry: Any, strategy: type[AvgPipeStrategy]) -> None:
+    """Make the names known: one for each way to start the processes."""
+    what = "Pipeline parallelism for any LightningModule (AvgPipe)"
+    if strategy.strategy_name in registry:  # this package was imported anew
+        return
+    registry.register(strategy.strategy_name, strategy, description=what)
+    for suffix, start_method in _START_METHODS.items():
+        registry.register(
+            f"{strategy.strategy_name}_{suffix}",
+            strategy,
+            description=f"{what}; start_method={start_method!r}",
+            start_method=start_method,
+        )

@@ -1,0 +1,263 @@
+"""What Lightning does otherwise while a pipeline runs; all of it is put back at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter, LambdaCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_avgpipe.capture.tracer import intercepting
+from lightning_avgpipe.strategy.aftermath import hooks_with_results
+from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, local_metrics, looking_on
+from lightning_avgpipe.strategy.loop import PipelineOptimization
+from lightning_avgpipe.strategy.weight_averages import averaging_parts
+from lightning_avgpipe.training.gradient_norm import norms_over_stages
+from lightning_avgpipe.training.loss_scale import scaling_together
+from lightning_avgpipe.utils.packages import LIGHTNING
+from lightning_avgpipe.utils.patching import replaced
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
+    from lightning_avgpipe.strategy.whole import WholeSteps
+
+__all__ = ["adapted", "adapted_to_whole_steps", "quiet_hooks"]
+
+# Hooks between the steps of an epoch, and at its end, that may look at weights.
+_HOOKS_BETWEEN_STEPS = (
+    *(f"on_train_{what}_{when}" for what in ("batch", "epoch") for when in ("start", "end")),
+    "on_train_end",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "lr_scheduler_step",
+)
+# callbacks of these packages, but through the strategy
+_LOOK_AT_NO_WEIGHTS = tuple(f"{name}." for name in (*LIGHTNING, "lightning_avgpipe"))
+
+
+@contextlib.contextmanager
+def adapted(
+    trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy, step_log: StepLog, fitting: bool
+) -> Iterator[None]:
+    """Within this context trainer and module work as a pipeline needs it.
+
+    In any pipeline ``self.log`` collects over micro-batches, metrics only observe, and the optimization of a batch is
+    an iteration of the pipeline. With several processes, moreover, all ranks know the metrics of rank 0, gradients are
+    clipped by the norm over all stages, and hooks that need what only the last stage has run there only.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(intercepting())
+        undo.enter_context(replaced(module, "log", step_log))
+        if is_overridden("log_dict", module):
+            undo.enter_context(replaced(module, "log_dict", looking_on(module.log_dict)))
+        undo.enter_context(replaced(module, "print", looking_on(module.print, rehearsed=False)))
+        metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        undo.enter_context(
+            local_metrics(metrics, step_log.batch_values, strategy.mesh.heads, lambda: bool(trainer.training))
+        )
+        if fitting:
+            undo.enter_context(_optimization(trainer, strategy))
+            undo.enter_context(_parallel_models(trainer, module, strategy))
+        if fitting or strategy.world_size > 1:
+            undo.enter_context(_scaling(strategy))
+        if strategy.world_size > 1:
+            undo.enter_context(_several_processes(trainer, module, strategy))
+            if strategy.mesh.world_size > 1:
+                division = strategy._division
+                assert division is not None
+                undo.enter_context(hooks_with_results(module, strategy, metrics, division))
+            for owner, name in _clipping_hooks(trainer, module) if strategy.mesh.world_size > 1 else ():
+                undo.enter_context(replaced(owner, name, _with_norms(getattr(owner, name), module, strategy)))
+            undo.enter_context(_known_at_epoch_end(trainer, module))
+        yield
+
+
+@contextlib.contextmanager
+def adapted_to_whole_steps(
+    trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy, steps: WholeSteps
+) -> Iterator[None]:
+    """The same for steps that run whole, on several processes: all of them run the step and the module's hooks."""
+    with (
+        steps.adapted(),
+        _scaling(strategy),
+        _several_processes(trainer, module, strategy),
+        _known_at_epoch_end(trainer, module),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _scaling(strategy: AvgPipeStrategy) -> Iterator[None]:
+    with contextlib.ExitStack() as undo:
+        for value in vars(strategy.precision_plugin).values():
+            if isinstance(value, GradScaler):
+                undo.enter_context(scaling_together(value, strategy.mesh, strategy.together_with))
+        yield
+
+
+@contextlib.contextmanager
+def _known_at_epoch_end(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    """After the module's last hook of an epoch all ranks know the metrics; callbacks that monitor one come next."""
+    connector, epoch_end = trainer._logger_connector, module.on_train_epoch_end
+    assert isinstance(connector, SyncedLoggerConnector)
+
+    def on_train_epoch_end() -> None:
+        epoch_end()
+        connector.sync()
+
+    with replaced(module, "on_train_epoch_end", on_train_epoch_end):
+        yield
+
+
+@contextlib.contextmanager
+def _optimization(trainer: pl.Trainer, strategy: AvgPipeStrategy) -> Iterator[None]:
+    loop = trainer.fit_loop.epoch_loop
+    optimization = PipelineOptimization(loop.automatic_optimization, strategy)
+    loop.automatic_optimization = optimization
+    try:
+        yield
+    finally:
+        loop.automatic_optimization = optimization.detach()
+
+
+@contextlib.contextmanager
+def _parallel_models(trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy) -> Iterator[None]:
+    """Validation sees the reference, and pipelines step with the hyper-parameters that the first one has by then."""
+    strategy.observed = _looks_between_steps(trainer, module)
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    begin, end, clip = (
+        validation._on_evaluation_model_eval, validation._on_evaluation_model_train, module.configure_gradient_clipping
+    )  # fmt: skip
+
+    def on_evaluation_model_eval() -> None:
+        strategy.show_reference(True)
+        begin()
+
+    def on_evaluation_model_train() -> None:
+        end()
+        strategy.show_reference(False)
+
+    @functools.wraps(clip)
+    def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # the last thing before the step, after all hooks that may change a learning rate
+        strategy.follow_optimizers(optimizer)
+        return clip(optimizer, *args, **kwargs)
+
+    with (
+        replaced(validation, "_on_evaluation_model_eval", on_evaluation_model_eval),
+        replaced(validation, "_on_evaluation_model_train", on_evaluation_model_train),
+        replaced(module, "configure_gradient_clipping", configure_gradient_clipping),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy) -> Iterator[None]:
+    # Only rank 0 logs, so there is nothing to synchronise.
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(", category=UserWarning)
+    connector = SyncedLoggerConnector(trainer._logger_connector, strategy.mesh)
+    with contextlib.ExitStack() as undo:
+        trainer._logger_connector = connector
+        undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
+        undo.enter_context(_without_comparing_contents())
+        assert strategy._division is not None
+        undo.enter_context(averaging_parts(trainer, module, strategy._division))
+        if not strategy.mesh.leads:
+            for writer in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(writer, BasePredictionWriter):
+                    undo.enter_context(replaced(writer, "write_on_batch_end", _nothing))
+                    undo.enter_context(replaced(writer, "write_on_epoch_end", _nothing))
+        if not strategy.mesh.reads:
+            undo.enter_context(replaced(module, "_on_before_batch_transfer", _pass_on))
+            if not strategy.ships_early:  # what arrives later is converted already
+                undo.enter_context(replaced(strategy.precision_plugin, "convert_input", _pass_on))
+        yield
+
+
+@contextlib.contextmanager
+def _without_comparing_contents() -> Iterator[None]:
+    """Callbacks that unfreeze find out by identity which parameters an optimizer knows: others' have no contents."""
+    before = BaseFinetuning.filter_on_optimizer
+    BaseFinetuning.filter_on_optimizer = staticmethod(_without_known)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BaseFinetuning.filter_on_optimizer = staticmethod(before)  # type: ignore[method-assign]
+
+
+def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [parameter for parameter in params if id(parameter) not in known]
+
+
+def _clipping_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[Any, str]]:
+    """Owners and names of the hooks in which gradients may be clipped; every rank runs them once per step."""
+    yield module, "on_before_optimizer_step"
+    yield module, "configure_gradient_clipping"
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if is_overridden("on_before_optimizer_step", callback, pl.Callback):
+            yield callback, "on_before_optimizer_step"
+
+
+def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, strategy: AvgPipeStrategy) -> Callable[..., Any]:
+    """A hook within which norms of gradients are those over all stages."""
+
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        optimizers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Optimizer)]
+        # in the optimizer's order, as Lightning clips: a norm of norms depends on it, by a rounding
+        stepped = [p for optimizer in optimizers[:1] for group in optimizer.param_groups for p in group["params"]]
+        known = {id(parameter) for parameter in stepped}
+        parameters = [*stepped, *(p for p in module.parameters() if id(p) not in known)]
+        with norms_over_stages(parameters, strategy.mesh):
+            return hook(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def quiet_hooks(trainer: pl.Trainer, hook: str) -> Iterator[None]:
+    """Within this context one hook of callbacks and module is not called."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    trainer.callbacks = []  # type: ignore[attr-defined]
+    try:
+        with replaced(trainer.lightning_module, hook, _nothing):
+            yield
+    finally:
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+
+def _looks_between_steps(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether user code may look at the weights between the end of a step and the beginning of the next."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    others = [
+        callback
+        for callback in callbacks  # a LambdaCallback is Lightning's, but what it calls is not
+        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LOOK_AT_NO_WEIGHTS)
+    ]
+    return _has_hooks(module, pl.LightningModule) or any(_has_hooks(callback, pl.Callback) for callback in others)
+
+
+def _has_hooks(owner: object, base: type) -> bool:
+    hooks = [(getattr(owner, name), getattr(base, name)) for name in _HOOKS_BETWEEN_STEPS if hasattr(base, name)]
+    return any(getattr(hook, "__func__", hook) is not original for hook, original in hooks)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """A hook that looks at what only the last stage has."""
+
+
+def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:
+    return batch

@@ -1,0 +1,440 @@
+"""Metrics: what micro-batches log becomes what the batch would log, and all ranks know it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_avgpipe.capture.snapshot import unchanged
+from lightning_avgpipe.capture.tracer import StepTracer
+from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.engine.recompute import is_repeating
+from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.utils.patching import replaced
+
+__all__ = ["BatchValues", "StepLog", "SyncedLoggerConnector", "local_metrics"]
+
+
+class BatchValues:
+    """What a metric object's ``forward`` would have returned for the whole batch.
+
+    The metric itself sees micro-batches, and returns values for those. A copy of it, emptied before each batch, knows
+    the batch. (One with submodules, such as a wrapper of another metric, has no such copy.)
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, Metric] = {}
+        self._begun: set[int] = set()
+        self._returned: list[tuple[Any, Metric]] = []
+        self._split = False
+
+    def begin(self, num_microbatches: int) -> None:
+        """A batch begins."""
+        self._split = num_microbatches > 1
+        self._begun.clear()
+        self._returned.clear()
+
+    def add(self, metric: Metric, value: Any, args: Any, kwargs: Any) -> None:
+        """``metric(*args, **kwargs)`` has returned ``value`` for a micro-batch."""
+        if not self._split or next(metric.children(), None) is not None:
+            return
+        if id(metric) not in self._copies:
+            self._copies[id(metric)] = _empty_copy(metric)
+        same = self._copies[id(metric)]
+        if id(metric) not in self._begun:
+            self._begun.add(id(metric))
+            same.reset()
+        same.update(*args, **kwargs)
+        self._returned.append((value, metric))
+
+    def metric_of(self, value: Any) -> Metric | None:
+        """The metric that returned this very value in this batch."""
+        return next((metric for returned, metric in self._returned if returned is value), None)
+
+    def of(self, metric: Metric) -> Any:
+        """The batch's value, if ``metric`` was called in this batch; None if not."""
+        return self._copies[id(metric)].compute() if id(metric) in self._begun else None
+
+
+def _empty_copy(metric: Metric) -> Metric:
+    attributes = vars(metric)
+    held = {name: attributes[name] for name in (*metric._defaults, "_forward_cache", "_computed")}
+    # what it holds may be part of a graph, which cannot be copied
+    attributes.update({name: [] if isinstance(value, list) else _detached(value) for name, value in held.items()})
+    try:
+        same = copy.deepcopy(metric)
+    finally:
+        attributes.update(held)
+    vars(same).pop("forward", None)
+    return same
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else None
+
+
+def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable[..., Any]:
+    """A function that looks at values: within a step it runs where they are, once for a micro-batch.
+
+    Args:
+        rehearsed: whether it runs also when a step is followed or timed, before it runs for good.
+    """
+
+    @functools.wraps(function)
+    def observed(*args: Any, **kwargs: Any) -> None:
+        tracer = StepTracer.current()
+        if tracer is None:
+            function(*args, **kwargs)
+        else:
+            tracer.observe(_nothing if tracer.rehearses and not rehearsed else function, args, kwargs)
+
+    return observed
+
+
+class StepLog:
+    """Takes the place of ``LightningModule.log``: within a step it collects, and issues each name once per batch.
+
+    A mean is weighted by the sizes of the micro-batches, so the number is the one that the whole batch would have
+    logged; with parallel pipelines, that of all their batches together, also of other groups. On processes without the
+    last stage nothing is logged; their ``self.log`` does nothing.
+
+    Args:
+        module: whose ``log`` it is.
+        hosts_last: whether the last stage is here.
+        heads: where the last stages of the groups are.
+
+    Attributes:
+        listener: is told each name and value that a step logs for its batch.
+    """
+
+    def __init__(self, module: pl.LightningModule, hosts_last: bool, heads: Collectives) -> None:
+        self.batch_values = BatchValues()
+        self._heads = heads
+        self._module = module
+        self._log = module.log  # which the user's class may have overridden
+        self._hosts_last = hosts_last
+        self._size: int | None = None
+        self._position = (0, 0)
+        self._weight: float | None = None
+        self._muted = False
+        self._collected: list[_Entry] = []
+        self.listener: Callable[[str, Any], None] | None = None
+        self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        tracer = StepTracer.current()
+        recomputed = torch._C._current_graph_task_id() != -1  # a checkpointed forward, in the midst of a backward
+        if recomputed or (tracer is None and is_repeating()):  # has logged before
+            return
+        if self._size is None:  # in a hook
+            if self._hosts_last and not self._muted:
+                self._log(*args, **kwargs)
+            return
+        if tracer is not None:
+            tracer.observe(self._collect, args, kwargs)
+        elif self._hosts_last:
+            self._collect(*args, **kwargs)
+        else:
+            raise AvgPipeError(
+                f"self.log({args[0] if args else kwargs.get('name')!r}) is called inside a submodule that runs on "
+                "another stage than the loss; return the value and log it in the step"
+            )
+
+    @contextlib.contextmanager
+    def micro_batch(self, size: int, position: tuple[int, int] = (0, 0), weight: float | None = None) -> Iterator[None]:
+        """Within this context logged values belong to a micro-batch.
+
+        Args:
+            size: samples.
+            position: pipeline and micro-batch. Values are put in this order, whenever they come.
+            weight: what it counts in a mean; None: as many samples, or the ``batch_size`` that the step gives.
+        """
+        self._size, self._position, self._weight = size, position, weight
+        try:
+            yield
+        finally:
+            self._size = None
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Within this context hooks log nothing: they have logged the same before."""
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Within this context nothing is logged; after it nothing is known of what was collected."""
+        with unchanged(self.batch_values), unchanged(self), replaced(self, "_log", _nothing):
+            yield
+
+    def begin(self, num_microbatches: int) -> None:
+        """A batch begins, or one for each pipeline: forget what was collected."""
+        self._collected = []
+        self.batch_values.begin(num_microbatches)
+
+    def issue(self, over_groups: bool = False) -> None:
+        """Log what was collected, once per name; ``over_groups`` with what other groups have collected."""
+        if over_groups and self._hosts_last and self._heads.world_size > 1:
+            self._collected = self._of_all_groups()
+        entries: dict[str, list[_Entry]] = {}
+        for entry in sorted(self._collected, key=lambda entry: entry.position):
+            entries.setdefault(entry.name, []).append(entry)
+        self._collected = []
+        for name, logged in entries.items():
+            if any(entry.given == 1 < entry.size for entry in logged):
+                self._alike.add(name)
+            last, results = logged[-1], self._module.trainer._results
+            assert results is not None
+            for entry in logged:
+                if entry.options != last.options:  # Lightning refuses the second one, with an explanation
+                    results.log(entry.fx, name, entry.value, **entry.options, batch_size=1)
+            value, batch_size = self._merged(logged, name in self._alike)
+            if self.listener is not None:
+                self.listener(name, value)
+            results.log(last.fx, name, value, **last.options, batch_size=batch_size)
+
+    def _of_all_groups(self) -> list[_Entry]:
+        """Own entries and those of other groups, as far as they can travel: metric objects stay where they are."""
+        options = {entry.name: entry.options for entry in self._collected}
+        found = [entry for entry in self._collected if isinstance(entry.value, Metric)]
+        numbers = [entry for entry in self._collected if not isinstance(entry.value, Metric)]
+        of_metrics: dict[str, list[_Entry]] = {}
+        for entry in numbers:
+            if entry.metric is not None:
+                of_metrics.setdefault(entry.name, []).append(entry)
+        numbers = [entry for entry in numbers if entry.name not in of_metrics]
+        for logged in of_metrics.values():  # of this group's batches together; then the mean over groups
+            value, size = self._merged(logged, False)
+            numbers.append(replace(logged[-1], value=value, size=size, given=size, metric=None, weight=None))
+        reduce = self._module.trainer.strategy.reduce
+        for group in self._heads.exchange_objects([_portable(entry) for entry in numbers]):
+            for entry in group:
+                known = options.get(entry.name, {**entry.options, "sync_dist_fn": reduce})
+                found.append(replace(entry, options=known))
+        return found
+
+    def _merged(self, logged: list[_Entry], alike: bool) -> tuple[Any, int]:
+        last = logged[-1]
+        sizes = [entry.size if alike or entry.given is None else entry.given for entry in logged]
+        batch_size = 1 if alike else sum(sizes)
+        if isinstance(last.value, Metric):
+            of_batch = self.batch_values.of(last.value)
+            if of_batch is not None:
+                last.value._forward_cache = of_batch
+        elif last.metric is not None and len(logged) > 1:
+            return self.batch_values.of(last.metric), batch_size
+        weights = [size if e.weight is None else e.weight for e, size in zip(logged, sizes, strict=True)]
+        counting = [(entry.value, weight) for entry, weight in zip(logged, weights, strict=True) if weight]
+        values, weights = map(list, zip(*counting, strict=True)) if counting else ([last.value], [1.0])
+        return _reduce(values, weights, last.options.get("reduce_fx", "mean")), batch_size
+
+    def _collect(self, *args: Any, **kwargs: Any) -> None:
+        """Run ``log``, Lightning's or the user's, as far as to where its values would be stored."""
+        results = self._module.trainer._results
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        metric = next(((v, m) for v in given if (m := self.batch_values.metric_of(v)) is not None), None)
+        with (
+            contextlib.nullcontext()
+            if results is None
+            else replaced(results, "log", functools.partial(self._take, metric))
+        ):
+            self._log(*args, **kwargs)
+
+    def _take(self, returned: tuple[Tensor, Metric] | None, fx: str, name: str, value: Any, **options: Any) -> None:
+        if isinstance(value, Tensor) and not options.get("enable_graph", False):
+            value = value.detach()
+        given = options.pop("batch_size", None)
+        # an override may log something else than the metric's value
+        metric = returned[1] if returned is not None and _same_number(returned[0], value) else None
+        entry = _Entry(fx, name, self._position, value, self._size or 1, given, options, metric, self._weight)
+        self._collected.append(entry)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What one micro-batch logs under one name.
+
+    Attributes:
+        fx: the step function.
+        name: what it is logged as.
+        position: pipeline and micro-batch.
+        value: a number, a tensor or a metric object.
+        size: samples of the micro-batch.
+        given: the ``batch_size`` that the step gave, if it did.
+        options: the other arguments of Lightning's store of values.
+        metric: the metric object whose ``forward`` returned the value.
+        weight: of the micro-batch in a mean; None: ``given`` or ``size``.
+    """
+
+    fx: str
+    name: str
+    position: tuple[int, int]
+    value: Any
+    size: int
+    given: int | None
+    options: dict[str, Any]
+    metric: Metric | None
+    weight: float | None
+
+
+def _portable(entry: _Entry) -> _Entry:
+    """For other groups: values on the host, and only options that can travel."""
+    value = entry.value.detach().cpu() if isinstance(entry.value, Tensor) else entry.value
+    options = {name: given for name, given in entry.options.items() if isinstance(given, (bool, int, str))}
+    return replace(entry, value=value, options=options, metric=None)
+
+
+def _same_number(returned: Tensor, logged: Any) -> bool:
+    if not isinstance(logged, Tensor) or returned.numel() != logged.numel():
+        return False
+    return torch.allclose(returned.detach().reshape(-1), logged.detach().to(returned).reshape(-1), equal_nan=True)
+
+
+def _reduce(values: list[Any], sizes: list[float], reduce_fx: Any) -> Any:
+    """One value for the values of the micro-batches; what is no number (a metric object) keeps its own state."""
+    if len(values) == 1 or not all(isinstance(value, (Tensor, int, float)) for value in values):
+        return values[-1]
+    stacked = torch.stack([torch.as_tensor(value) for value in values])
+    if reduce_fx in ("mean", "avg") or reduce_fx is torch.mean:
+        weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+        shape = (-1, *([1] * (stacked.ndim - 1)))
+        floating = stacked if stacked.is_floating_point() else stacked.float()
+        return (floating * weights.to(floating).view(shape)).sum(0)
+    if isinstance(reduce_fx, str):
+        reduce_fx = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[reduce_fx.lower()]
+        return reduce_fx(stacked, dim=0)
+    return reduce_fx(stacked)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of what shall not happen yet."""
+
+
+@contextlib.contextmanager
+def local_metrics(
+    metrics: list[Metric], values: BatchValues, heads: Collectives, training: Callable[[], bool]
+) -> Iterator[None]:
+    """Within this context metric objects live where the last stage is.
+
+    Of other processes they only know those where the last stages of other groups are: with these they compute what they
+    have seen in training, while evaluation is the same everywhere. Within a step they only look at values, wherever
+    they are called.
+
+    Args:
+        metrics: of the module.
+        values: told of what they return.
+        heads: where the last stages of the groups are.
+        training: whether the trainer trains now.
+    """
+
+    def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        return [other.to(tensor.device) for other in heads.exchange_objects(tensor.detach().cpu())]
+
+    saved = [(metric, dict(vars(metric))) for metric in metrics]
+    for metric in metrics:
+        metric.distributed_available_fn = lambda: heads.world_size > 1 and training()
+        metric.dist_sync_fn = gather
+        object.__setattr__(metric, "update", _observed(metric.update))
+        object.__setattr__(metric, "forward", _observed(_noted(metric, metric.forward, values)))
+    try:
+        yield
+    finally:
+        for metric, attributes in saved:
+            for name in ("forward", "update", "distributed_available_fn", "dist_sync_fn"):
+                if name in attributes:
+                    object.__setattr__(metric, name, attributes[name])
+                else:
+                    vars(metric).pop(name, None)
+
+
+def _observed(method: Callable[..., Any]) -> Callable[..., Any]:
+    def observe(*args: Any, **kwargs: Any) -> Any:
+        tracer = StepTracer.current()
+        if tracer is None and is_repeating():
+            raise AvgPipeError(
+                "a metric is called inside a submodule that is executed once more before its backward (recompute), "
+                "which would count twice; call it in the step, or do without recompute"
+            )
+        return method(*args, **kwargs) if tracer is None else tracer.observe(method, args, kwargs)
+
+    return observe
+
+
+def _noted(metric: Metric, forward: Callable[..., Any], values: BatchValues) -> Callable[..., Any]:
+    def note(*args: Any, **kwargs: Any) -> Any:
+        value = forward(*args, **kwargs)
+        values.add(metric, value, args, kwargs)
+        return value
+
+    return note
+
+
+class SyncedLoggerConnector(_LoggerConnector):
+    """A logger connector that on every rank knows the metrics of rank 0, where the loss is.
+
+    Callbacks decide by metrics (early stopping, the best checkpoint, its file name), and all ranks must decide alike.
+    """
+
+    def __init__(self, original: _LoggerConnector, mesh: Mesh) -> None:
+        super().__init__(original.trainer)
+        vars(self).update(vars(original))
+        self._original = original
+        self._mesh = mesh
+        self._synced: dict[str, Any] = {"callback": {}, "log": {}, "pbar": {}}
+
+    def detach(self) -> _LoggerConnector:
+        """The connector that this one replaced, with the state of this one."""
+        state = {name: value for name, value in vars(self).items() if name in vars(self._original)}
+        vars(self._original).update(state)
+        return self._original
+
+    def snapshot(self) -> Any:
+        """On rank 0, and where the last stages of other groups are, the metrics as of now."""
+        return super().metrics if self._mesh.hosts_last else None
+
+    def accept(self, metrics: Any) -> None:
+        """On the other ranks use rank 0's metrics from now on."""
+        self._synced = metrics
+        self._callback_metrics.update(metrics["callback"])  # here nothing is logged that would make it look there
+
+    def sync(self) -> None:
+        """Tell all ranks the metrics as of now, and those of before. Every rank calls it."""
+        snapshot = self.snapshot()  # for which metric objects may talk to those of other groups
+        (metrics, before), _ = self._mesh.news.relay((snapshot, dict(self.callback_metrics)))
+        self.accept(metrics)
+        self._callback_metrics.update(before)
+
+    @property
+    def metrics(self) -> Any:
+        """Rank 0's metrics."""
+        return super().metrics if self._mesh.leads else self._synced
+
+    def update_eval_epoch_metrics(self) -> Any:
+        """Called by all ranks at the end of a validation dataloader, and of a validation."""
+        if not self.trainer.sanity_checking:
+            self.sync()
+        return super().update_eval_epoch_metrics()
+
+    def on_epoch_end(self) -> None:
+        """Called by all ranks at the end of every epoch."""
+        self.sync()
+        super().on_epoch_end()
+
+    def reset_results(self) -> None:
+        """Called by all ranks when a loop starts anew."""
+        super().reset_results()
+        self._synced = {"callback": {}, "log": {}, "pbar": {}}

@@ -1,0 +1,87 @@
+"""Lightning's optimization of one batch, as a pipeline does it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.trainer import call
+from torch.optim import Optimizer
+
+from lightning_avgpipe.strategy.log import SyncedLoggerConnector
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
+
+__all__ = ["PipelineOptimization"]
+
+
+class _PipelineClosure(Closure):
+    """Runs forwards and backwards as the schedule mixes them."""
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        result = self._step_fn()
+        if result.closure_loss is None:
+            self.warning_cache.warn(
+                "`training_step` returned `None` for all micro-batches of a batch, which is skipped. If this was on "
+                "purpose, ignore this warning"
+            )
+        return result
+
+
+class PipelineOptimization(_AutomaticOptimization):
+    """Replaces Lightning's automatic optimization: one optimizer step per iteration of the pipeline.
+
+    Accumulation, clipping, precision and the optimizer's hooks stay Lightning's.
+    """
+
+    def __init__(self, original: _AutomaticOptimization, strategy: AvgPipeStrategy) -> None:
+        super().__init__(original.trainer)
+        self.optim_progress = original.optim_progress
+        self._replaced = (original,)  # in a tuple: a loop saves the progress of loops among its attributes
+        self._strategy = strategy
+
+    def detach(self) -> _AutomaticOptimization:
+        """The loop that this one replaced, with the progress of this one."""
+        self._replaced[0].optim_progress = self.optim_progress
+        return self._replaced[0]
+
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        """Run one iteration; on every rank the same loss and metrics are known afterwards."""
+        result = super().run(optimizer, batch_idx, kwargs)
+        advancing, connector = self._strategy.advancing, self.trainer._logger_connector
+        assert advancing is not None
+        decided = advancing.finish()
+        if isinstance(connector, SyncedLoggerConnector):  # several processes
+            news: Any = None
+            if self._strategy.is_global_zero:
+                news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
+            news, decided = self._strategy.mesh.news.relay(news, decided)  # advances are decided in each group
+            connector.accept(news["metrics"])
+            if news["loss"] is not None:
+                result = {**result, "loss": news["loss"]}
+        self._strategy.settle_models()  # when rank 0's news, for which other stages wait, have left
+        advancing.accept(decided)
+        advancing.log(self.trainer)
+        self._strategy.end_iteration()
+        return result
+
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        """As Lightning's, but all processes may skip a batch together."""
+        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        self._strategy.post_training_step()
+        return ClosureResult.from_training_step_output(output, self.trainer.accumulate_grad_batches)
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        step: Callable[[], ClosureResult] = self._make_step_fn(kwargs)
+        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+
+        def run() -> ClosureResult:
+            with self._strategy.clearing_gradients(zero_grad):
+                return step()
+
+        return _PipelineClosure(step_fn=run)

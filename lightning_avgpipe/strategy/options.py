@@ -1,0 +1,198 @@
+"""The strategy's options, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_avgpipe.capture.cost_cache import CostCache, default_directory
+from lightning_avgpipe.elastic.averaging import Elasticity, OuterOptimizer
+from lightning_avgpipe.engine.weighting import LossWeight
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.planning.memory_limit import MemoryLimit, parse_limit
+from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.utils.allowed import (
+    Allowed,
+    check,
+    choice,
+    directory,
+    either,
+    flag,
+    names,
+    number,
+    optional,
+    whole,
+)
+from lightning_avgpipe.utils.durations import DURATION
+
+__all__ = ["ALLOWED", "MEMORY", "Options", "SplitBatch"]
+
+_MICROBATCHES_PER_STAGE = 4
+
+SplitBatch = Callable[[Any, int], Sequence[Any]]
+
+
+def _is_memory(value: Any) -> bool:
+    try:
+        parse_limit(value)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def _is_backend(value: Any) -> bool:
+    """A name that torch.distributed knows, or one for each kind of device: ``cpu:gloo,cuda:nccl``."""
+    known = set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED}
+    return value is None or (
+        isinstance(value, str) and all(part.rpartition(":")[2].lower() in known for part in value.split(","))
+    )
+
+
+MEMORY = Allowed(
+    "a size such as '10GB' or '512MiB', a number of bytes, a fraction of the device's memory up to 1.0, or None for no "
+    "limit",
+    "'10GB'",
+    _is_memory,
+)
+
+ALLOWED = {
+    "num_stages": whole(1, 1024, 4, "auto"),
+    "num_pipelines": whole(1, 1024, 2),
+    "processes_per_device": whole(1, 64, 2),
+    "num_microbatches": whole(1, 1_000_000, 16, "auto"),
+    "schedule": choice("advance_forward", "1f1b", "afab"),
+    "advance": whole(0, 1_000_000, 1, "auto"),
+    "split_points": optional(names("names of submodules", "['layers.4']"), "balanced stages"),
+    "costs": choice("measured", "flops"),
+    "costs_cache": optional(directory("auto"), "no cache"),
+    "memory_limit": MEMORY,
+    "recompute": either(flag(), names("names of submodules, or patterns of such", "['blocks.*']")),
+    "loss_reduction": choice("mean", "sum"),
+    "loss_weight": optional(
+        Allowed(
+            "a function of a micro-batch that returns a number, or the name of a tensor of the batch whose entries "
+            "other than -100 count",
+            "'labels'",
+            lambda value: callable(value) or (isinstance(value, str) and bool(value)),
+        ),
+        "numbers of samples",
+    ),
+    "split_batch": optional(
+        Allowed("a function (batch, num_microbatches) -> list of micro-batches", "my_split", callable), "tensors"
+    ),
+    "reader": choice("last", "first"),
+    "send_batch": choice("needed", "all"),
+    "verify_copies": flag(),
+    "verify": either(flag(), whole(1, 1000, 3)),
+    "alpha": optional(number(0, 1, 0.5, least=True), "1/N"),
+    "outer_lr": number(0, 1000, 1.0, "auto"),
+    "outer_optimizer": optional(
+        Allowed(
+            "a function that makes an optimizer from parameters",
+            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)",
+            callable,
+        ),
+        "outer_lr",
+    ),
+    "average_every": whole(1, 1_000_000, 4),
+    "save_replicas": flag(),
+    "save_distributed_checkpoint": flag(),
+    "on_nonfinite": optional(choice("auto", "raise", "skip"), "no check"),
+    "start_method": choice("popen", "spawn", "fork"),
+    "process_group_backend": Allowed(
+        "a backend that torch.distributed knows, one for each kind of device, or None",
+        "'cpu:gloo,cuda:nccl'",
+        _is_backend,
+    ),
+    "timeout": DURATION,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a strategy was asked for; see ``AvgPipeStrategy`` for what each means, and for the defaults.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+    """
+
+    num_stages: int | Literal["auto"]
+    num_pipelines: int
+    processes_per_device: int
+    num_microbatches: int | Literal["auto"]
+    schedule: str
+    advance: int | Literal["auto"]
+    split_points: Sequence[str] | None
+    costs: Literal["measured", "flops"]
+    costs_cache: str | Path | None
+    memory_limit: MemoryLimit
+    recompute: bool | Sequence[str]
+    loss_reduction: str
+    loss_weight: LossWeight | None
+    split_batch: SplitBatch | None
+    reader: str
+    send_batch: str
+    verify_copies: bool
+    verify: bool | int
+    alpha: float | None
+    outer_lr: float | Literal["auto"]
+    outer_optimizer: OuterOptimizer | None
+    average_every: int
+    save_replicas: bool
+    save_distributed_checkpoint: bool
+    on_nonfinite: Literal["auto", "raise", "skip"] | None
+    start_method: str
+    process_group_backend: str | None
+    timeout: timedelta
+
+    def __post_init__(self) -> None:
+        check(ALLOWED, {field.name: getattr(self, field.name) for field in fields(self)})
+        checks.options(self)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Of the numbers that may change during training those that are not as by default."""
+        defaults = {"num_pipelines": 1, "num_microbatches": "auto", "advance": "auto"}
+        return {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Those that must be the same in all processes, and can be compared."""
+        own = {"costs_cache", "loss_weight", "split_batch", "outer_optimizer", "timeout"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in own}
+
+    @property
+    def elasticity(self) -> Elasticity:
+        """How parallel models are held together."""
+        return Elasticity(self.alpha, self.outer_lr, self.outer_optimizer, self.average_every)
+
+    @property
+    def cache(self) -> CostCache | None:
+        """Where measured costs are kept; None if they are not."""
+        if self.costs_cache is None:
+            return None
+        directory = default_directory() if self.costs_cache == "auto" else self.costs_cache
+        if directory is None:
+            rank_zero_warn(
+                "AvgPipeStrategy: there is no home directory, so measured costs are not kept for the next run. Set "
+                "XDG_CACHE_HOME or costs_cache to a directory, or costs_cache=None to keep none"
+            )
+            return None
+        return CostCache(directory)
+
+    @property
+    def splits(self) -> bool:
+        """Whether it was asked that batches are split, on however many stages."""
+        return self.num_microbatches not in ("auto", 1)
+
+    def microbatches(self, num_stages: int) -> int:
+        """M on so many stages."""
+        if self.num_microbatches != "auto":
+            return self.num_microbatches
+        return _MICROBATCHES_PER_STAGE * num_stages if num_stages > 1 else 1

@@ -1,0 +1,308 @@
+"""The profiler: runs trial iterations, and makes a profile of what all processes measure in them."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from tqdm.auto import tqdm
+
+from lightning_avgpipe.comm.links import measure_links
+from lightning_avgpipe.engine.utilisation import KernelTrace, sampling_device, tracing_kernels
+from lightning_avgpipe.errors import MemoryShortage, TuningError
+from lightning_avgpipe.planning.memory_limit import limit_of
+from lightning_avgpipe.planning.model_memory import ModelBytes, model_bytes
+from lightning_avgpipe.strategy.rehearsal import BusyRecording, Rehearsal
+from lightning_avgpipe.tuning import Curve, Device, HopProfile, OtherSize, Profile, Setting, StageMemory, StageProfile
+from lightning_avgpipe.tuning.trials import Budget, busy_curve, durations, trial_sizes
+
+__all__ = ["Profiler"]
+
+_LONGEST_S = 120.0  # after so long no further iteration is begun
+_FEWEST = 2  # iterations that a setting runs at least
+_SAMPLED_S = 2.0  # of the device's utilisation; the driver looks back over up to a second
+
+
+class Profiler:
+    """Profiles the pipeline of a rehearsal. Every process does the same.
+
+    Args:
+        rehearsal: runs the iterations.
+        iterations: about how many of them, at least 4.
+        schedule: its name.
+        shows: whether to show a bar of the progress here.
+
+    Attributes:
+        too_few: the largest number of micro-batches that did not fit the memory; 0 if all did.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, iterations: int, schedule: str, shows: bool) -> None:
+        self._rehearsal = rehearsal
+        self._iterations = iterations
+        self._schedule = schedule
+        self._mesh = rehearsal.strategy.mesh
+        self._shows = shows and self._mesh.leads
+        self._began = time.monotonic()
+        self.too_few = 0
+
+    def profile(self, counts: Sequence[int]) -> Profile | None:
+        """Measure with one pipeline, and a large number of micro-batches.
+
+        Args:
+            counts: numbers of micro-batches that come into question, ascending.
+        Returns:
+            The profile, on rank 0; elsewhere None.
+        Raises:
+            TuningError: no number of micro-batches fits the memory.
+        """
+        large, others = trial_sizes(counts, self._mesh.num_stages)
+        with tqdm(total=self._iterations, desc="AvgPipeTuner", unit="it", leave=False, disable=not self._shows) as bar:
+            tick = bar.update
+            while True:
+                try:
+                    stages = self._stages(Setting(large, schedule=self._schedule), others, tick)
+                    break
+                except MemoryShortage as shortage:
+                    large = self._larger(counts, large, shortage)
+                    others = tuple(m for m in others if m < large)
+        found = self._mesh.gather_objects(stages)
+        hops = self._hops(large)
+        if not self._mesh.leads:
+            return None
+        by_stage = {k: stage for part in found for k, stage in part.items()}
+        return Profile(
+            large,
+            1,
+            self._rehearsal.batch_size,
+            tuple(by_stage[k] for k in range(self._mesh.num_stages)),
+            hops,
+            _device(self._mesh.device),
+            tuple(self._mesh.rank_of(k) for k in range(self._mesh.num_stages)),
+            self._mesh.num_groups,
+        )
+
+    def time(self, setting: Setting, iterations: int, tick: Callable[[], object]) -> float:
+        """Median seconds of an iteration on the slowest process, the first one not counted; known on rank 0.
+
+        Raises:
+            MemoryShortage: it does not fit some process.
+        """
+        runs = self._runs(setting, 1 + iterations, tick)[1:]
+        spans = self._mesh.gather_objects([run.span_s for run in runs])
+        return statistics.median(max(at) for at in zip(*spans, strict=True))
+
+    def _larger(self, counts: Sequence[int], tried: int, shortage: MemoryShortage) -> int:
+        self.too_few = tried
+        more = next((m for m in counts if m >= 2 * tried), max(counts))
+        if more <= tried:
+            raise TuningError(
+                f"even {tried} micro-batches with one pipeline do not fit the memory: {shortage}. What would help: "
+                f"more micro-batches (at most {self._rehearsal.batch_size}, by microbatch_candidates), more stages, "
+                "recompute=True, smaller batches"
+            ) from shortage
+        rank_zero_info(f"AvgPipeTuner: {tried} micro-batches do not fit the memory ({shortage}); tries {more}")
+        return more
+
+    def _runs(self, setting: Setting, count: int, tick: Callable[[], object]) -> list[BusyRecording]:
+        """So many iterations, or fewer if time runs out; the same number everywhere."""
+        runs: list[BusyRecording] = []
+        while len(runs) < count:
+            late = self._mesh.world.broadcast(time.monotonic() - self._began > _LONGEST_S)
+            if late and len(runs) >= _FEWEST:
+                break
+            runs.append(self._rehearsal.run(setting))
+            tick()
+        return runs
+
+    def _stages(self, setting: Setting, others: Sequence[int], tick: Callable[[], object]) -> dict[int, StageProfile]:
+        """What this process measures of its stages."""
+        budget = Budget.of(self._iterations, len(others))
+        runs = self._runs(setting, budget.warm_up + budget.timed, tick)[-budget.timed :]
+        seconds = self._durations(runs)
+        curves = self._curves(setting, runs, seconds)
+        memory, step_s = self._memory(setting, tick)
+        averaging_s = self._averaging_s()
+        sizes = self._other_sizes(setting, others, budget.other, tick)
+        stages = self._mesh.stages
+        weights = self._weights()
+        return {
+            k: StageProfile(
+                curves[k, "F"],
+                curves[k, "B"],
+                memory[k],
+                tuple(OtherSize(m, at[k, "F"], at[k, "B"]) for m, at in sizes.items()),
+                step_s * weights[k],
+                averaging_s * weights[k],
+            )
+            for k in stages
+        }
+
+    def _durations(self, runs: Sequence[BusyRecording]) -> dict[tuple[int, str], float]:
+        spans = [(s.stage, s.action.kind, s.end_s - s.begin_s) for run in runs for s in run.recording.spans]
+        if self._mesh.device.type == "cuda":  # what the host does between actions, the device does not wait for
+            return durations(spans)
+        return durations(spans, [(run.busy_s, _within_s(run)) for run in runs])
+
+    def _curves(
+        self, setting: Setting, runs: Sequence[BusyRecording], seconds: dict[tuple[int, str], float]
+    ) -> dict[tuple[int, str], Curve]:
+        if self._mesh.device.type == "cuda":
+            return self._kernel_curves(setting, seconds)
+        curves: dict[tuple[int, str], Curve] = {}
+        for (stage, kind), length in seconds.items():
+            spans = [s for run in runs for s in run.recording.spans if (s.stage, s.action.kind) == (stage, kind)]
+            within = sum(s.end_s - s.begin_s for s in spans)
+            processor = sum(run.processor_s[stage, kind] for run in runs)
+            used = processor / (within * torch.get_num_threads()) if within else 1.0
+            curves[stage, kind] = Curve.constant(length, min(1.0, used))
+        return curves
+
+    def _kernel_curves(self, setting: Setting, seconds: dict[tuple[int, str], float]) -> dict[tuple[int, str], Curve]:
+        """By the kernels of one more iteration, or where they cannot be seen by what the driver says."""
+        with tracing_kernels(self._mesh.device) as trace:
+            run = self._rehearsal.run(setting)
+        shift = _clock_shift(run, trace)
+        if any(self._mesh.world.exchange_objects(shift is None)):
+            return self._sampled_curves(setting, seconds)
+        assert shift is not None
+        kernels = [(kernel.begin_s, kernel.end_s, kernel.share) for kernel in trace.kernels]
+        middle = setting.num_microbatches // 2
+        curves: dict[tuple[int, str], Curve] = {}
+        for span in run.recording.spans:
+            if span.action.micro_batch == middle:
+                curve = busy_curve(kernels, span.begin_s + shift, span.end_s + shift)
+                factor = seconds[span.stage, span.action.kind] / curve.total_s if curve.total_s else 0.0
+                curves[span.stage, span.action.kind] = replace(curve, seconds=tuple(factor * s for s in curve.seconds))
+        return curves
+
+    def _sampled_curves(self, setting: Setting, seconds: dict[tuple[int, str], float]) -> dict[tuple[int, str], Curve]:
+        """Constant, from samples during more iterations; where there are none the device counts as full."""
+        began, runs, more = time.monotonic(), [], True
+        with sampling_device(self._mesh.device) as samples:
+            while more:
+                runs.append(self._rehearsal.run(setting))
+                more = self._mesh.world.broadcast(time.monotonic() - began < _SAMPLED_S)
+        if not samples:
+            rank_zero_warn(
+                "AvgPipeTuner: neither torch.profiler nor NVML (pip install nvidia-ml-py) shows what the device does, "
+                "so it counts as full while an action runs, and parallel pipelines seem to gain less than they may"
+            )
+        # the device is idle while its process waits
+        acting = sum(map(_within_s, runs)) / sum(run.span_s for run in runs)
+        used = min(1.0, statistics.fmean(samples) / acting) if samples and acting else 1.0
+        return {key: Curve.constant(length, used) for key, length in seconds.items()}
+
+    def _memory(self, setting: Setting, tick: Callable[[], object]) -> tuple[dict[int, StageMemory], float]:
+        """Bytes of each stage here, and seconds of the optimizers' steps."""
+        strategy, device, captured = self._rehearsal.strategy, self._mesh.device, self._rehearsal.captured
+        plan, module = strategy.plan, strategy.lightning_module
+        assert plan is not None and module is not None
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+        kept = self._rehearsal.kept(setting)
+        tick()
+        models: dict[int, ModelBytes] = {}
+        step_s = self._rehearsal.step_s(
+            lambda: models.update(
+                model_bytes(plan, self._mesh.stages, module, strategy.optimizers, captured, self._mesh.num_groups)
+            )
+        )
+        context = _context_bytes(device) // len(self._mesh.stages)
+        held = sum(k.holding.total - k.holding.coming for k in kept.values()) if kept else 0
+        # what lies on the device that nobody accounts for is there at any setting
+        other = max(0, before - held) // len(self._mesh.stages) if before is not None and kept else 0
+        found = {}
+        for k in self._mesh.stages:
+            stage = plan.stages[k]
+            received = plan.stages[k - 1].boundary_bytes if k else 0
+            if kept is None:
+                flights = Setting(captured, schedule=self._schedule).stash(plan.num_stages)[k]
+                activations, transient = captured * (stage.memory.stash // flights + received), 0
+            else:
+                footprint = kept[k].footprint
+                activations = sum(max(0, forward) for forward, _ in footprint.changes)
+                rest = footprint.peak - footprint.crest - kept[k].holding.total - other
+                transient = setting.num_microbatches * max(0, rest)
+            found[k] = StageMemory(
+                context + other + models[k].shared,
+                models[k].model,
+                models[k].reference,
+                activations,
+                transient,
+                captured * (received + stage.boundary_bytes),
+            )
+        return found, step_s
+
+    def _averaging_s(self) -> float:
+        try:
+            return self._rehearsal.averaging_s()
+        except MemoryShortage:  # so that there is no room for parallel pipelines either
+            return 0.0
+
+    def _other_sizes(
+        self, setting: Setting, others: Sequence[int], count: int, tick: Callable[[], object]
+    ) -> dict[int, dict[tuple[int, str], float]]:
+        found = {}
+        for m in others if count else ():
+            try:
+                runs = self._runs(replace(setting, num_microbatches=m), count, tick)
+            except MemoryShortage as shortage:
+                self.too_few = max(m, self.too_few)
+                rank_zero_info(f"AvgPipeTuner: {m} micro-batches do not fit the memory ({shortage}); goes without them")
+                break  # fewer fit even less
+            found[m] = self._durations(runs[1:])
+        return found
+
+    def _weights(self) -> dict[int, float]:
+        """Each stage's part of what is done for all parameters of this process."""
+        plan = self._rehearsal.strategy.plan
+        assert plan is not None
+        counts = {k: plan.stages[k].num_parameters for k in self._mesh.stages}
+        total = sum(counts.values())
+        return {k: count / total if total else 1.0 / len(counts) for k, count in counts.items()}
+
+    def _hops(self, num_microbatches: int) -> tuple[HopProfile, ...]:
+        plan = self._rehearsal.strategy.plan
+        assert plan is not None
+        size = self._rehearsal.captured / num_microbatches
+        return tuple(
+            HopProfile(
+                size * stage.boundary_bytes,
+                size * sum(value.nbytes for value in stage.sends if value.requires_grad),
+                link,
+                link,
+            )
+            for stage, link in zip(plan.stages, measure_links(self._mesh), strict=False)
+        )
+
+
+def _within_s(run: BusyRecording) -> float:
+    return sum(span.end_s - span.begin_s for span in run.recording.spans)
+
+
+def _clock_shift(run: BusyRecording, trace: KernelTrace) -> float | None:
+    """What to add to times of a recording to have those of the profiler."""
+    shifts = [
+        trace.forwards_s[span.action.micro_batch] - span.begin_s
+        for span in run.recording.spans
+        if span.action.kind == "F" and span.action.micro_batch in trace.forwards_s
+    ]
+    return statistics.median(shifts) if shifts and trace.kernels else None
+
+
+def _context_bytes(device: torch.device) -> int:
+    """What is used of a device besides what the allocator has reserved."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
+def _device(device: torch.device) -> Device:
+    on_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_cuda else platform.processor() or platform.machine()
+    return Device(name, int(limit_of(1.0, device, 1)), in_turns=not on_cuda)

@@ -1,0 +1,332 @@
+"""Rehearsals: iterations of training of which nothing remains.
+
+::
+
+    first batch     -> a copy goes through the transfer hooks, and through as many iterations as are wanted
+                    -> everything is put back
+    the same batch  -> training begins, as if nothing had been
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_avgpipe.capture.snapshot import unchanged, untouched
+from lightning_avgpipe.comm.clock import ClockOffset
+from lightning_avgpipe.elastic.averaging import average
+from lightning_avgpipe.engine.accounting import Footprint, Meter
+from lightning_avgpipe.engine.guard import MemoryGuard
+from lightning_avgpipe.engine.microbatch import MicroBatch
+from lightning_avgpipe.engine.recording import Recording
+from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.engine.utilisation import BusyRecorder
+from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.model_memory import Holding, holdings
+from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.strategy.data import has_transfer_hooks
+from lightning_avgpipe.strategy.schedule_control import Advancing
+from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
+from lightning_avgpipe.tuning import Setting
+from lightning_avgpipe.utils.patching import replaced
+
+__all__ = ["Rehearsal", "rehearsing"]
+
+_BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
+_TIMES = 3  # a step is timed; the first makes its states
+
+
+class _Prepared(Exception):
+    """Ends an iteration before its first action: the stages are made."""
+
+
+class _Trials(Advancing):
+    """Gives trial iterations their schedule, and what measures them; knows nothing of those of training."""
+
+    captured = 1  # micro-batches of the batch from which the plan was made
+    runs = False
+    metered = False
+    kept: dict[int, Kept] | None = None
+
+    @contextlib.contextmanager
+    def iteration(
+        self,
+        task: Task,
+        works: Sequence[Sequence[MicroBatch]],
+        plan: Plan,
+        schedule: Schedule,
+        num_pipelines: int = 1,
+    ) -> Iterator[None]:
+        """A trial iteration runs within this context."""
+        if not self.runs:
+            raise _Prepared
+        meter: Meter | None = self._meter(task, plan) if self.metered else None
+        self._mesh.meter = meter
+        try:
+            yield
+        finally:
+            self._mesh.meter = None
+        if meter is not None:
+            held = holdings(plan, self._mesh.stages, self._module, self._optimizers(), self.captured)
+            self.kept = {k: Kept(found, held[k]) for k, found in meter.finish(held).items()}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a stage kept in a trial iteration, and what it holds whatever it keeps."""
+
+    footprint: Footprint
+    holding: Holding
+
+
+class Rehearsal:
+    """Runs iterations on one batch; made by :func:`rehearsing`. Every process does the same with its own.
+
+    Attributes:
+        strategy: whose stages run.
+        batch_size: samples.
+        captured: micro-batches of the batch from which the plan is made, once it is.
+    """
+
+    def __init__(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> None:
+        assert strategy.lightning_module is not None
+        self.strategy = strategy
+        self._trainer = trainer
+        self._module = strategy.lightning_module
+        self._batch = batch
+        self.batch_size = strategy.num_samples(copy.deepcopy(batch))
+        self.captured = 1
+
+    def prepare(self, num_microbatches: int) -> None:
+        """Make the stages, as the first iteration of training would."""
+        self.captured = num_microbatches
+        setting = Setting(self.captured, schedule=self.strategy.schedule_name)
+        with contextlib.suppress(_Prepared):
+            self._step(setting, self._trials(setting))
+
+    def run(self, setting: Setting) -> BusyRecording:
+        """One iteration without an optimizer step, with a batch for every pipeline.
+
+        Raises:
+            MemoryShortage: it does not fit some process; all of them raise it.
+        """
+        mesh = self.strategy.mesh
+        trials = self._trials(setting)
+        trials.runs = True
+        self._clear_gradients()
+        recorder = BusyRecorder(mesh.world.rank, mesh.device)
+        mesh.record(recorder)
+        mesh.guard = MemoryGuard()
+        try:
+            self._step(setting, trials)
+        finally:
+            mesh.guard = None
+            mesh.record(None)
+        recording = recorder.finish(ClockOffset(), mesh.timeout.total_seconds())
+        return BusyRecording(recording, {key: sum(found) for key, found in recorder.processor_s.items()})
+
+    def kept(self, setting: Setting) -> dict[int, Kept] | None:
+        """What the stages of this process keep in an iteration after another; None where it cannot be measured.
+
+        Raises:
+            MemoryShortage: as :meth:`run`.
+        """
+        trials = self._trials(setting)
+        trials.runs = trials.metered = True
+        self.strategy.mesh.guard = MemoryGuard()
+        try:
+            self._step(setting, trials)
+        finally:
+            self.strategy.mesh.guard = None
+        return trials.kept
+
+    def step_s(self, after: Callable[[], None]) -> float:
+        """Seconds of the optimizers' steps in this process, after an iteration.
+
+        Args:
+            after: called once they have states, which go when this returns.
+        Raises:
+            MemoryShortage: the states do not fit some process.
+        """
+        own = [p for p in self._module.parameters() if not p.is_meta]
+        weights = [p.detach().cpu().clone() for p in own]
+        seconds = [math.inf]
+
+        def step() -> None:
+            for _ in range(_TIMES):
+                begin = self._now()
+                for optimizer in self._optimizers:
+                    type(optimizer).step(optimizer)  # without schedulers that count
+                seconds.append(self._now() - begin)
+
+        with contextlib.ExitStack() as undo:
+            for optimizer in self._optimizers:
+                undo.enter_context(unchanged(optimizer))
+                for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                    undo.enter_context(replaced(optimizer, hooks, OrderedDict()))
+            try:
+                self._guarded(step, "the optimizer's step")
+                after()
+            finally:
+                with torch.no_grad():
+                    for parameter, weight in zip(own, weights, strict=True):
+                        parameter.copy_(weight)
+        return min(seconds)
+
+    def averaging_s(self) -> float:
+        """Seconds in which this process averages one model of its own.
+
+        Raises:
+            MemoryShortage: a model and a reference more do not fit some process.
+        """
+        seconds = [math.inf]
+
+        def run() -> None:
+            own = [p.detach() for p in self._module.parameters() if not p.is_meta and p.requires_grad]
+            model, centre = [t.clone() for t in own], [t.clone() for t in own]
+            for _ in range(_TIMES):
+                begin = self._now()
+                average([model], centre, 0.5, 1.0, 1)
+                seconds.append(self._now() - begin)
+
+        self._guarded(run, "averaging")
+        return min(seconds)
+
+    def _guarded(self, do: Callable[[], None], what: str) -> None:
+        guard = MemoryGuard()
+        guard.run(do, what)
+        guard.agree(self.strategy.mesh.world)
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        return [o._optimizer if isinstance(o, LightningOptimizer) else o for o in self.strategy.optimizers]
+
+    def _trials(self, setting: Setting) -> _Trials:
+        mesh = self.strategy.mesh
+        trials = _Trials(setting.schedule, setting.advance, mesh, math.inf, self._module, lambda: self._optimizers)
+        trials.captured = self.captured
+        return trials
+
+    def _step(self, setting: Setting, trials: _Trials) -> None:
+        batches = [copy.deepcopy(self._batch) for _ in range(setting.num_pipelines)]  # a step may change its own
+        batch = self.strategy.try_next(batches, setting.num_microbatches, trials)
+        self._module._current_fx_name = "on_train_batch_start"
+        self._module.on_train_batch_start(batch, 0)
+        self._module._current_fx_name = "training_step"
+        kwargs = self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+        self.strategy.training_step(*kwargs.values())
+
+    def _clear_gradients(self) -> None:
+        self.strategy.clear_gradients()
+        for parameter in self._module.parameters():
+            parameter.grad = None
+
+    def _now(self) -> float:
+        if self.strategy.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.strategy.mesh.device)
+        return time.perf_counter()
+
+
+class BusyRecording:
+    """What one process did in a trial iteration.
+
+    Attributes:
+        recording: its actions and waits.
+        processor_s: (stage, kind of action) -> seconds of the processor.
+    """
+
+    def __init__(self, recording: Recording, processor_s: dict[tuple[int, str], float]) -> None:
+        self.recording = recording
+        self.processor_s = processor_s
+
+    @property
+    def span_s(self) -> float:
+        """From its first action to its last."""
+        spans = self.recording.spans
+        return max(span.end_s for span in spans) - min(span.begin_s for span in spans)
+
+    @property
+    def busy_s(self) -> float:
+        """The same without waits."""
+        return self.span_s - sum(a.end_s - a.begin_s for a in self.recording.activities if a.kind == "wait")
+
+
+@contextlib.contextmanager
+def rehearsing(
+    trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any, num_microbatches: Callable[[int], int]
+) -> Iterator[Rehearsal]:
+    """Within this context iterations can be tried on a batch; after it everything is as before, bit for bit.
+
+    What is put back: gradients, buffers, attributes of all submodules and of the datamodule, the precision plugin's
+    state, collected logs, the state of all random number generators. Callbacks, loggers and hooks around the backward
+    hear nothing. The stages stay: they are those that training would have made.
+
+    Args:
+        trainer: that is about to use its first batch of training.
+        strategy: of the trainer, with a pipeline.
+        batch: as read from the dataloader; it is not touched.
+        num_microbatches: for its number of samples how many micro-batches the stages are planned for.
+    """
+    module = strategy.lightning_module
+    assert module is not None
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(torch.enable_grad())
+        undo.enter_context(_unheard(trainer, module, strategy))
+        undo.enter_context(_without_gradients(module))
+        if trainer.datamodule is not None and has_transfer_hooks(trainer):  # type: ignore[attr-defined]
+            undo.enter_context(unchanged(trainer.datamodule))  # type: ignore[attr-defined]
+        undo.enter_context(untouched(module))
+        rehearsal = Rehearsal(trainer, strategy, undo.enter_context(strategy.trying(batch)))
+        rehearsal.prepare(num_microbatches(rehearsal.batch_size))
+        yield rehearsal
+
+
+@contextlib.contextmanager
+def _unheard(trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy) -> Iterator[None]:
+    """Nobody is told what happens within this context."""
+    callbacks, loggers = trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(unchanged(strategy.precision_plugin))
+        for value in vars(strategy.precision_plugin).values():
+            if isinstance(value, GradScaler):
+                undo.enter_context(unchanged(value))
+        for hook in _BACKWARD_HOOKS:
+            undo.enter_context(replaced(module, hook, _nothing))
+        undo.enter_context(replaced(module, "_current_fx_name", None))
+        trainer.callbacks, trainer.loggers = [], [DummyLogger() for _ in loggers]  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _without_gradients(module: pl.LightningModule) -> Iterator[None]:
+    gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            # what has gone to another process or device since has left its gradient behind, as at any first batch
+            same = gradient is not None and gradient.device == parameter.device
+            parameter.grad = gradient if same else None
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of what shall not be heard."""

@@ -1,0 +1,316 @@
+"""Advancing: which schedule an iteration of training runs with, and what is measured to choose it.
+
+::
+
+    every rank    iteration 7 ....... report: time, memory          accept: from iteration 8 on advance 2
+    rank 0        iteration 7 ....... reports of 6 and 7, if there, decide: 2, to all with the news of iteration 7
+
+Nobody waits for a report: what comes late counts later. All ranks learn of a decision with what rank 0 publishes after
+every iteration anyway, so all switch at the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.comm.clock import Stopwatch
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.engine.accounting import DeviceMeter, Footprint, HostMeter, Meter
+from lightning_avgpipe.engine.microbatch import MicroBatch
+from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.memory import nbytes
+from lightning_avgpipe.planning.model_memory import holdings_of_models
+from lightning_avgpipe.planning.planner import stage_costs
+from lightning_avgpipe.schedule import Schedule, build, first_advance, from_warm_up, stepped_warm_up, uneven_steps
+from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
+from lightning_avgpipe.schedule.timeline import peak_stash
+from lightning_avgpipe.utils import tree
+
+__all__ = ["Advancing", "News"]
+
+_log = logging.getLogger(__name__)
+
+# Of advances, by shape, and measured peaks, by stage; None if there is nothing new.
+News = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]] | None
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    """What an iteration ran with, and whether its time says something: it was an ordinary one."""
+
+    shape: IterationShape
+    advance: int
+    counts: bool
+
+
+class Advancing:
+    """Gives each iteration of one run of the trainer its schedule, and adapts the advance where that is asked for.
+
+    A shape begins with advance 0, which needs the least memory. That iteration is measured; what it kept tells what
+    any other advance would need, and with the next news the first advance that fits is taken. Only times of whole,
+    ordinary iterations count: none that was measured, recorded, had fewer samples than others, or came after
+    something else than an iteration.
+
+    Args:
+        name: of the schedule.
+        advance: h, or ``"auto"``. Alone a process has nothing to overlap: there ``"auto"`` is 0.
+        mesh: who hosts what.
+        memory_limit: bytes that no stage may exceed.
+        module: that is trained.
+        optimizers: that step it, as of when it is called.
+
+    Attributes:
+        peaks: stage -> bytes at its peak, as measured last; of all stages, on all ranks.
+        beside: what parallel models have of their own that are not in the module, as of when it is called.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        advance: int | Literal["auto"],
+        mesh: Mesh,
+        memory_limit: float,
+        module: nn.Module,
+        optimizers: Callable[[], Sequence[Optimizer]],
+    ) -> None:
+        self.peaks: dict[int, int] = {}
+        self.beside: Callable[[], Sequence[Tensor]] = list
+        self._name = name
+        self._fixed = 0 if advance == "auto" else advance
+        self._adapts = advance == "auto" and name == "advance_forward" and mesh.world_size > 1
+        self._mesh = mesh
+        self._limit = memory_limit
+        self._module = module
+        self._optimizers = optimizers
+        self._plan: Plan | None = None
+        self._stopwatch = Stopwatch(mesh.device)
+        self._steps: tuple[int, ...] = (1,) * (mesh.num_stages - 1)
+        self._chosen: dict[IterationShape, int] = {}  # the same on every rank
+        self._metered: set[tuple[IterationShape, int]] = set()
+        self._largest: Counter[IterationShape] = Counter()
+        self._number = 0
+        self._follows = False  # on an ordinary iteration
+        self._report: list[Any] = []  # of this rank, not yet handed in
+        # on rank 0
+        self._controller: AdaptiveAdvance | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._iterations: dict[int, _Iteration] = {}
+        self._times: dict[int, dict[int, float]] = defaultdict(dict)
+        self._next = 1
+        self._footprints: dict[IterationShape, dict[int, Footprint]] = defaultdict(dict)
+        self._decided: dict[IterationShape, int] = {}
+        self._too_large: set[IterationShape] = set()
+        self._measured: dict[int, int] = {}
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._unlogged: Decision | None = None
+
+    # -- every rank, for every iteration -----------------------------------------------------------------------------
+
+    def schedule(self, parts: Sequence[MicroBatch], num_pipelines: int = 1) -> Schedule:
+        """For the next iteration of training, of a pipeline with these micro-batches."""
+        shape = self._shape(parts, num_pipelines)
+        return self._schedule_of(shape, self._chosen.get(shape, 0))
+
+    def fix(self, advance: int) -> None:
+        """From now on every iteration has this advance. Every rank calls it after the same iteration."""
+        self._fixed, self._adapts = advance, False
+
+    def _take(self, plan: Plan, num_microbatches: int) -> None:
+        """The first iteration knows the plan, and its costs what to begin with."""
+        if plan is self._plan or not self._adapts:
+            return
+        self._plan, start = plan, 0
+        if plan.measured:
+            costs = stage_costs(plan)
+            self._steps = uneven_steps(costs)
+            start = first_advance(self._steps, num_microbatches, costs)
+        self._controller = AdaptiveAdvance(start, self._predicted_peak, self._limit, self._warm_up)
+        if self._loaded is not None:
+            self._controller.load_state_dict(self._loaded)
+
+    @contextlib.contextmanager
+    def iteration(
+        self,
+        task: Task,
+        works: Sequence[Sequence[MicroBatch]],
+        plan: Plan,
+        schedule: Schedule,
+        num_pipelines: int = 1,
+    ) -> Iterator[None]:
+        """An iteration, of training or not, runs within this context.
+
+        Args:
+            task: of pipeline 0.
+            works: micro-batches of every pipeline that has a batch.
+            plan: of the step.
+            schedule: of pipeline 0.
+            num_pipelines: N. Memory is measured when all of them have a batch.
+        """
+        parts = works[0]
+        if not task.trains:
+            self._follows = False
+            yield
+            return
+        shape = self._shape(parts, num_pipelines)
+        advance = self._chosen.get(shape, 0)
+        self._take(plan, len(parts))
+        unmetered = len(works) == num_pipelines and (shape, advance) not in self._metered
+        meter = self._meter(task, plan, works) if unmetered else None
+        if unmetered:
+            self._metered.add((shape, advance))
+        self._number += 1
+        self._mesh.meter = meter
+        try:
+            with self._stopwatch.lap(self._number) if self._adapts else contextlib.nullcontext():
+                yield
+        finally:
+            self._mesh.meter = None
+        if meter is not None:
+            stages, groups = self._mesh.stages, self._mesh.num_groups
+            found = meter.finish(
+                holdings_of_models(plan, stages, self._module, self._optimizers(), len(parts), num_pipelines, groups)
+            )
+            self._report += [(self._number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
+        size = sum(part.size for work in works for part in work)
+        self._largest[shape] = max(size, self._largest[shape])
+        ordinary = self._follows and meter is None and self._mesh.recorder is None and size == self._largest[shape]
+        self._follows = True
+        if self._mesh.rank == 0:
+            if self._adapts or meter is not None:  # news of it will come, though maybe not with the next news
+                self._iterations[self._number] = _Iteration(shape, advance, ordinary)
+            if meter is None and self._adapts and shape not in self._footprints:
+                self._estimate(plan, shape, schedule)
+
+    def finish(self) -> News:
+        """After an iteration: hand in what was measured; on rank 0, decide. Every rank calls it."""
+        if not self._adapts and not self._report:
+            return None  # the same on every rank
+        laps, measured = self._stopwatch.finished(), self._report
+        self._report = []
+        for rank, (times, footprints) in self._mesh.news.hand_in((laps, measured)):
+            for number, seconds in times:
+                self._times[number][rank] = seconds
+            for number, stage, *values in footprints:
+                self._footprints[self._iterations[number].shape][stage] = Footprint(*values)
+                self._measured[stage] = values[0]
+        return self._decide() if self._mesh.rank == 0 else None
+
+    def accept(self, news: News) -> None:
+        """Every rank takes rank 0's decisions on, after the same iteration."""
+        if news is not None:
+            self._chosen.update({IterationShape(*values): advance for *values, advance in news[0]})
+            self.peaks.update(news[1])
+
+    def log(self, trainer: pl.Trainer) -> None:
+        """Loggers get the last decision at the next step at which metrics are logged."""
+        connector = trainer._logger_connector
+        if self._unlogged is None or not trainer.loggers or not connector.should_update_logs:
+            return
+        if trainer.fit_loop._should_accumulate():
+            return
+        metrics = {
+            "avgpipe/advance": float(self._unlogged.advance),
+            "avgpipe/iteration_s": statistics.median(self._recent),
+            "avgpipe/peak_memory_bytes": float(max(self.peaks.values(), default=0)),
+        }
+        self._unlogged = None
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _shape(self, parts: Sequence[MicroBatch], num_pipelines: int) -> IterationShape:
+        """Of a batch; lengths are alike if the largest tensor has as many elements per sample, up to a factor of 2."""
+        first = parts[0]
+        elements = max((tensor.numel() for tensor in tree.tensors(first.data)), default=0) // max(1, first.size)
+        return IterationShape(len(parts), num_pipelines, self._mesh.num_stages, elements.bit_length())
+
+    def _schedule_of(self, shape: IterationShape, advance: int) -> Schedule:
+        if not self._adapts:
+            return build(self._name, shape.num_stages, shape.num_microbatches, self._fixed)
+        return from_warm_up(self._warm_up(shape, advance), shape.num_microbatches, self._name)
+
+    def _warm_up(self, shape: IterationShape, advance: int) -> tuple[int, ...]:
+        return stepped_warm_up(self._steps, shape.num_microbatches, advance)
+
+    def _meter(self, task: Task, plan: Plan, works: Sequence[Sequence[MicroBatch]] = ()) -> Meter | None:
+        """None where it cannot be measured: a step whose costs were not measured may not bear to be watched."""
+        if self._mesh.device.type == "cuda":
+            return DeviceMeter(self._mesh.device)
+        if not plan.measured:
+            return None
+        batches = tree.tensors((tuple(map(tuple, task.args)), [part.data for parts in works for part in parts]))
+        return HostMeter([*self._module.parameters(), *self._module.buffers(), *self.beside(), *batches])
+
+    # -- rank 0 ------------------------------------------------------------------------------------------------------
+
+    def _estimate(self, plan: Plan, shape: IterationShape, schedule: Schedule) -> None:
+        """Where memory is not measured, go by the plan's estimates, which were made for this schedule."""
+        for k, (stage, flights) in enumerate(zip(plan.stages, peak_stash(schedule), strict=True)):
+            stash = (stage.memory.stash + stage.memory.boundary) // flights
+            self._footprints[shape][k] = Footprint.estimated(stage.memory.held, stash, schedule[k])
+
+    def _predicted_peak(self, shape: IterationShape, advance: int) -> list[float]:
+        schedule, footprints = self._schedule_of(shape, advance), self._footprints[shape]
+        return [footprints[k].predicted(schedule[k]) for k in range(shape.num_stages)]
+
+    def _decide(self) -> News:
+        """Take in what has arrived from all ranks, in order; what is new goes to all of them."""
+        while len(times := self._times.get(self._next, {})) == self._mesh.world_size:
+            self._observe(self._iterations[self._next], max(times.values()))
+            del self._times[self._next], self._iterations[self._next]
+            self._next += 1
+        if self._controller is not None:
+            for shape, footprints in self._footprints.items():
+                if shape not in self._decided and len(footprints) == shape.num_stages:
+                    self._decided[shape] = self._first(self._controller, shape)
+        chosen = {s: h for s, h in self._decided.items() if self._chosen.get(s, 0) != h}
+        peaks = {k: peak for k, peak in self._measured.items() if self.peaks.get(k) != peak}
+        if not chosen and not peaks:
+            return None
+        return tuple((*astuple(s), h) for s, h in chosen.items()), tuple(peaks.items())
+
+    def _first(self, controller: AdaptiveAdvance, shape: IterationShape) -> int:
+        """The advance that a shape begins with, or after a resume goes on with."""
+        for stage, peak in enumerate(self._predicted_peak(shape, 0)):
+            if peak > self._limit:
+                self._too_large.add(shape)
+                rank_zero_warn(
+                    f"stage {stage} keeps {nbytes(peak)} at its peak, more than memory_limit ({nbytes(self._limit)}), "
+                    "although the schedule is the one that needs least; use more micro-batches, or a higher limit"
+                )
+                return 0
+        return controller.advance(shape)
+
+    def _observe(self, iteration: _Iteration, seconds: float) -> None:
+        shape, controller = iteration.shape, self._controller
+        if controller is None or not iteration.counts or shape in self._too_large:
+            return
+        if iteration.advance != self._decided.get(shape):
+            return  # it ran before the last decision had come round
+        self._recent.append(seconds)
+        decision = controller.observe(shape, seconds)
+        if decision is not None:
+            self._decided[shape] = decision.advance
+            self._unlogged = decision
+            _log.info("advance %d from now on: %s", decision.advance, decision.reason)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What rank 0's controller knows; None if there is nothing to know."""
+        return self._loaded if self._controller is None else self._controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on where a run was saved: after the first iteration, when it is known what fits the memory."""
+        self._loaded = state

@@ -1,0 +1,120 @@
+"""Averages of weights on several processes: each averages the weights that it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import nn
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.training.deployment import Division
+from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.weights.initialisation import on_meta
+from lightning_avgpipe.weights.ownership import give_up, take_back
+
+__all__ = ["averaging_parts"]
+
+
+@contextlib.contextmanager
+def averaging_parts(trainer: pl.Trainer, module: nn.Module, division: Division) -> Iterator[None]:
+    """Within this context averages of weights are divided as the weights are, and saved whole."""
+    with contextlib.ExitStack() as undo:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StochasticWeightAveraging):
+                for name in ("update_parameters", "transfer_weights"):
+                    undo.enter_context(replaced(callback, name, _on_parts(getattr(callback, name), module)))
+                undo.enter_context(replaced(callback, "state_dict", _whole(callback, division)))
+            elif isinstance(callback, checks.weight_averaging()):
+                _average_parts(undo, callback, module, division)
+        yield
+
+
+def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module, division: Division) -> None:
+    """The average that a callback keeps beside the weights gives up what they give up; what is on meta stays there.
+
+    When training ends the callback copies the average to the module, which is whole again after that, and so is the
+    average.
+    """
+    average = callback._average_model
+    if average is None:  # not in training
+        return
+    if on_meta(module):
+        raise ConfigurationError(
+            f"{type(callback).__name__} copies the weights before training, but those of {type(module).__name__} "
+            "are on the meta device until then; build it with contents, or remove the callback"
+        )
+    copied: list[bool] = []
+
+    def on_parts(function: Callable[..., Any], ends: bool = False) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            _Part(average.module, module)
+            result = function(*args, **kwargs)
+            copied.extend([True] * ends)
+            return result
+
+        return run
+
+    @undo.callback
+    def make_whole() -> None:
+        if not copied:  # training did not end, and the module has other weights
+            return
+        whole = ((name, parameter) for name, parameter in module.named_parameters() if not parameter.is_meta)
+        take_back(average.module, {name: parameter.detach().clone() for name, parameter in whole})
+        for old, new in zip(average.module.buffers(), module.buffers(), strict=True):
+            old.copy_(new)
+
+    def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        _Part(average.module, module)
+        own = {name: buffer for name, buffer in average.named_buffers() if not name.startswith("module.")}
+        return own | {f"module.{name}": value for name, value in division.collected(average.module).items()}
+
+    for name in ("_swap_models", "_copy_average_to_current"):
+        ends = name != "_swap_models"
+        undo.enter_context(replaced(callback, name, on_parts(getattr(callback, name), ends)))
+    undo.enter_context(replaced(average, "update_parameters", on_parts(average.update_parameters)))
+    undo.enter_context(replaced(average, "state_dict", state_dict))
+
+
+class _Part:
+    """What this process holds of a module, or of a copy of it.
+
+    Args:
+        whole: whose parameters.
+        module: that was divided.
+    """
+
+    def __init__(self, whole: nn.Module, module: nn.Module) -> None:
+        if whole is not module:  # a copy need not hold more
+            give_up(whole, [name for name, parameter in module.named_parameters() if parameter.is_meta])
+        self._whole = whole
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """With contents here."""
+        return (parameter for parameter in self._whole.parameters() if not parameter.is_meta)
+
+
+def _on_parts(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(one: nn.Module, other: nn.Module, *args: Any) -> Any:
+        return function(_Part(one, module), _Part(other, module), *args)
+
+    return run
+
+
+def _whole(callback: StochasticWeightAveraging, division: Division) -> Callable[[], dict[str, Any]]:
+    state_dict = callback.state_dict
+
+    def run() -> dict[str, Any]:
+        state = state_dict()
+        if callback._average_model is not None:
+            state["average_model_state"] = division.collected(callback._average_model)
+        return state
+
+    return run

@@ -1,0 +1,210 @@
+"""Checkpoints: the state of all stages, as one process would have it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.elastic.ensemble import Ensemble
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.weights.lending import Lender
+
+__all__ = [
+    "full_ensemble_state",
+    "full_optimizer_state",
+    "full_state_dict",
+    "load_ensemble_state",
+    "named_optimizer_state",
+    "own_state_dict",
+    "owners",
+    "scattered_owners",
+    "spread_parameters",
+]
+
+
+def owners(module: nn.Module, mesh: Mesh, stages_of: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The rank that owns each parameter and buffer, by every name it has; rank 0 owns what no stage uses.
+
+    Args:
+        stages_of: parameter or changed buffer -> its stages, of which the first is the owner.
+    """
+    canonical = {id(p): name for name, p in module.named_parameters()}
+    canonical |= {id(b): name for name, b in module.named_buffers()}
+    everything = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    found = {}
+    for name, tensor in everything:
+        stages = stages_of.get(canonical[id(tensor)])
+        found[name] = mesh.rank_of(stages[0]) if stages else 0
+    return found
+
+
+def full_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
+    """On rank 0 the state dict of the whole module; elsewhere the module's own, with what it lacks on meta."""
+    state = module.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name in owner}
+    return {**state, **mesh.collect(tensors, lambda name: owner[name])}
+
+
+def own_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
+    """The part of the module's state dict that this process answers for; what has no owner is rank 0's."""
+    return {name: value for name, value in module.state_dict().items() if owner.get(name, 0) == mesh.rank}
+
+
+def scattered_owners(module: nn.Module, mesh: Mesh) -> dict[str, int]:
+    """The owners of a module that was divided before, of which every process kept its part.
+
+    Raises:
+        ConfigurationError: no process has contents for a parameter yet.
+    """
+    holders = Lender(module, mesh, None).holders()
+    canonical = {id(p): name for name, p in module.named_parameters()}
+    owner = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if canonical[id(parameter)] not in holders:
+            raise ConfigurationError(
+                f"'{name}' is on the meta device on all ranks, so there is nothing to save; run a batch first"
+            )
+        owner[name] = holders[canonical[id(parameter)]]
+    return owner
+
+
+def spread_parameters(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Tensor]:
+    """On every rank the owners' parameters and buffers."""
+    tensors: dict[str, Tensor] = {name: p.detach() for name, p in module.named_parameters()}
+    tensors |= dict(module.named_buffers())
+    return mesh.spread(tensors, lambda name: owner[name])
+
+
+def full_optimizer_state(optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
+    """On rank 0 an ordinary optimizer state: the union of the stages' states; elsewhere one's own.
+
+    Every process builds its optimizer over all parameters, so a parameter has the same number everywhere, the number
+    that it has in one process.
+    """
+    state = optimizer.state_dict()
+    own = pytree.tree_map_only(Tensor, lambda t: t.cpu(), state["state"]) if mesh.rank != 0 else {}
+    for theirs in mesh.gather_objects(own):
+        for number, entry in theirs.items():
+            state["state"].setdefault(number, entry)
+    state["state"] = {number: state["state"][number] for number in sorted(state["state"])}
+    return state
+
+
+def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """This process's optimizer state with the names of parameters for their numbers.
+
+    Optimizers load it as they load one with numbers, and names are what distributed checkpoints are keyed by.
+    """
+    state = optimizer.state_dict()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    name_of = {n: names.get(id(p), str(n)) for n, p in zip(numbers, parameters, strict=True)}
+    return {
+        "state": {name_of[number]: entry for number, entry in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def full_ensemble_state(ensemble: Ensemble, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
+    """On rank 0 all that parallel models have of their own; nothing that others could not read without this package.
+
+    The models of all groups follow each other, so it does not matter how many groups there are. Pipeline 0's optimizer
+    state is missing, since it is that of the checkpoint.
+    """
+    state: dict[str, Any] = {"steps": ensemble.steps, "active": ensemble.active}
+    with ensemble.showing_reference(False):
+        state["models"] = [mesh.collect(ensemble.tensors(n), lambda name: owner[name]) for n in range(ensemble.size)]
+        state["optimizers"] = [
+            [full_optimizer_state(optimizer, mesh) for optimizer in ensemble.optimizers(n)]
+            for n in range(ensemble.size)
+            if ensemble.first + n
+        ]
+        if ensemble.outer is not None:
+            state["outer_names"] = list(ensemble.names)
+            state["outer_optimizer"] = full_optimizer_state(ensemble.outer, mesh)
+    if mesh.num_groups > 1 and mesh.rank == 0:
+        state = _joined(state, mesh)
+    return state
+
+
+def _joined(state: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """On rank 0 of all processes the states of all groups."""
+    rest = {"models", "optimizers", "active"}
+    brought = {name: pytree.tree_map_only(Tensor, lambda t: t.cpu(), state[name]) for name in rest}
+    groups = mesh.heads.gather_objects(brought)
+    models = [model for group in groups for model in group["models"]]
+    optimizers = [states for group in groups for states in group["optimizers"]]
+    active = sum(group["active"] for group in groups)
+    return {**state, "models": models, "optimizers": optimizers, "active": active}
+
+
+def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
+    """What :func:`full_ensemble_state` has saved, as far as this process holds it; there are as many models."""
+    first, size = ensemble.first, ensemble.size
+    ensemble.load_progress(state["steps"], min(size, max(0, state["active"] - first)))
+    for n, tensors in enumerate(state["models"][first : first + size]):
+        ensemble.load(n, tensors)
+    for number in range(max(first, 1), first + size):
+        for optimizer, saved in zip(ensemble.optimizers(number - first), state["optimizers"][number - 1], strict=True):
+            optimizer.state.clear()
+            load_present_state(optimizer, saved["state"])
+    if ensemble.outer is not None and "outer_optimizer" in state:
+        saved, position = state["outer_optimizer"], {name: i for i, name in enumerate(ensemble.names)}
+        numbers = {old: position[name] for old, name in enumerate(state["outer_names"]) if name in position}
+        load_present_state(ensemble.outer, {numbers[old]: entry for old, entry in saved["state"].items()})
+
+
+def drop_foreign_state(optimizer: Optimizer, foreign: set[int]) -> None:
+    """Forget the state of parameters that other processes own.
+
+    Args:
+        foreign: ids of these parameters.
+    """
+    for parameter in [p for p in optimizer.state if id(p) in foreign]:
+        del optimizer.state[parameter]
+
+
+def load_present_state(optimizer: Optimizer, states: Mapping[int, Any]) -> None:
+    """Load the states of the parameters that have contents here, in the midst of a step.
+
+    ``Optimizer.load_state_dict`` would replace the parameter groups too, which a running step refers to.
+
+    Args:
+        states: number of the parameter -> its state.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, state in states.items():
+        parameter = parameters[number]
+        if not parameter.is_meta:
+            optimizer.state[parameter] = {name: _beside(parameter, name, value) for name, value in state.items()}
+
+
+def _beside(parameter: Tensor, name: str, value: Any) -> Any:
+    """A copy of a state's entry as ``Optimizer.load_state_dict`` would place it: the step counter stays where it is."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if name == "step":
+        return value.clone()
+    dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
+    return value.to(parameter.device, dtype, copy=True)
+
+
+def move_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Copy optimizer state to beside its parameter, except the step counter, which the optimizer placed itself.
+
+    What is there already is copied too: after loading it may be a map of a file, which must not be kept.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.to(device if value.shape == parameter.shape else value.device, copy=True)

@@ -1,0 +1,1 @@
+"""What every room uses and nobody of this subject invented: trees, patching, source lines."""

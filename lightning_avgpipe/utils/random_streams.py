@@ -1,0 +1,75 @@
+"""Streams of random numbers that have names, and generators that are left as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+__all__ = ["RandomKey", "generators", "host_stream", "seed_all", "stream"]
+
+
+@dataclass(frozen=True)
+class RandomKey:
+    """Names one execution of a step function.
+
+    Attributes:
+        seed: of the run, the same on all ranks.
+        iteration: batches seen so far.
+        pipeline: n, 0-based.
+        micro_batch: i, 0-based.
+    """
+
+    seed: int
+    iteration: int = 0
+    pipeline: int = 0
+    micro_batch: int = 0
+
+    def derive(self, name: str, occurrence: int = 0, function: int = 0) -> int:
+        """A 63-bit seed for one draw of this execution: of a module's n-th call the n-th function."""
+        text = f"{self.seed}/{self.iteration}/{self.pipeline}/{self.micro_batch}/{name}/{occurrence}/{function}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@functools.cache
+def generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    """Those that draws on this device may use."""
+    if device.type == "cuda":
+        return torch.default_generator, torch.cuda.default_generators[device.index or 0]
+    return (torch.default_generator,)
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    for generator in generators(device):
+        generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def stream(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw torch's random numbers from a fresh stream, then go on with the old one."""
+    states = [(generator, generator.get_state()) for generator in generators(device)]
+    seed_all(seed, device)
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+@contextlib.contextmanager
+def host_stream(seed: int) -> Iterator[None]:
+    """The same for the generators of Python and NumPy."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -1,0 +1,206 @@
+"""Stages by size: a module divided for memory alone, where no order of calls is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.planning.memory import Need, nbytes
+from lightning_avgpipe.planning.plan import Plan, StagePlan
+
+__all__ = ["SizePlan", "divide_by_size"]
+
+_ABOVE_BEST = 1.2  # the largest stage may be so much larger, if modules then stay in one piece
+
+
+@dataclass(frozen=True)
+class SizePlan(Plan):
+    """Which stage owns what; nothing is known of calls."""
+
+    def __str__(self) -> str:
+        rows = [("stage", "units", "parameters", "memory")]
+        for stage in self.stages:
+            names = ", ".join(stage.units)
+            if len(stage.units) > 2:
+                names = f"{stage.units[0]} .. {stage.units[-1]} ({len(stage.units)})"
+            rows.append((str(stage.index), names, str(stage.num_parameters), nbytes(stage.memory.held)))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def divide_by_size(
+    module: nn.Module,
+    num_stages: int,
+    held: Mapping[str, int],
+    split_points: Sequence[str] | None = None,
+    limit: float = math.inf,
+    ignore: Collection[nn.Module] = (),
+) -> SizePlan:
+    """Give every submodule with parameters to one stage, in the order in which they were registered.
+
+    The largest stage is as small as it can be, or up to a fifth larger where larger modules stay in one piece then.
+    Modules that share a parameter are on the same stage. Parameters of modules whose children are on several stages
+    are left to all of them.
+
+    Args:
+        module: to divide.
+        num_stages: K.
+        held: full name of each parameter -> bytes for weight, gradient and optimizer state.
+        split_points: names of the submodules at which stages 1.. begin; None balances.
+        limit: bytes that a stage may use.
+        ignore: modules that only observe.
+    Raises:
+        PartitionError: too few modules have parameters, a split point names none, or a stage is above the limit.
+    """
+    parts = list(_parts(module, ignore))
+    names = [path for path, _ in parts]
+    if len(parts) < num_stages:
+        raise PartitionError(
+            f"num_stages={num_stages}, but only {len(parts)} submodules of {type(module).__name__} have parameters: "
+            f"{', '.join(names) or 'none'}; use fewer devices"
+        )
+    canonical = {id(p): name for name, p in module.named_parameters()}
+    seen: dict[int, int] = {}
+    weights = []
+    for number, (_, part) in enumerate(parts):
+        new = [p for p in part.parameters(recurse=_is_atom(part)) if seen.setdefault(id(p), number) == number]
+        weights.append(sum(held[canonical[id(p)]] for p in new))
+    cuts = _cuts_at(names, split_points, num_stages) if split_points is not None else _cuts(names, weights, num_stages)
+    bounds = [0, *cuts, len(parts)]
+    stage_of = [k for k in range(num_stages) for _ in range(bounds[k], bounds[k + 1])]
+    for number, (_, part) in enumerate(parts):  # where a shared parameter is first
+        shared = [seen[id(p)] for p in part.parameters(recurse=_is_atom(part))]
+        stage_of[number] = stage_of[min(shared, default=number)]
+    return _plan(module, num_stages, dict(zip(names, stage_of, strict=True)), held, limit)
+
+
+def _is_atom(part: nn.Module) -> bool:
+    """Whether a module uses the parameters of its children itself."""
+    return isinstance(part, nn.MultiheadAttention)
+
+
+def _parts(module: nn.Module, ignore: Collection[nn.Module], path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Modules with parameters of their own that hold no others with such, below the root."""
+    for name, child in module.named_children():
+        full = f"{path}.{name}" if path else name
+        if any(child is other for other in ignore):
+            continue
+        below = list(_parts(child, ignore, full)) if not _is_atom(child) else []
+        if below:
+            yield from below
+        elif any(True for _ in child.parameters()):
+            yield full, child
+
+
+def _cuts(names: Sequence[str], weights: Sequence[int], num_stages: int) -> list[int]:
+    """Positions of stages 1..: the largest stage near the smallest possible, then boundaries of the largest modules."""
+    count = len(names)
+    sums = [0, *itertools.accumulate(weights)]
+    limit = _smallest_limit(weights, num_stages) * _ABOVE_BEST
+    depths = [0, *(_common(a, b) for a, b in itertools.pairwise(names)), 0]
+    # for each end of a stage the sum of depths so far, and where the stage began
+    best: list[list[tuple[float, int]]] = [[(0.0 if j == 0 else math.inf, 0) for j in range(count + 1)]]
+    for _ in range(num_stages):
+        before = best[-1]
+        best.append(
+            [
+                min(
+                    ((before[i][0] + depths[j], i) for i in range(bisect_left(sums, sums[j] - limit), j)),
+                    default=(math.inf, 0),
+                )
+                for j in range(count + 1)
+            ]
+        )
+    cuts, end = [], count
+    for row in reversed(best[2:]):
+        end = row[end][1]
+        cuts.append(end)
+    return cuts[::-1]
+
+
+def _smallest_limit(weights: Sequence[int], num_stages: int) -> int:
+    """The smallest that the largest stage can be."""
+    low, high = max(weights), sum(weights)
+    while low < high:
+        middle, stages, size = (low + high) // 2, 1, 0
+        for weight in weights:
+            if size + weight > middle:
+                stages, size = stages + 1, 0
+            size += weight
+        low, high = (middle + 1, high) if stages > num_stages else (low, middle)
+    return low
+
+
+def _common(one: str, other: str) -> int:
+    """How many modules above hold both."""
+    count = 0
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _cuts_at(names: Sequence[str], split_points: Sequence[str], num_stages: int) -> list[int]:
+    cuts = []
+    for point in split_points:
+        found = next((i for i, name in enumerate(names) if name == point or name.startswith(f"{point}.")), None)
+        if found is None:
+            raise PartitionError(f"split point {point!r} is no submodule with parameters; there are {', '.join(names)}")
+        cuts.append(found)
+    if len(cuts) != num_stages - 1 or sorted({0, *cuts}) != [0, *cuts]:
+        raise PartitionError(
+            f"split_points={list(split_points)} must name {num_stages - 1} submodules in the order in which they are "
+            f"registered, and not the first: {', '.join(names)}"
+        )
+    return cuts
+
+
+def _plan(
+    module: nn.Module, num_stages: int, stage_of: Mapping[str, int], held: Mapping[str, int], limit: float
+) -> SizePlan:
+    """Modules whose parts are all on one stage belong to it with all that they hold."""
+    canonical = {id(p): name for name, p in module.named_parameters()}
+    buffers = {id(b): name for name, b in module.named_buffers()}
+    owner: dict[str, int] = {}
+    units: list[list[str]] = [[] for _ in range(num_stages)]
+    visited: set[str] = set()
+    for path, part in module.named_modules():
+        if not path or any(path.startswith(f"{above}.") for above in visited):
+            continue
+        stages = {stage for name, stage in stage_of.items() if name == path or name.startswith(f"{path}.")}
+        if len(stages) != 1:
+            continue
+        visited.add(path)
+        stage = stages.pop()
+        units[stage].append(path)
+        owner |= {canonical[id(p)]: owner.get(canonical[id(p)], stage) for p in part.parameters()}
+        owner |= {buffers[id(b)]: owner.get(buffers[id(b)], stage) for b in part.buffers() if id(b) in buffers}
+    parameters = [[name for name in canonical.values() if owner.get(name) == k] for k in range(num_stages)]
+    states = [[name for name in buffers.values() if owner.get(name) == k] for k in range(num_stages)]
+    needs = [sum(held[name] for name in names) for names in parameters]
+    total = sum(needs) or 1
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    for k, need in enumerate(needs):
+        if need > limit:
+            raise PartitionError(
+                f"stage {k} needs {nbytes(need)} for weights, gradients and optimizer state, more than memory_limit "
+                f"({nbytes(limit)}); use more devices"
+            )
+    stages_ = tuple(
+        StagePlan(
+            k, tuple(units[k]), tuple(parameters[k]), tuple(states[k]), sum(sizes[name] for name in parameters[k]),
+            needs[k] / total, 0.0, 0.0, Need(needs[k], 0, 0), (),
+        )
+        for k in range(num_stages)
+    )  # fmt: skip
+    everything = tuple(path for paths in units for path in paths)
+    return SizePlan(stages_, (0,) * (num_stages - 1), CallGraph("", (), (), frozenset(), everything, frozenset()))

@@ -1,0 +1,203 @@
+"""Weights that nobody holds yet: parameters on the meta device, initialised or read from a checkpoint part by part.
+
+A module is initialised alone, by the conventions that exist for it: its ``reset_parameters()``, then
+``_init_weights(module)`` of the nearest module above it that has one (transformers, nanoGPT). Its parent may adjust
+what it just got (scaled residual projections; ``nn.MultiheadAttention``). Random numbers are seeded by (seed, path of
+the module), so the weights depend neither on the number of stages nor on the process that asks, nor on the order.
+
+Nothing is written into the module itself: its parts are initialised in shadows, which share everything else with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.random_streams import RandomKey, stream
+
+__all__ = ["Origin", "on_meta"]
+
+
+def on_meta(module: nn.Module) -> bool:
+    """Whether any parameter or buffer has no contents here."""
+    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+
+
+class Origin:
+    """Where the contents of parameters and buffers come from that no process has yet.
+
+    Args:
+        module: the whole module.
+        seed: of the run, the same on all ranks.
+        device: where to initialise.
+        loaded: entries of a checkpoint, which go before initialisation; they may be mapped from a file.
+    Raises:
+        ConfigurationError: a module with contents on meta has no way to be initialised.
+    """
+
+    def __init__(
+        self, module: nn.Module, seed: int, device: torch.device, loaded: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._module = module
+        self._seed = seed
+        self._device = device
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        aliases = {name: self._names[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+        self._loaded = {aliases.get(name, name): tensor for name, tensor in (loaded or {}).items()}
+        self._check()
+
+    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Contents for some parameters, on the device.
+
+        Args:
+            names: full names, as in ``named_parameters()``.
+        """
+        found: dict[str, Tensor] = {}
+        for name in names:
+            if name in found:
+                continue
+            if name in self._loaded:
+                found[name] = self._read(name, self._module.get_parameter(name))
+                continue
+            path = name.rpartition(".")[0]
+            for leaf, tensor in self._initialised(path)._parameters.items():
+                full = f"{path}.{leaf}" if path else leaf
+                if tensor is not None and full in names and full not in self._loaded:
+                    found[full] = tensor.detach()
+        return found
+
+    def fill_buffers(self) -> None:
+        """Give all buffers their contents, on every process: what depends on the batch alone is computed anywhere."""
+        for path, module in self._module.named_modules():
+            absent = {leaf: b for leaf, b in module._buffers.items() if b is not None and b.is_meta}
+            names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in absent}
+            shadow = None if all(name in self._loaded for name in names.values()) else self._initialised(path)
+            for leaf, buffer in absent.items():
+                if names[leaf] in self._loaded:
+                    module._buffers[leaf] = self._read(names[leaf], buffer)
+                else:
+                    assert shadow is not None
+                    module._buffers[leaf] = shadow._buffers[leaf]
+
+    def _read(self, name: str, target: Tensor) -> Tensor:
+        return self._loaded[name].detach().to(self._device, target.dtype, copy=True)
+
+    # -- initialisation ----------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        helpless = {}
+        for path, module in self._module.named_modules():
+            prefix = f"{path}." if path else ""
+            own = (*module._parameters.items(), *module._buffers.items())
+            absent = [f"{prefix}{leaf}" for leaf, tensor in own if tensor is not None and tensor.is_meta]
+            if all(name in self._loaded for name in absent) or self._ways(path, module):
+                continue
+            helpless[type(module).__name__] = absent[0]
+        if helpless:
+            found = "; ".join(f"{kind} (such as '{name}')" for kind, name in helpless.items())
+            raise ConfigurationError(
+                "These modules own parameters or buffers on the meta device, and cannot initialise them: "
+                f"{found}. Define reset_parameters() in their classes, which initialises what they own directly, or "
+                "_init_weights(module) in a module above; or load all weights with ckpt_path; or build them outside "
+                "of torch.device('meta')"
+            )
+
+    def _ways(self, path: str, module: nn.Module) -> list[Callable[[Any], object]]:
+        """What initialises a module, in order."""
+        ways: list[Callable[[Any], object]] = []
+        if isinstance(module, nn.MultiheadAttention):
+            ways.append(nn.MultiheadAttention._reset_parameters)
+        elif callable(getattr(type(module), "reset_parameters", None)):
+            ways.append(type(module).reset_parameters)  # type: ignore[attr-defined]
+        above = path
+        while True:
+            # a module may initialise itself so, too: transformers' models own parameters such as tokens of a class
+            owner = self._module.get_submodule(above)
+            if callable(getattr(owner, "_init_weights", None)):
+                ways.append(owner._init_weights)  # type: ignore[arg-type]
+                break
+            if not above:
+                break
+            above = above.rpartition(".")[0]
+        return ways
+
+    def _initialised(self, path: str) -> nn.Module:
+        """A shadow of a module, with contents in what the module owns directly."""
+        module = self._module.get_submodule(path)
+        shadow = _shadow(module)
+        for registry in (shadow._parameters, shadow._buffers):
+            for leaf, tensor in registry.items():
+                if tensor is not None:
+                    registry[leaf] = _blank(tensor, self._device)  # type: ignore[assignment]
+        # Whatever initialises may ask for the default device, and its draws are nobody else's.
+        with torch.no_grad(), stream(RandomKey(self._seed).derive(f"init:{path}"), self._device), self._device:
+            for way in self._ways(path, module):
+                way(shadow)
+            if path:
+                self._let_parent_adjust(path, shadow)
+        self._check_complete(path, shadow)
+        return shadow
+
+    def _let_parent_adjust(self, path: str, child: nn.Module) -> None:
+        above, _, leaf = path.rpartition(".")
+        parent = self._module.get_submodule(above)
+        shadow = _shadow(parent)
+        shadow._modules = {  # what is not the child is without contents, and stays as it is
+            name: child if name == leaf else _empty(other) for name, other in parent._modules.items()
+        }
+        for registry in (shadow._parameters, shadow._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    registry[name] = torch.empty_like(tensor, device="meta")  # type: ignore[assignment]
+        if isinstance(parent, nn.MultiheadAttention):
+            parent_ways: list[Callable[[Any], object]] = [nn.MultiheadAttention._reset_parameters]
+        else:  # its reset_parameters() is about its own, by convention
+            parent_ways = [w for w in self._ways(above, parent) if getattr(w, "__name__", "") == "_init_weights"]
+        for way in parent_ways:
+            way(shadow)
+
+    def _check_complete(self, path: str, shadow: nn.Module) -> None:
+        for leaf, tensor in (*shadow._parameters.items(), *shadow._buffers.items()):
+            if tensor is not None and tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise ConfigurationError(
+                    f"Initialising {type(shadow).__name__} '{path}' left numbers in '{leaf}' unset: its "
+                    "reset_parameters(), or _init_weights(module) of a module above, must initialise all that it owns "
+                    "directly, or it must not be built on the meta device"
+                )
+
+
+def _shadow(module: nn.Module) -> nn.Module:
+    """An object like the module, with registries of its own."""
+    shadow = object.__new__(type(module))
+    state = dict(vars(module))
+    for registry in ("_parameters", "_buffers", "_modules"):
+        state[registry] = dict(state[registry])
+    vars(shadow).update(state)
+    return shadow
+
+
+def _empty(module: nn.Module | None) -> nn.Module | None:
+    """A shadow of a module and all that it holds, without contents: writing into it changes nothing."""
+    if module is None:
+        return None
+    shadow = _shadow(module)
+    for registry in (shadow._parameters, shadow._buffers):
+        for leaf, tensor in registry.items():
+            if tensor is not None:
+                registry[leaf] = torch.empty_like(tensor, device="meta")  # type: ignore[assignment]
+    shadow._modules = {name: _empty(child) for name, child in module._modules.items()}
+    return shadow
+
+
+def _blank(tensor: Tensor, device: torch.device) -> Tensor:
+    """Like the tensor, and not a number where that can be said, so that what stays unset is noticed."""
+    blank = torch.empty_like(tensor, device=device, requires_grad=False)
+    if blank.is_floating_point():
+        blank.fill_(float("nan"))
+    else:
+        blank.zero_()
+    return nn.Parameter(blank, requires_grad=False) if isinstance(tensor, nn.Parameter) else blank

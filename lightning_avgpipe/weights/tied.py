@@ -1,0 +1,216 @@
+"""Copies: parameters that several stages use, such as tied embeddings. Each stage has its own; gradients are summed.
+
+::
+
+    stage 0   embed.weight ──┐            grad 0 ──┐
+    stage 2   head.weight  ──┴ same values  grad 2 ──┴─ summed in the order of stages, before clipping and stepping
+
+Every holder then takes the same optimizer step on the same gradient, so the copies stay equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
+from lightning_avgpipe.planning.program import StageProgram
+
+__all__ = ["Copies", "copied_parameters"]
+
+
+def copied_parameters(programs: Sequence[StageProgram]) -> dict[str, tuple[int, ...]]:
+    """Parameter -> the stages that use it, ascending, for those that several stages use."""
+    users: dict[str, list[int]] = defaultdict(list)
+    for program in programs:
+        for name in dict.fromkeys(name for node in program.nodes for name in node.parameters):
+            users[name].append(program.stage)
+    return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """One stage's copy of a parameter in a process that hosts several stages of it.
+
+    Attributes:
+        stand_in: a leaf of its own in the memory of the parameter, so that gradients of stages are kept apart.
+        places: modules and attribute names where the parameter is found.
+    """
+
+    parameter: nn.Parameter
+    stand_in: nn.Parameter
+    places: tuple[tuple[nn.Module, str], ...]
+
+
+class Copies:
+    """The parameters of one step function that several stages use.
+
+    Args:
+        module: the whole module.
+        mesh: who hosts what.
+        copied: parameter -> its stages, the same on every process.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, copied: Mapping[str, tuple[int, ...]]) -> None:
+        self._mesh = mesh
+        self._copied = dict(sorted(copied.items()))
+        self._parameters = {name: p for name, p in module.named_parameters() if name in copied}
+        for name, parameter in self._parameters.items():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ConfigurationError(
+                    f"'{name}' has a hook on its gradient and is used on the stages "
+                    f"{', '.join(map(str, copied[name]))}, of which none has the whole gradient; keep its uses on one "
+                    "stage with split_points, or change gradients in on_before_optimizer_step"
+                )
+        self._stand_ins: dict[int, dict[str, _Copy]] = {k: {} for k in mesh.stages}
+        for name, stages in self._copied.items():
+            mine = [k for k in stages if k in self._stand_ins]
+            if len(mine) > 1:
+                places = _places(module, self._parameters[name])
+                for k in mine:
+                    self._stand_ins[k][name] = _Copy(self._parameters[name], _stand_in(self._parameters[name]), places)
+
+    @contextlib.contextmanager
+    def placed(self, stage: int) -> Iterator[dict[int, str]]:
+        """Within this context the module has this stage's copies; gives ``id -> name`` of them."""
+        copies = self._stand_ins[stage]
+        for copy in copies.values():
+            if copy.stand_in.data_ptr() != copy.parameter.data_ptr():  # moved to a device, given up and taken back
+                copy.stand_in.data = copy.parameter.data
+            copy.stand_in.requires_grad_(copy.parameter.requires_grad)
+            for owner, name in copy.places:
+                setattr(owner, name, copy.stand_in)
+        try:
+            yield {id(copy.stand_in): name for name, copy in copies.items()}
+        finally:
+            for copy in copies.values():
+                for owner, name in copy.places:
+                    setattr(owner, name, copy.parameter)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def sum_gradients(self) -> None:
+        """Give every copy the sum of all copies' gradients. Every process calls it, before the optimizer steps.
+
+        The sum runs over stages in ascending order, so it depends neither on the schedule nor on who hosts what.
+
+        Raises:
+            ConfigurationError: a gradient is sparse.
+        """
+        together: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name, stages in self._copied.items():
+            together[stages].append(name)
+        for stages, names in together.items():
+            ranks = sorted({self._mesh.rank_of(k) for k in stages})
+            group = self._mesh.subset(ranks) if len(ranks) > 1 else None
+            if self._mesh.rank in ranks:
+                self._sum(stages, names, group)
+
+    def _sum(self, stages: Sequence[int], names: Sequence[str], group: dist.ProcessGroup | None) -> None:
+        parameters = [self._parameters[name] for name in names]
+        totals: list[Tensor | None] = [None] * len(names)
+        for stage in stages:
+            gradients = self._take(stage, names)
+            if group is not None:
+                gradients = self._exchange(stage, gradients, parameters, group)
+            for i, gradient in enumerate(gradients):
+                total = totals[i]
+                if gradient is not None:
+                    totals[i] = gradient if total is None else total + gradient
+        for parameter, total in zip(parameters, totals, strict=True):
+            parameter.grad = total
+
+    def _take(self, stage: int, names: Sequence[str]) -> list[Tensor | None]:
+        """A stage's own gradients; all None if another process hosts it."""
+        if self._mesh.rank_of(stage) != self._mesh.rank:
+            return [None] * len(names)
+        found = []
+        for name in names:
+            gradient, parameter = None, self._parameters[name]
+            copy = self._stand_ins[stage].get(name)
+            # the parameter itself has a gradient too if the step reached it past its module, say through a list
+            for leaf in (parameter,) if copy is None else (parameter, copy.stand_in):
+                if leaf.grad is not None:
+                    gradient = leaf.grad if gradient is None else gradient + leaf.grad
+                leaf.grad = None
+            if gradient is not None and gradient.is_sparse:
+                raise ConfigurationError(
+                    f"the gradient of '{name}' is sparse, and several stages use this parameter; build its embedding "
+                    "with sparse=False"
+                )
+            found.append(gradient)
+        return found
+
+    def _exchange(
+        self,
+        stage: int,
+        gradients: Sequence[Tensor | None],
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+    ) -> list[Tensor | None]:
+        """Send one stage's gradients to all holders of copies, in one message per type."""
+        source = self._mesh.rank_of(stage)
+        sender = self._mesh.ranks[source]
+        exists = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+        what = f"the summing of gradients of stage {stage}"
+        self._mesh.together(what, lambda: dist.broadcast(exists, sender, group=group))
+        received: list[Tensor | None] = [None] * len(gradients)
+        by_type: dict[torch.dtype, list[int]] = defaultdict(list)
+        for i in exists.nonzero().flatten().tolist():
+            by_type[parameters[i].dtype].append(i)
+        for dtype, chosen in by_type.items():
+            if source == self._mesh.rank:
+                flat = torch.cat([gradient.flatten() for i in chosen if (gradient := gradients[i]) is not None])
+            else:
+                flat = torch.empty(sum(parameters[i].numel() for i in chosen), dtype=dtype, device=self._mesh.device)
+            self._mesh.together(what, _broadcasting(flat, sender, group))
+            for i, part in zip(chosen, flat.split([parameters[i].numel() for i in chosen]), strict=True):
+                received[i] = part.view_as(parameters[i])
+        return received
+
+    # -- debugging ---------------------------------------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """Check that the copies of each parameter are equal bit for bit. Every process calls it.
+
+        Raises:
+            AvgPipeError: they are not; names the parameter and the ranks.
+        """
+        mine = {
+            name: _digest(self._parameters[name])
+            for name, stages in self._copied.items()
+            if any(self._mesh.rank_of(k) == self._mesh.rank for k in stages)
+        }
+        gathered = self._mesh.gather_objects(mine)
+        for name in self._copied:
+            digests = {self._mesh.ranks[r]: held[name] for r, held in enumerate(gathered) if name in held}
+            if len(set(digests.values())) > 1:
+                raise AvgPipeError(
+                    f"the copies of '{name}' on ranks {', '.join(map(str, digests))} differ; something changes it on "
+                    "one of them only, for instance a hook that runs on one stage: change parameters on every rank"
+                )
+
+
+def _broadcasting(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Callable[[], object]:
+    return lambda: dist.broadcast(tensor, source, group=group)
+
+
+def _places(module: nn.Module, parameter: nn.Parameter) -> tuple[tuple[nn.Module, str], ...]:
+    return tuple((m, name) for m in module.modules() for name, p in m._parameters.items() if p is parameter)
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+
+
+def _digest(parameter: Tensor) -> str:
+    content = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,261 @@
+"""Timelines of real pipelines: recorded, brought to one clock, and written where people look."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_avgpipe import PipelineTimeline
+from lightning_avgpipe.comm.clock import ClockOffset, DeviceClock, estimate_offset
+from lightning_avgpipe.engine.recording import Recorder, Recording, assemble
+from lightning_avgpipe.errors import ConfigurationError, PeerError
+from lightning_avgpipe.schedule import Action, Activity, Span, Transfer, build
+from tests import processes
+from tests.driver import Engine
+from tests.models import MLP, loader
+from tests.trainers import pipeline, trainer
+
+CPU = torch.device("cpu")
+
+
+def test_the_quickest_round_says_how_far_a_clock_is_off() -> None:
+    # the other clock is 100 s ahead; one way takes 1 s, the other 3 s, in the second round 0.1 s each
+    offset = estimate_offset([(0.0, 101.0, 4.0), (10.0, 110.1, 10.2), (20.0, 125.0, 30.0)])
+    assert offset.offset_s == pytest.approx(100.0)
+    assert offset.error_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("there_s", [0.0, 0.3, 1.0])
+def test_the_error_of_an_offset_bounds_its_mistake(there_s: float) -> None:
+    offset = estimate_offset([(5.0, 5.0 + there_s + 7.0, 6.0)])
+    assert abs(offset.offset_s - 7.0) <= offset.error_s + 1e-12
+
+
+class Event:
+    """A CUDA event, as far as a clock can see."""
+
+    def __init__(self, milliseconds: float) -> None:
+        self.milliseconds = milliseconds
+        self.waited = False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, other: Event) -> float:
+        assert other.waited, "an event has a time when it has happened"
+        return other.milliseconds - self.milliseconds
+
+
+def test_events_are_placed_on_the_hosts_clock_by_their_distance_from_the_anchor() -> None:
+    clock = DeviceClock(CPU)
+    clock._anchor, clock._anchored_s = Event(100.0), 7.0  # type: ignore[assignment]
+    assert clock.seconds(Event(350.0)) == pytest.approx(7.25)  # type: ignore[arg-type]
+    assert clock.seconds(3.5) == 3.5
+
+
+def test_recordings_are_shifted_to_one_clock_that_begins_with_the_first_action() -> None:
+    f0 = Action("F", 0)
+    first = Recording(
+        1, ClockOffset(-900.0, 0.001), (Span(0, f0, 1000.0, 1001.0),), (Activity(1, "wait", 1001.0, 1005.0, "B0"),),
+        {("forward 0", 0): (1001.0, 1001.5)}, {},
+    )  # fmt: skip
+    last = Recording(0, ClockOffset(), (Span(1, f0, 102.0, 103.0),), (), {}, {("forward 0", 0): 101.25})
+    timeline = assemble([last, first], devices=(1, 0))
+    assert timeline.spans == (Span(0, f0, 0.0, 1.0), Span(1, f0, 2.0, 3.0))
+    assert timeline.activities == (Activity(1, "wait", 1.0, 5.0, "B0"),)
+    # noticed only after it had arrived that sending had ended
+    assert timeline.transfers == (Transfer(0, "forward", 0, 1.0, 1.25, 1.25),)
+    assert timeline.devices == (1, 0)
+
+
+def test_a_recording_ends_when_the_last_message_has_left() -> None:
+    recorder = Recorder(0, CPU)
+    recorder.queued()
+    with pytest.raises(PeerError, match="rank 0 could not send 1 messages"):
+        recorder.finish(ClockOffset(), timeout_s=0.01)
+
+    def send() -> None:
+        with recorder.sending("forward 0", 3, None):
+            pass
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    begin, end = recorder.finish(ClockOffset(), timeout_s=10).sent["forward 0", 3]
+    sender.join()
+    assert begin <= end
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "afab", "advance_forward"])
+def test_the_recorded_order_is_the_schedule(schedule: str) -> None:
+    batch = MLP.example(8)
+    engine = Engine(MLP(), 3, batch, num_microbatches=4)
+    recorder = Recorder(0, CPU)
+    engine.mesh.record(recorder)
+    engine.train(batch, schedule, advance=1)
+    engine.mesh.record(None)
+    engine.train(batch, schedule, advance=1)
+    timeline = assemble([recorder.finish(ClockOffset(), 1)], devices=(0, 0, 0))
+    expected = build(schedule, 3, 4, advance=1)
+    assert timeline.schedule().rows == expected.rows
+    assert timeline.begin_s == 0
+    assert 0 <= timeline.bubble_fraction < 1
+    spans = sorted((span.begin_s, span.end_s) for span in timeline.spans)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
+def actions(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event.get("cat") in ("forward", "backward")]
+
+
+def assert_complete(trace: dict[str, Any], num_stages: int, num_microbatches: int, num_pipelines: int = 1) -> None:
+    """Every action once, and no two of a stage at the same time."""
+    wanted = [(f"{k}{i}", n) for k in "FB" for i in range(num_microbatches) for n in range(num_pipelines)]
+    for stage in range(num_stages):
+        here = sorted((e for e in actions(trace) if e["args"]["stage"] == stage), key=lambda e: e["ts"])
+        assert sorted((e["name"], e["args"]["pipeline"]) for e in here) == sorted(wanted)
+        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(here))
+
+
+def test_a_trainer_writes_a_trace_and_a_picture_every_n_steps(tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, name="csv", version=0), TensorBoardLogger(tmp_path, name="tensorboard", version=0)]
+    callback = PipelineTimeline(every_n_steps=2, dirpath=tmp_path / "timelines")
+    runner = pipeline(2, 1, {"num_microbatches": 4}, callbacks=[callback], logger=loggers, max_epochs=1)
+    runner.fit(MLP(), loader(MLP, 40, 8))
+    names = sorted(path.name for path in (tmp_path / "timelines").iterdir())
+    assert names == [f"trace_step=00000{step}.{suffix}" for step in (2, 4) for suffix in ("json", "png")]
+    trace = json.loads((tmp_path / "timelines" / "trace_step=000004.json").read_text())
+    assert_complete(trace, num_stages=2, num_microbatches=4)
+    assert {event["pid"] for event in actions(trace)} == {0}
+    (step,) = (event for event in trace["traceEvents"] if event.get("cat") == "step")
+    assert step["ts"] >= max(event["ts"] + event["dur"] for event in actions(trace))
+    assert trace["otherData"]["step"] == 4
+    rows = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert "avgpipe/bubble_fraction" in rows[0].split(",")
+    assert "avgpipe/bubble_fraction_simulated" in rows[0].split(",")
+    (events,) = (tmp_path / "tensorboard").rglob("events*")
+    assert b"avgpipe/timeline" in events.read_bytes()
+    assert runner.strategy.mesh.recorder is None
+
+
+def test_parallel_pipelines_are_recorded_together(tmp_path: Path) -> None:
+    callback = PipelineTimeline(every_n_steps=1, dirpath=tmp_path)
+    strategy = {"num_pipelines": 3, "num_microbatches": 4, "schedule": "1f1b"}
+    logger = CSVLogger(tmp_path, name="csv", version=0)
+    pipeline(2, 1, strategy, callbacks=[callback], logger=logger, max_epochs=1).fit(MLP(), loader(MLP, 40, 8))
+    whole = json.loads((tmp_path / "trace_step=000001.json").read_text())
+    assert_complete(whole, num_stages=2, num_microbatches=4, num_pipelines=3)
+    # of five batches two are left for the second iteration
+    assert_complete(json.loads((tmp_path / "trace_step=000002.json").read_text()), 2, 4, num_pipelines=2)
+    rows = build("1f1b", 2, 4).rows
+    for stage, n in itertools.product(range(2), range(3)):
+        lane = [e for e in actions(whole) if (e["args"]["stage"], e["args"]["pipeline"]) == (stage, n)]
+        assert [e["name"] for e in sorted(lane, key=lambda e: e["ts"])] == [str(action) for action in rows[stage]]
+        assert len({e["tid"] for e in lane}) == 1
+    (averaging,) = (event for event in whole["traceEvents"] if event.get("cat") == "averaging")
+    assert averaging["ts"] >= max(e["ts"] + e["dur"] for e in whole["traceEvents"] if e.get("cat") == "step")
+    with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
+        found = [row for row in csv.DictReader(file) if row["avgpipe/bubble_fraction"]]
+    assert len(found) == 2
+    assert all(0 <= float(row["avgpipe/bubble_fraction_simulated"]) < 1 for row in found)
+
+
+def test_accumulated_batches_are_recorded_once_per_step(tmp_path: Path) -> None:
+    callback = PipelineTimeline(every_n_steps=1, dirpath=tmp_path)
+    pipeline(2, callbacks=[callback], max_epochs=1, accumulate_grad_batches=2).fit(MLP(), loader(MLP, 40, 8))
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == [f"trace_step=00000{i}.json" for i in (1, 2, 3)]
+
+
+def test_recording_changes_no_number(tmp_path: Path) -> None:
+    weights = []
+    for callbacks in ([], [PipelineTimeline(every_n_steps=1, dirpath=tmp_path)]):
+        torch.manual_seed(5)
+        model = MLP()
+        pipeline(2, callbacks=callbacks, max_epochs=1).fit(model, loader(MLP, 24, 8))
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_another_strategy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="the strategy is SingleDeviceStrategy; use"):
+        trainer(callbacks=[PipelineTimeline(dirpath=tmp_path)]).fit(MLP(), loader(MLP, 8, 8))
+
+
+def test_a_number_of_steps_must_be_one() -> None:
+    with pytest.raises(ConfigurationError, match="every_n_steps=0"):
+        PipelineTimeline(every_n_steps=0)
+
+
+def test_a_failed_training_records_no_longer(tmp_path: Path) -> None:
+    class Failing(MLP):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            self.mesh = self.trainer.strategy.mesh
+            raise ValueError("no more")
+
+    model = Failing()
+    runner = pipeline(2, callbacks=[PipelineTimeline(every_n_steps=1, dirpath=tmp_path)], max_epochs=1)
+    with pytest.raises(ValueError, match="no more"):
+        runner.fit(model, loader(MLP, 8, 8))
+    assert model.mesh.recorder is None
+    assert not list(tmp_path.glob("*.json"))
+
+
+def fit(rank: int, folder: Path) -> int:
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    callback = PipelineTimeline(every_n_steps=2, dirpath=folder / "timelines")
+    runner = pipeline(2, 2, {"num_microbatches": 4, "advance": 1}, callbacks=[callback], max_epochs=1)
+    runner.fit(MLP(), loader(MLP, 32, 8), loader(MLP, 8, 8))
+    return runner.global_step
+
+
+def fit_parallel(rank: int, folder: Path) -> int:
+    torch.set_num_threads(1)
+    callback = PipelineTimeline(every_n_steps=1, dirpath=folder)
+    strategy = {"num_pipelines": 2, "num_microbatches": 2}
+    runner = pipeline(2, 2, strategy, callbacks=[callback], max_epochs=1)
+    runner.fit(MLP(), loader(MLP, 32, 8))
+    return runner.global_step
+
+
+def test_messages_of_parallel_pipelines_are_told_apart(tmp_path: Path) -> None:
+    assert processes.results(processes.run(2, fit_parallel, tmp_path, folder=tmp_path)) == [2, 2]
+    for step in (1, 2):  # the channels of pipeline 1 are made in the first iteration
+        trace = json.loads((tmp_path / f"trace_step=00000{step}.json").read_text())
+        assert_complete(trace, num_stages=2, num_microbatches=2, num_pipelines=2)
+        messages = [e for e in trace["traceEvents"] if e.get("cat") == "transfer"]
+        assert sorted((e["name"], e["args"]["pipeline"]) for e in messages) == sorted(
+            (f"{kind}{i} sent", n) for kind in "FB" for i in range(2) for n in range(2)
+        )
+        assert len({e["tid"] for e in messages}) == 4
+
+
+def test_two_processes_write_one_trace_on_one_clock(tmp_path: Path) -> None:
+    assert processes.results(processes.run(2, fit, tmp_path, folder=tmp_path)) == [4, 4]
+    folder = tmp_path / "timelines"
+    assert sorted(p.name for p in folder.glob("*.json")) == ["trace_step=000002.json", "trace_step=000004.json"]
+    for path in folder.glob("*.json"):
+        trace = json.loads(path.read_text())
+        assert_complete(trace, num_stages=2, num_microbatches=4)
+        assert {(e["pid"], e["args"]["stage"]) for e in actions(trace)} == {(1, 0), (0, 1)}
+        error_us = trace["otherData"]["clock_error_us"]
+        assert 0 < error_us < 1e5
+        begins = {(e["args"]["stage"], e["name"]): e["ts"] for e in actions(trace)}
+        ends = {(e["args"]["stage"], e["name"]): e["ts"] + e["dur"] for e in actions(trace)}
+        messages = [e for e in trace["traceEvents"] if e.get("cat") == "transfer"]
+        assert sorted(e["name"] for e in messages) == sorted(f"{kind}{i} sent" for kind in "FB" for i in range(4))
+        for message in messages:
+            name = message["name"].split()[0]
+            source, sink = (0, 1) if name[0] == "F" else (1, 0)
+            # causes come before effects, up to the error of the clocks
+            assert ends[source, name] <= message["ts"] + 1
+            assert message["args"]["arrival_us"] <= begins[sink, name] + error_us + 1
+            assert ends[source, name] <= begins[sink, name] + error_us + 1
+        assert any(event.get("cat") == "wait" for event in trace["traceEvents"])

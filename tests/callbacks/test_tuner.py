@@ -1,0 +1,549 @@
+"""The tuner measures, chooses and leaves no trace: training goes on as if its choice had been given by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
+from lightning_avgpipe.callbacks import tuner as tuner_module
+from lightning_avgpipe.engine.stage import Stage
+from lightning_avgpipe.errors import ConfigurationError, TuningError
+from lightning_avgpipe.strategy import profiler
+from lightning_avgpipe.tuning import Corrected, Prediction, Profile, Result, Setting
+from tests import processes
+from tests.models import MLP, Regression, loader
+from tests.trainers import pipeline, trainer
+
+
+class Liking:
+    """A predictor that likes some settings, in this order, and the others less."""
+
+    name = "corrected"
+
+    def __init__(self, *liked: Setting) -> None:
+        self._liked = liked
+
+    def predict(self, profile: Profile, setting: Setting) -> Prediction:
+        memory = Corrected().predict(profile, setting).memory
+        per_batch_s = 1.0 + self._liked.index(setting) if setting in self._liked else 100.0 - setting.num_pipelines
+        return Prediction(per_batch_s * setting.num_pipelines, per_batch_s, memory)
+
+    def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
+        return [self.predict(profile, setting) for setting in settings]
+
+
+@pytest.fixture
+def liking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the choice independent of the machine."""
+
+    def like(*settings: Setting) -> None:
+        monkeypatch.setitem(tuner_module.PREDICTORS, "corrected", Liking(*settings))
+
+    return like
+
+
+class Eventful(Regression):
+    """Everything that an iteration may change: buffers, attributes, metrics, random numbers of all kinds, its batch."""
+
+    instances = 0
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.one, self.norm, self.two = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.dropout, self.three = nn.Dropout(0.3), nn.Linear(8, 8)
+        self.error = torchmetrics.MeanMetric()
+        self.losses: list[float] = []
+        self.calls = {"step": 0, "transfer": 0, "start": 0, "backward": 0}
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return {"x": torch.randn(size, 8), "y": torch.randn(size, 8)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.three(self.dropout(torch.relu(self.two(self.norm(torch.relu(self.one(x)))))))
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.calls["transfer"] += 1
+        batch["x"] += random.random() + np.random.rand()
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.calls["start"] += 1
+        self.log("started", float(self.calls["start"]))
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.calls["backward"] += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls["step"] += 1
+        type(self).instances += 1
+        y = batch.pop("y")
+        loss = (self(batch["x"]) - y).square().mean()
+        self.losses.append(1.0)
+        self.error(loss.detach())
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+
+
+class Stream(IterableDataset[Any]):
+    """Without a length, and every sample is drawn once."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._samples):
+            self.drawn += 1
+            yield {"x": torch.randn(8), "y": torch.randn(8)}
+
+
+class Witness(L.Callback):
+    """What there is when each iteration begins, by name, and the order in which hooks are called."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.seen.append(state(trainer, pl_module, batch))
+
+
+def state(trainer: L.Trainer, module: Any, batch: Any = None) -> dict[str, Any]:
+    """Everything by name."""
+    found: dict[str, Any] = {f"tensor {n}": t.detach().clone() for n, t in module.state_dict().items()}
+    found |= {f"gradient {n}": None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
+    if batch is not None:
+        found |= {f"batch {name}": tensor.clone() for name, tensor in batch.items()}
+    for i, optimizer in enumerate(trainer.optimizers):
+        found |= {
+            f"optimizer {i} {k} {name}": v for k, s in optimizer.state_dict()["state"].items() for name, v in s.items()
+        }
+        found[f"rate {i}"] = optimizer.param_groups[0]["lr"]
+        found[f"optimizer {i} attributes"] = sorted(vars(optimizer))
+    found["generators"] = (torch.get_rng_state(), repr(np.random.get_state()), repr(random.getstate()))
+    found["progress"] = repr(trainer.fit_loop.state_dict())
+    found["step"] = trainer.global_step
+    found["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    found["attributes"] = {n: v for n, v in vars(module).items() if n in ("losses", "calls", "_current_fx_name")}
+    found["attributes"] = repr(found["attributes"])
+    found["names"] = sorted(n for n in vars(module))
+    found["metric"] = repr((module.error._update_count, module.error.mean_value, module.error.weight))
+    found["class"] = type(module).instances
+    return found
+
+
+def assert_same(one: Any, other: Any, where: str = "") -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for name in one:
+            assert_same(one[name], other[name], f"{where} {name}")
+    elif isinstance(one, (tuple, list)):
+        assert len(one) == len(other), where
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b, where)
+    elif isinstance(one, Tensor):
+        assert torch.equal(one, other), where
+    else:
+        assert one == other, where
+
+
+def fitted(callbacks: list[Any], data: Any, strategy: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Train an eventful model; what was there at each iteration and at the end."""
+    torch.manual_seed(7), np.random.seed(7), random.seed(7)
+    Eventful.instances = 0
+    model, witness = Eventful(), Witness()
+    options = {"max_epochs": 2, "limit_val_batches": 0, **options}
+    runner = pipeline(2, strategy=strategy, callbacks=[*callbacks, witness], **options)
+    runner.fit(model, data())
+    return {"iterations": witness.seen, "end": state(runner, model)}
+
+
+def sized() -> Any:
+    return loader(Eventful, 40, 8, shuffle=True)
+
+
+def unsized() -> Any:
+    return DataLoader(Stream(40), 8)
+
+
+def by_hand(setting: Setting) -> dict[str, Any]:
+    return {
+        "num_pipelines": setting.num_pipelines,
+        "num_microbatches": setting.num_microbatches,
+        "advance": setting.advance,
+    }
+
+
+ALONE, TOGETHER = Setting(4, 1, 0), Setting(2, 3, 0)
+
+
+@pytest.mark.parametrize("data", [sized, unsized])
+@pytest.mark.parametrize("setting", [ALONE, TOGETHER], ids=str)
+@pytest.mark.parametrize("limit", [None, 1])
+def test_training_goes_on_as_if_the_choice_had_been_given_by_hand(
+    setting: Setting, data: Any, limit: int | None, liking: Callable[..., None], tmp_path: Path
+) -> None:
+    liking(setting)
+    tuner = AvgPipeTuner(3, [2, 4], profile_batches=6, refine=2, dirpath=tmp_path)
+    options = {} if limit is None else {"limit_train_batches": limit}
+    found = fitted([tuner], data, **options)
+    expected = fitted([], data, by_hand(tuner.result.choice.setting), **options)
+    assert len(found["iterations"]) > 1
+    assert_same(found, expected)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class ScarceStage:
+    """Takes the place of a stage's forward: batches in so few micro-batches do not fit one of the stages."""
+
+    def __init__(
+        self, stage: int, too_few: int, error: Callable[[str], BaseException] = torch.OutOfMemoryError
+    ) -> None:
+        self._stage, self._too_few, self._error = stage, too_few, error
+        self._forward = Stage.forward
+
+    def __enter__(self) -> None:
+        scarce = self
+
+        def forward(self: Stage, task: Any, micro_batch: int, message: Any) -> Any:
+            short = self.program.stage == scarce._stage and len(task.args) <= scarce._too_few
+            if task.trains and short and micro_batch == 1:  # others are under way by then
+                raise scarce._error("tried to allocate 3.00 GiB")
+            return scarce._forward(self, task, micro_batch, message)
+
+        Stage.forward = forward  # type: ignore[method-assign]
+
+    def __exit__(self, *_: Any) -> None:
+        Stage.forward = self._forward  # type: ignore[method-assign]
+
+
+def mlp(tuner: Any, strategy: dict[str, Any] | None = None, devices: int = 1, **options: Any) -> tuple[Any, L.Trainer]:
+    torch.manual_seed(3)
+    model = MLP("adamw")
+    callbacks, path = (
+        [*options.pop("callbacks", []), *([] if tuner is None else [tuner])],
+        options.pop("ckpt_path", None),
+    )
+    runner = pipeline(2, devices, strategy, callbacks=callbacks, **{"max_epochs": 1, **options})
+    runner.fit(model, loader(MLP, 32, 8), ckpt_path=path)
+    return model, runner
+
+
+def host_allocator(text: str) -> RuntimeError:
+    return RuntimeError(f"[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: can't allocate memory: {text}")
+
+
+@pytest.mark.parametrize(("stage", "error"), [(0, torch.OutOfMemoryError), (1, MemoryError), (1, host_allocator)])
+def test_what_does_not_fit_while_profiling_is_not_chosen(stage: int, error: Any, liking: Any, tmp_path: Path) -> None:
+    liking(Setting(2), Setting(4))
+    tuner = AvgPipeTuner(2, [2, 4, 8], profile_batches=8, dirpath=tmp_path)
+    with ScarceStage(stage, 2, error):
+        mlp(tuner)
+    assert {c.setting.num_microbatches for c in tuner.result.candidates} == {4, 8}
+    assert tuner.result.choice.setting == Setting(4)
+
+
+def test_profiling_goes_on_with_more_micro_batches_where_the_first_do_not_fit(liking: Any, tmp_path: Path) -> None:
+    tuner = AvgPipeTuner(1, [4, 16, 32], profile_batches=6, dirpath=tmp_path)
+    torch.manual_seed(0)
+    with ScarceStage(1, 16):
+        pipeline(2, callbacks=[tuner], max_epochs=1).fit(MLP(), loader(MLP, 64, 32))
+    assert tuner.result.profile.num_microbatches == 32
+    assert {c.setting.num_microbatches for c in tuner.result.candidates} == {32}
+
+
+def test_another_error_while_profiling_is_raised_as_it_is(tmp_path: Path) -> None:
+    with ScarceStage(1, 8, RuntimeError), pytest.raises(RuntimeError, match="allocate") as raised:
+        mlp(AvgPipeTuner(1, [2, 4, 8], dirpath=tmp_path))
+    assert raised.value.__notes__ == ["stage 1 of 2 (rank 0) failed in F1"]
+
+
+def test_where_nothing_fits_the_error_says_where_and_what_would_help(tmp_path: Path) -> None:
+    with ScarceStage(1, 8), pytest.raises(TuningError) as raised:
+        mlp(AvgPipeTuner(1, [2, 4, 8], dirpath=tmp_path))
+    for part in (
+        "8 micro-batches",
+        "rank 0, stage 1 in F1: tried to allocate 3.00 GiB",
+        "more stages",
+        "recompute=True",
+    ):
+        assert part in str(raised.value)
+
+
+def test_a_limit_that_nothing_fits_says_what_is_missing_on_which_stage(tmp_path: Path) -> None:
+    with pytest.raises(TuningError, match=r"none of .* fits memory_limit=1000 B.* on stage \d.*too much.*would help"):
+        mlp(AvgPipeTuner(1, memory_limit=1000, dirpath=tmp_path))
+
+
+def driver(device: torch.device) -> int:
+    return 25
+
+
+def no_driver(device: torch.device) -> int:
+    raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+
+@pytest.mark.parametrize("utilization", [driver, no_driver])
+def test_where_no_kernels_are_seen_the_driver_is_asked(
+    utilization: Callable[[torch.device], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setattr(profiler, "_SAMPLED_S", 0.2)
+    monkeypatch.setattr(
+        profiler.Profiler, "_curves", lambda self, setting, _, times: self._sampled_curves(setting, times)
+    )
+    tuner = AvgPipeTuner(2, [1, 2, 4, 8], dirpath=tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mlp(tuner)
+    used = {c.utilisation[0] for stage in tuner.result.profile.stages for c in (stage.forward, stage.backward)}
+    (share,) = used  # of one process, all the same
+    assert 0.25 <= share < 1.0 if utilization is driver else share == 1.0
+    assert any("nvidia-ml-py" in str(warning.message) for warning in caught) == (utilization is no_driver)
+
+
+def test_the_profile_tells_times_sizes_and_memory(tmp_path: Path) -> None:
+    tuner = AvgPipeTuner(2, [1, 2, 4, 8], profile_batches=12, dirpath=tmp_path)
+    _, runner = mlp(tuner, {"costs": "measured"})
+    profile = tuner.result.profile
+    assert (profile.num_microbatches, profile.num_pipelines, profile.batch_size) == (8, 1, 8)
+    assert profile.device.in_turns and profile.devices == (0, 0)
+    for stage, plan in zip(profile.stages, runner.strategy.plan.stages, strict=True):
+        assert [other.num_microbatches for other in stage.others] == [2, 1]
+        for curve in (stage.forward, stage.backward):
+            assert curve.total_s > 0 and 0 < curve.utilisation[0] <= 1
+        assert stage.step_s > 0 and stage.averaging_s > 0
+        weights = 4 * plan.num_parameters
+        batch = 8 * 8 * 4  # stage 0 needs the inputs of 8 samples, stage 1 the targets
+        # weights, gradients, and two moments with a count of steps for each parameter
+        assert stage.memory.model == 4 * weights + 4 * len(plan.parameters) + batch
+        assert stage.memory.reference == weights
+        assert stage.memory.activations >= 8 * 8 * 4
+    assert profile.hops[0].forward_bytes == profile.hops[0].backward_bytes == 8 * 4
+    assert Result.from_json((tmp_path / "avgpipe_tuning.json").read_text()) == tuner.result
+    assert (tmp_path / "avgpipe_tuning.png").stat().st_size > 1000
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def tuned(rank: int, folder: Path) -> dict[str, Any]:
+    """Tune with a stage that is short of memory; resume; and train by hand."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    tuner_module.PREDICTORS["corrected"] = Liking(Setting(2, 2, 1), Setting(4, 2, 1))
+    tuner = AvgPipeTuner(2, [2, 4, 8], profile_batches=8, refine=1, dirpath=folder)
+    saving = ModelCheckpoint(folder, filename="half", every_n_train_steps=1, save_top_k=1)
+    with ScarceStage(0, 2):
+        model, runner = mlp(tuner, devices=2, callbacks=[saving], enable_checkpointing=True)
+    found["tuned"] = (weights(model), runner.global_step)
+    found["result"] = tuner.result
+    by = by_hand(tuner.result.choice.setting)
+    model, runner = mlp(None, by, devices=2)
+    found["by hand"] = (weights(model), runner.global_step)
+    again = AvgPipeTuner(2, [2, 4, 8], dirpath=folder / "again")
+    model, runner = mlp(again, devices=2, ckpt_path=saving.best_model_path, max_epochs=2)
+    found["resumed"] = (weights(model), runner.global_step)
+    found["reused"] = again.result
+    model, runner = mlp(None, by, devices=2, ckpt_path=saving.best_model_path, max_epochs=2)
+    found["resumed by hand"] = (weights(model), runner.global_step)
+    return found
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp_path: Path) -> None:
+    outcomes = processes.results(processes.run(2, tuned, tmp_path, folder=tmp_path))
+    for found in outcomes:
+        assert found["result"] == outcomes[0]["result"] == found["reused"]
+        setting = found["result"].choice.setting
+        assert (setting.num_microbatches, setting.num_pipelines) == (4, 2)
+        assert {c.setting.num_microbatches for c in found["result"].candidates} == {4, 8}
+        assert_same(found["tuned"], found["by hand"])
+        assert_same(found["resumed"], found["resumed by hand"])
+        assert found["resumed"][1] > found["tuned"][1]
+    assert found["result"].profile.hops[0].forward.per_byte > 0
+    assert found["result"].profile.devices == (1, 0)
+    assert not (tmp_path / "again").exists()
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_num_pipelines": 0}, "AvgPipeTuner: max_num_pipelines=0: must be an integer from 1"),
+        ({"max_num_pipelines": True}, "max_num_pipelines=True"),
+        ({"microbatch_candidates": []}, r"microbatch_candidates=\[\]: must be a list of numbers"),
+        ({"microbatch_candidates": [4, 0]}, r"microbatch_candidates=\[4, 0\]"),
+        ({"microbatch_candidates": 8}, "microbatch_candidates=8"),
+        ({"memory_limit": "much"}, "memory_limit='much'"),
+        ({"predictor": "oracle"}, "predictor='oracle': must be one of 'corrected', "),
+        ({"profile_batches": 3}, "profile_batches=3: must be an integer from 4"),
+        ({"dirpath": 3}, "dirpath=3: must be the path of a directory"),
+        ({"refine": -1}, "refine=-1: must be an integer from 0"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AvgPipeTuner(**arguments)
+
+
+def test_candidates_that_the_batch_cannot_be_split_into_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TuningError, match=r"microbatch_candidates=\[4, 16\]: give numbers from 1 to 8"):
+        mlp(AvgPipeTuner(1, [4, 16], dirpath=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ({"num_microbatches": 4}, "AvgPipeTuner chooses .* the strategy was given num_microbatches=4; remove"),
+        ({"num_pipelines": 2, "advance": 1}, "was given num_pipelines=2, advance=1; remove"),
+    ],
+)
+def test_counts_given_by_hand_are_refused(strategy: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        mlp(AvgPipeTuner(), strategy)
+
+
+def test_another_strategy_and_one_with_nothing_to_pipeline_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="the strategy is SingleDeviceStrategy; use Trainer"):
+        trainer(callbacks=[AvgPipeTuner()]).fit(MLP(), loader(MLP, 8, 4))
+    with pytest.raises(ConfigurationError, match=r"nothing to pipeline.*num_stages=2"):
+        trainer(strategy=AvgPipeStrategy(), callbacks=[AvgPipeTuner()]).fit(MLP(), loader(MLP, 8, 4))
+
+
+def test_nothing_is_tuned_with_fast_dev_run_or_without_training(tmp_path: Path) -> None:
+    tuner = AvgPipeTuner(dirpath=tmp_path / "never")
+    mlp(tuner, fast_dev_run=True)
+    pipeline(2, callbacks=[tuner]).validate(MLP(), loader(MLP, 8, 4), verbose=False)
+    pipeline(2, callbacks=[tuner]).predict(MLP(), loader(MLP, 8, 4))
+    assert tuner.result is None
+    assert not (tmp_path / "never").exists()
+
+
+def test_files_lie_beside_the_checkpoints_and_tensorboard_gets_the_picture(tmp_path: Path) -> None:
+    logger = pytest.importorskip("lightning.pytorch.loggers").TensorBoardLogger(tmp_path)
+    saving = ModelCheckpoint(tmp_path / "kept")
+    tuner = AvgPipeTuner(2, [2, 4], profile_batches=4)
+    mlp(tuner, callbacks=[saving], enable_checkpointing=True, logger=logger)
+    saved = json.loads((tmp_path / "kept" / "avgpipe_tuning.json").read_text())
+    assert saved["Result"]["reason"] == tuner.result.reason
+    events = b"".join(path.read_bytes() for path in Path(logger.log_dir).glob("events*"))
+    assert events.count(b"avgpipe/tuning") == 1
+    assert b"train_loss" in events
+
+
+def test_loggers_hear_of_no_trial(tmp_path: Path) -> None:
+    def rows(folder: str, callbacks: list[Any], **strategy: Any) -> str:
+        torch.manual_seed(3)
+        logger = CSVLogger(tmp_path / folder)
+        runner = pipeline(2, strategy=strategy, callbacks=callbacks, logger=logger, log_every_n_steps=1, max_epochs=1)
+        runner.fit(MLP(), loader(MLP, 32, 8))
+        return (Path(logger.log_dir) / "metrics.csv").read_text()
+
+    tuner = AvgPipeTuner(1, [4], profile_batches=4, dirpath=tmp_path)
+    assert rows("tuned", [tuner]) == rows("by hand", [], **by_hand(tuner.result.choice.setting))
+
+
+def test_another_fit_goes_on_with_the_choice(tmp_path: Path) -> None:
+    tuner = AvgPipeTuner(1, [2, 4], profile_batches=4, dirpath=tmp_path)
+    _, runner = mlp(tuner)
+    chosen = tuner.result
+    runner.fit_loop.max_epochs = 2
+    runner.fit(MLP(), loader(MLP, 32, 8))
+    mlp(tuner)
+    assert tuner.result is chosen
+
+
+def test_a_choice_for_another_number_of_stages_is_made_anew(tmp_path: Path) -> None:
+    tuner = AvgPipeTuner(1, [2, 4], profile_batches=4, dirpath=tmp_path)
+    mlp(tuner)
+    again = AvgPipeTuner(1, [4], profile_batches=4, dirpath=tmp_path)
+    again.load_state_dict(tuner.state_dict())
+    pipeline(3, callbacks=[again], max_epochs=1).fit(MLP(), loader(MLP, 32, 8))
+    assert again.result.profile.num_stages == 3
+
+
+class Annealed(MLP):
+    """A learning rate that depends on the number of iterations."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_schedulers_and_plan_are_those_of_the_choice_given_by_hand(liking: Any, tmp_path: Path) -> None:
+    def train(callbacks: list[Any], strategy: dict[str, Any]) -> Any:
+        torch.manual_seed(3)
+        model = Annealed()
+        runner = pipeline(2, strategy=strategy, callbacks=callbacks, max_epochs=2)
+        runner.fit(model, loader(MLP, 48, 8))
+        return (
+            weights(model),
+            runner.global_step,
+            runner.lr_scheduler_configs[0].scheduler.total_steps,
+            runner.strategy.plan,
+        )
+
+    liking(TOGETHER)
+    found = train([AvgPipeTuner(3, [2, 8], profile_batches=4, dirpath=tmp_path)], {})
+    expected = train([], by_hand(TOGETHER))
+    assert found[1:3] == (4, 4)
+    assert_same(found[:3], expected[:3])
+    assert str(found[3]) == str(expected[3])
+
+
+def test_a_saved_choice_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
+    tuner = AvgPipeTuner(1, [4], profile_batches=4, dirpath=tmp_path)
+    with pytest.warns(
+        UserWarning, match="chooses anew, since the checkpoint's choice cannot be read: this is no Result"
+    ):
+        tuner.load_state_dict({"result": "{}"})
+    mlp(tuner)
+    assert tuner.result.choice.setting.num_microbatches == 4
+
+
+def test_a_callback_that_knows_one_model_is_refused_unless_there_is_one(tmp_path: Path) -> None:
+    averaging = L.pytorch.callbacks.StochasticWeightAveraging(0.1)
+    with pytest.raises(ConfigurationError, match="num_pipelines=2 trains parallel ones"):
+        mlp(AvgPipeTuner(2, dirpath=tmp_path), callbacks=[averaging])
+    mlp(AvgPipeTuner(1, [4], profile_batches=4, dirpath=tmp_path), callbacks=[averaging])
+
+
+def test_a_failed_run_leaves_no_tuner_behind(tmp_path: Path) -> None:
+    tuner = AvgPipeTuner(1, memory_limit=1000, dirpath=tmp_path)
+    runner = pipeline(2, callbacks=[tuner], max_epochs=1)
+    with pytest.raises(TuningError):
+        runner.fit(MLP(), loader(MLP, 32, 8))
+    assert runner.strategy.tuner is None
+    assert runner.callbacks.count(tuner) == 1

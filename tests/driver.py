@@ -1,0 +1,114 @@
+"""Training without Lightning's Trainer: through the pipeline's engine, and by the plain loop that it must equal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.engine.microbatch import MicroBatch, split
+from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.recompute_policy import chosen
+from lightning_avgpipe.schedule import build
+from lightning_avgpipe.utils.random_streams import RandomKey
+
+
+class Engine:
+    """A pipeline of a module in this process.
+
+    Args:
+        example: a batch to capture.
+        num_microbatches: M.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        num_stages: int,
+        example: Any,
+        num_microbatches: int = 2,
+        step: str = "training_step",
+        split_points: Sequence[str] | None = None,
+        recompute: bool | Sequence[str] = False,
+    ) -> None:
+        self.module = module
+        self.step = step
+        self.num_stages = num_stages
+        self.num_microbatches = num_microbatches
+        first = split(copy.deepcopy(example), num_microbatches)[0]
+        repeats = chosen(module, recompute)
+        planner = Planner(module, num_stages, split_points, recompute=repeats)
+        self.plan: Plan = planner.plan(step, self._call, (first.data, 0))
+        self.mesh = Mesh(num_stages, 0, 1, torch.device("cpu"), timedelta(seconds=10))
+        self.mesh.open()
+        self.pipeline = Pipeline(self.mesh, module, repeats)
+        self.pipeline.load(self.plan.graph, self.plan.cuts)
+
+    def _call(self, *args: Any) -> Any:
+        return getattr(self.module, self.step)(*args)
+
+    def train(self, batch: Any, schedule: str = "1f1b", iteration: int = 0, advance: int = 0) -> list[Any]:
+        """Forwards and backwards of one batch; returns the losses of its micro-batches."""
+        parts = split(batch, self.num_microbatches)
+        task = Task(
+            lambda i, *args: self._call(*args),
+            [(part.data, 0) for part in parts],
+            lambda i, loss: None if loss is None else loss * parts[i].weight,
+            RandomKey(0, iteration),
+        )
+        losses = self.pipeline.run(self.step, build(schedule, self.num_stages, len(parts), advance=advance), task)
+        self.pipeline.copies(self.step).sum_gradients()
+        assert losses is not None
+        return losses
+
+    def evaluate(self, batch: Any) -> list[Any]:
+        """Forwards only; returns the results of the micro-batches."""
+        parts = split(batch, self.num_microbatches)
+        task = Task(lambda i, *args: self._call(*args), [(part.data, 0) for part in parts])
+        with torch.no_grad():
+            results = self.pipeline.run(self.step, build("forward", self.num_stages, len(parts)), task)
+        assert results is not None
+        return results
+
+
+def accumulate(module: Any, batch: Any, num_microbatches: int) -> list[Tensor]:
+    """What one process does: the micro-batches in order, each loss weighted by its share of the batch."""
+    parts: list[MicroBatch] = split(batch, num_microbatches)
+    losses = []
+    for part in parts:
+        loss = module.training_step(part.data, 0)
+        (loss * part.weight).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def assert_same_parameters(one: nn.Module, other: nn.Module, exact: bool = True) -> None:
+    """Compare by name; with ``exact`` bit for bit."""
+    others = dict(other.named_parameters())
+    for name, parameter in one.named_parameters():
+        if exact:
+            assert torch.equal(parameter, others[name]), f"{name} differs"
+        else:
+            torch.testing.assert_close(parameter, others[name], rtol=1e-5, atol=1e-6, msg=f"{name} differs")
+
+
+def assert_same_gradients(one: nn.Module, other: nn.Module, summed: Collection[str] = ()) -> None:
+    """Compare gradients by name, bit for bit; those that are summed over stages up to rounding."""
+    others = dict(other.named_parameters())
+    for name, parameter in one.named_parameters():
+        theirs = others[name].grad
+        assert (parameter.grad is None) == (theirs is None), f"only one of the gradients of {name} exists"
+        if parameter.grad is None or theirs is None:
+            continue
+        if name in summed:
+            torch.testing.assert_close(parameter.grad, theirs, rtol=1e-5, atol=1e-7, msg=f"gradients of {name} differ")
+        else:
+            assert torch.equal(parameter.grad, theirs), f"the gradients of {name} differ"

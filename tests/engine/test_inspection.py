@@ -1,0 +1,189 @@
+"""A step that reaches another model's tensors, past where models are put, is refused before anything has stepped."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import Tensor, nn
+
+from lightning_avgpipe.engine.inspection import Inspection
+from lightning_avgpipe.errors import ConfigurationError, PartitionError
+from tests.elastic.models import assert_equal, train
+from tests.models import MLP, Regression, loader
+from tests.weights.test_tied import TiedLanguageModel
+
+
+class Layers(Regression):
+    """Subclasses hold tensors of theirs in unusual places."""
+
+    example = MLP.example
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("constant", torch.full((8,), 0.5))
+        self.keep()
+
+    def keep(self) -> None:
+        """Somewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.norm(self.first(x)).tanh()).tanh()) * self.scale
+
+
+class Calls(nn.Module):
+    """A unit that calls what it was given."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def times(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * tensor
+
+
+def adding(held: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: x + held.it
+
+
+# What a class gives is called with the last layer's output; by the name that is to be found.
+HIDDEN: dict[str, Callable[[Any], tuple[str, Callable[[Tensor], Tensor]]]] = {
+    "a closure": lambda net: ("scale", times(net.scale)),
+    "a partial": lambda net: ("second.weight", functools.partial(F.linear, weight=net.second.weight)),
+    "a plain object": lambda net: ("second.bias", adding(SimpleNamespace(it=net.second.bias))),
+    "a closure in a unit": lambda net: ("scale", Calls(times(net.scale))),
+    "an alias without gradient": lambda net: ("scale", Calls(times(net.scale.detach()))),
+    "a buffer that changes": lambda net: ("norm.running_var", Calls(times(net.norm.running_var))),
+    "glue that begins with it": lambda net: ("scale", lambda x, w=net.scale: x * torch.exp(w)),
+}
+
+
+class Hidden(Layers):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__()
+
+    def keep(self) -> None:
+        self.name, self.function = HIDDEN[self.kind](self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+@pytest.mark.parametrize(("num_stages", "recompute"), [(1, True), (2, False), (3, ["second"])])
+def test_what_no_model_can_exchange_is_refused(kind: str, num_stages: int, recompute: Any) -> None:
+    model = Hidden(kind)
+    before = copy.deepcopy(model.state_dict())
+    says = rf"pipeline 1 ran, training_step used '{model.name}' \(at test_inspection.py:\d+ in .* of another parallel"
+    if num_stages > 2 and kind == "a buffer that changes":  # which its stage cannot leave, with one model either
+        says = r"unit 'function' at test_inspection.py:\d+ in forward reads a tensor that unit 'norm'"
+    with pytest.raises((ConfigurationError, PartitionError), match=says):
+        train(model, loader(MLP, 32, 8), num_stages, recompute=recompute)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+def test_it_is_refused_when_parallel_models_come_later() -> None:
+    class Later(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.strategy.reconfigure(num_pipelines=2)
+
+    with pytest.raises(ConfigurationError, match="while pipeline 1 ran, training_step used 'scale'"):
+        train(Hidden("a closure"), loader(MLP, 32, 8), num_pipelines=1, trainer={"callbacks": [Later()]})
+
+
+class Pair(NamedTuple):
+    weight: Tensor
+    name: str
+
+
+class Nested(Layers):
+    def keep(self) -> None:
+        self.pairs = (Pair(self.scale, "scale"), [("second", {"weight": self.second.weight})])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.pairs[1][0][1]["weight"]
+        return super().forward(x) * self.pairs[0].weight + F.linear(x, weight)
+
+
+class Plain(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + F.linear(x, self.second.weight)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_containers_within_each_other_hold_each_models_own(num_stages: int) -> None:
+    found = []
+    for kind in (Nested, Plain):
+        torch.manual_seed(3)
+        found.append(train(kind(), loader(MLP, 48, 8), num_stages, num_pipelines=3).models)
+    for one, other in zip(*found, strict=True):
+        assert_equal(one, other)
+
+
+class Constants(Layers):
+    """A frozen parameter and a buffer that never changes are the same for all models, wherever they are held."""
+
+    def keep(self) -> None:
+        self.first.bias.requires_grad_(False)
+        self.function = Calls(times(self.constant))
+        self.bias = functools.partial(torch.add, self.first.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bias(self.function(super().forward(x)))
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_what_all_models_share_may_be_held_anywhere(num_stages: int) -> None:
+    train(Constants(), loader(MLP, 32, 8), num_stages)
+
+
+def test_tied_parameters_are_each_models_own() -> None:
+    train(TiedLanguageModel(), loader(TiedLanguageModel, 24, 4), 3, num_pipelines=3)
+
+
+def test_what_begins_to_train_is_looked_at_then() -> None:
+    class Finetuned(Layers):
+        def keep(self) -> None:
+            self.backbone = nn.Sequential(self.first, self.second)
+            self.function = Calls(times(self.first.bias))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(super().forward(x))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+    unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-2)
+    train(Finetuned(), loader(MLP, 32, 8), trainer={"callbacks": [unfreezing]})
+    with pytest.raises(ConfigurationError, match=r"used 'first.bias' \(at"):
+        train(Finetuned(), loader(MLP, 32, 8), trainer={"callbacks": [unfreezing], "max_epochs": 2})
+
+
+def test_gradients_tell_of_what_no_operation_showed() -> None:
+    mine, theirs = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    hidden = (mine * theirs).sum()  # computed where no mode sees it
+    inspection = Inspection({"weight": [theirs]})
+    with inspection:
+        inspection.follow_gradients([hidden * 2])
+    with pytest.raises(ConfigurationError, match=r"pipeline 3 ran, training_step used 'weight' \(at compiled code or"):
+        inspection.check(3)
+    clean = Inspection({"weight": [theirs]})
+    clean.follow_gradients([mine.sum()])
+    clean.check(3)

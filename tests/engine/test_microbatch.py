@@ -1,0 +1,305 @@
+"""A batch is split into micro-batches, and their results are put together as if it had never been."""
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+from lightning_avgpipe.engine.microbatch import MicroBatch, batch_size, fewest_samples, merge, split, split_with
+from lightning_avgpipe.errors import BatchError
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: Tensor
+    names: list[str]
+    scale: float = 1.0
+
+
+def samples(n: int, *shape: int) -> Tensor:
+    return torch.arange(n * torch.Size(shape).numel(), dtype=torch.float32).reshape(n, *shape)
+
+
+def data(parts: list[MicroBatch]) -> list[Any]:
+    return [part.data for part in parts]
+
+
+def sizes(parts: list[MicroBatch]) -> list[int]:
+    return [part.size for part in parts]
+
+
+# -- the size of a batch ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (samples(4, 3), 4),
+        ({"x": samples(4, 3), "y": [samples(4)], "temperature": torch.tensor(0.5)}, 4),
+        ((samples(0, 3), "text"), 0),
+        (["a", "b", "c"], 3),
+        (("a", "b", "c"), 3),
+        ([("a", 0), ("b", 1), ("c", 2)], 3),
+        ((("a", "b", "c"), (0, 1, 2)), 3),
+        ({"text": ["a", "b"], "label": (0, 1), "split": "train"}, 2),
+        ({"text": ["a", "b"], "labels": [0, 1, 2]}, None),
+        ({"x": samples(4), "labels": [0, 1, 2]}, 4),
+        ((torch.tensor(1.0), 3, None, "text", []), None),
+    ],
+)
+def test_the_batch_size_is_dimension_0_of_all_tensors_or_else_the_length_of_the_lists(batch, size):
+    assert batch_size(batch) == size
+
+
+def test_tensors_that_disagree_are_an_error_that_names_them_and_the_way_out():
+    batch = {"image": samples(8, 3), "target": {"boxes": samples(5, 4)}, "weight": samples(8)}
+    with pytest.raises(BatchError) as error:
+        split(batch, 2)
+    message = str(error.value)
+    assert "8 in batch['image'] (8, 3), batch['weight'] (8,); 5 in batch['target']['boxes'] (5, 4)" in message
+    assert "split_batch(batch, num_microbatches)" in message
+
+
+def test_a_packed_sequence_cannot_be_split_and_the_error_says_so():
+    packed = pack_sequence([samples(3), samples(2)])
+    with pytest.raises(BatchError, match=r"batch\[0\] is a PackedSequence.*split_batch"):
+        split((packed, samples(2)), 2)
+
+
+def test_an_error_about_many_tensors_stays_short():
+    batch = {f"x{i}": samples(4) for i in range(50)} | {"y": samples(3)}
+    with pytest.raises(BatchError, match=r"and 46 more; 3 in batch\['y'\]"):
+        batch_size(batch)
+
+
+# -- splitting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
+def test_sizes_are_those_of_tensor_split(count):
+    x = samples(7, 2)
+    parts = split(x, count)
+    expected = torch.tensor_split(x, min(count, 7))
+    assert [part.index for part in parts] == list(range(len(expected)))
+    assert all(torch.equal(part.data, chunk) for part, chunk in zip(parts, expected, strict=True))
+    assert sizes(parts) == [len(chunk) for chunk in expected]
+    assert [part.weight for part in parts] == [len(chunk) / 7 for chunk in expected]
+
+
+def test_parts_are_views():
+    x = torch.zeros(4)
+    assert all(part.data._base is x for part in split(x, 2))
+
+
+def test_a_batch_smaller_than_m_gives_fewer_micro_batches():
+    assert sizes(split(samples(3), 8)) == [1, 1, 1]
+
+
+def test_an_empty_batch_is_one_empty_micro_batch():
+    (part,) = split(samples(0, 3), 4)
+    assert part.data.shape == (0, 3) and part.size == 0 and part.weight == 1.0
+
+
+@pytest.mark.parametrize("batch", [{"temperature": torch.tensor(1.0)}, None, "text", {"a": [1, 2], "b": [3]}], ids=str)
+def test_a_batch_without_samples_is_one_micro_batch(batch):
+    (part,) = split(batch, 4)
+    assert part.data == batch and part.weight == 1.0
+
+
+def test_nested_containers_are_split_leaf_by_leaf():
+    batch = {
+        "point": Point(samples(4), [samples(4, 2)]),
+        "sample": Sample(samples(4, 3), ["a", "b", "c", "d"]),
+        "encoding": UserDict(ids=samples(4)),
+        "temperature": torch.tensor(0.5),
+        "mode": "train",
+        "nothing": None,
+    }
+    first, second = data(split(batch, 2))
+    assert type(first["point"]) is Point and torch.equal(second["point"].y[0], samples(4, 2)[2:])
+    assert type(first["sample"]) is Sample and torch.equal(first["sample"].x, samples(4, 3)[:2])
+    assert (first["sample"].names, second["sample"].names) == (["a", "b"], ["c", "d"])
+    assert type(second["encoding"]) is UserDict and torch.equal(second["encoding"]["ids"], samples(4)[2:])
+    assert all(part["temperature"] is batch["temperature"] and part["mode"] == "train" for part in (first, second))
+    assert first["nothing"] is None
+
+
+def test_a_list_of_strings_is_split_with_the_tensors():
+    parts = split((samples(3), ["a", "b", "c"], (1, 2, 3)), 2)
+    assert [part.data[1:] for part in parts] == [(["a", "b"], (1, 2)), (["c"], (3,))]
+
+
+def test_a_list_of_another_length_is_repeated():
+    parts = split({"x": samples(4), "classes": ["cat", "dog"], "empty": []}, 2)
+    assert all(part["classes"] == ["cat", "dog"] and part["empty"] == [] for part in data(parts))
+
+
+def test_the_lists_in_a_record_are_split():
+    parts = split((samples(3), (["a", "b", "c"], [1, 2, 3])), 3)
+    assert [part.data[1] for part in parts] == [(["a"], [1]), (["b"], [2]), (["c"], [3])]
+
+
+def test_a_list_of_lists_has_one_list_per_sample():
+    tokens = [[1, 2], [3, 4]]
+    assert [part["tokens"] for part in data(split({"x": samples(2), "tokens": tokens}, 2))] == [[[1, 2]], [[3, 4]]]
+
+
+def test_as_many_tuples_as_samples_of_that_length_are_an_error_that_names_them():
+    batch = {"x": samples(2), "meta": (["a", "b"], ["c", "d"])}
+    with pytest.raises(BatchError, match=r"batch\['meta'\] in a batch of 2 samples.*\(\['a', 'b'\], \['c', 'd'\]\)"):
+        split(batch, 2)
+    assert data(split(batch, 1))[0]["meta"] == batch["meta"], "one micro-batch needs no answer"
+
+
+def test_a_batch_of_texts_alone_is_split():
+    assert data(split(["a", "b", "c"], 2)) == [["a", "b"], ["c"]]
+    assert data(split({"text": ["a", "b"], "id": (1, 2)}, 2)) == [
+        {"text": ["a"], "id": (1,)},
+        {"text": ["b"], "id": (2,)},
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_micro_batches_have_containers_of_their_own(count):
+    batch = {"x": samples(2), "options": {"names": ["p", "q", "r"]}}
+    parts = data(split(batch, count))
+    parts[0].pop("x")
+    parts[0]["options"]["names"].clear()
+    assert "x" in batch and batch["options"]["names"] == ["p", "q", "r"]
+    assert all("x" in part and part["options"]["names"] == ["p", "q", "r"] for part in parts[1:])
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_fewer_than_one_micro_batch_is_an_error(count):
+    with pytest.raises(BatchError, match=f"num_microbatches={count}"):
+        split(samples(2), count)
+    with pytest.raises(BatchError, match=f"num_microbatches={count}"):
+        split_with(lambda batch, m: [batch], samples(2), count)
+
+
+# -- the user's splitter ---------------------------------------------------------------------------------------------
+
+
+def test_the_users_parts_are_weighted_by_their_sizes():
+    parts = split_with(lambda batch, m: (batch[:1], batch[1:]), samples(4), 2)
+    assert [(part.index, part.size, part.weight) for part in parts] == [(0, 1, 0.25), (1, 3, 0.75)]
+    assert torch.equal(parts[1].data, samples(4)[1:])
+
+
+def test_the_users_parts_weigh_the_same_when_a_size_is_unknown():
+    packed = pack_sequence([samples(3), samples(2)])
+    parts = split_with(lambda batch, m: [packed, samples(7)], None, 2)
+    assert [(part.size, part.weight) for part in parts] == [(1, 0.5), (1, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"), [(None, "NoneType"), ({}, "dict"), ([], "0 micro-batches"), ([1, 2, 3], "3 micro-batches")]
+)
+def test_a_splitter_that_returns_something_else_is_an_error(returned, found):
+    with pytest.raises(BatchError, match=f"split_batch returned {found}.*num_microbatches=2"):
+        split_with(lambda batch, m: returned, samples(4), 2)
+
+
+# -- merging ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_merge_undoes_split(count):
+    batch = {"x": samples(5, 2), "point": Point(samples(5), "text"), "names": ["a", "b", "c", "d", "e"], "sample": None}
+    parts = split(batch, count)
+    merged = merge(data(parts), sizes(parts))
+    assert torch.equal(merged["x"], batch["x"]) and torch.equal(merged["point"].x, batch["point"].x)
+    assert type(merged["point"]) is Point and merged["point"].y == "text"
+    assert merged["names"] == batch["names"] and merged["sample"] is None
+
+
+def test_nothing_stays_nothing():
+    assert merge([None, None], [2, 1]) is None
+
+
+def test_one_part_is_returned_as_it_is():
+    output = {"loss": torch.tensor(0.1, dtype=torch.float16)}
+    assert merge([output], [3]) is output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_scalars_become_the_mean_over_samples(dtype):
+    merged = merge([torch.tensor(1.0, dtype=dtype), torch.tensor(4.0, dtype=dtype)], [2, 1])
+    assert torch.equal(merged, torch.tensor(2.0, dtype=dtype)) and merged.dtype == dtype
+    assert merge([1.0, 4.0], [2, 1]) == 2.0
+
+
+def test_a_mean_in_half_precision_does_not_overflow():
+    assert merge([torch.tensor(60000.0, dtype=torch.float16)] * 2, [64, 64]) == 60000.0
+
+
+def test_what_is_equal_in_all_parts_is_kept():
+    same = {"n": 3, "flag": True, "count": torch.tensor(7), "basis": torch.eye(3), "name": "val", "none": None}
+    merged = merge([same, dict(same)], [2, 2])
+    assert {k: v for k, v in merged.items() if k != "basis"} == {k: v for k, v in same.items() if k != "basis"}
+    assert torch.equal(merged["basis"], torch.eye(3))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [3, 4],
+        ["a", "b"],
+        [1.0, 1],
+        [None, 1.0],
+        [["a"], ["b", "c"], "d"],
+        [{"loss": 1.0}, {"loss": 1.0, "extra": 2}],
+        [(1.0, 2, 3), [1.0, 2, 3]],
+    ],
+    ids=str,
+)
+def test_what_fits_no_rule_is_a_list_of_the_parts(parts):
+    assert merge(parts, [2] * len(parts)) == parts
+
+
+def test_tensors_that_cannot_be_joined_are_a_list_of_the_parts():
+    short, long, counts = samples(2, 5), samples(2, 7), [torch.tensor(1), torch.tensor(2)]
+    merged = merge(
+        [{"ids": short, "n": counts[0], "k": samples(3)}, {"ids": long, "n": counts[1], "k": samples(4)}], [2, 2]
+    )
+    assert merged["ids"][0] is short and merged["ids"][1] is long
+    assert merged["n"] == counts
+    assert [len(k) for k in merged["k"]] == [3, 4]
+
+
+def test_structures_are_merged_where_they_agree():
+    parts = [{"x": samples(1), "extra": {"a": 1}}, {"x": samples(1), "extra": {"b": 1}}]
+    merged = merge(parts, [1, 1])
+    assert torch.equal(merged["x"], torch.cat([samples(1)] * 2)) and merged["extra"] == [{"a": 1}, {"b": 1}]
+
+
+def test_lists_with_one_element_per_sample_are_joined():
+    assert merge([["a", "b"], ["c"]], [2, 1]) == ["a", "b", "c"]
+    assert merge([("a", "b"), ("c",)], [2, 1]) == ("a", "b", "c")
+    assert merge([[["a"], []], [["b"]]], [2, 1]) == [["a"], [], ["b"]]
+
+
+def test_a_tuple_of_lists_is_a_record():
+    assert merge([(["a", "b"], [0, 1]), (["c", "d"], [2, 3])], [2, 2]) == (["a", "b", "c", "d"], [0, 1, 2, 3])
+
+
+def test_outputs_and_sizes_must_be_as_many():
+    with pytest.raises(ValueError, match="2 outputs with 1 sizes"):
+        merge([1, 2], [3])
+
+
+def test_micro_batches_may_have_a_smallest_size() -> None:
+    assert [part.size for part in split(torch.zeros(9, 1), 8, smallest=2)] == [3, 2, 2, 2]
+    assert [part.size for part in split(torch.zeros(1, 1), 8, smallest=2)] == [1]
+
+
+def test_where_batches_are_normalised_a_sample_alone_cannot_train() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert fewest_samples(module) == 2
+    assert fewest_samples(module.eval()) == fewest_samples(nn.LayerNorm(2)) == 1

@@ -1,0 +1,498 @@
+"""Values inside objects: what units write there is there on every stage, cut wherever it may be cut."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.recorder import capture
+from lightning_avgpipe.capture.units import initial_units
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.engine.stage import Stage, Task
+from lightning_avgpipe.planning.program import stage_programs
+from lightning_avgpipe.weights.tied import Copies
+
+WIDTH = 4
+
+
+class Cache:
+    """Keys by layer, and how many there are."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.length = 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Four layers of a kind, and a loss."""
+
+    layer: type[Layer] = Layer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.layer(i) for i in range(4)])
+
+    def training_step(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class SharesKeys(Layer):
+    """The second half of the layers reads the keys that the first one left, and how many layers there were."""
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        if self.index < 2:
+            cache.keys[self.index] = self.linear(x)
+            cache.length += 1
+            return torch.tanh(cache.keys[self.index])
+        return torch.tanh(self.linear(x) * cache.keys[self.index - 2] * cache.length)
+
+
+class KeyValueSharing(Net):
+    layer = SharesKeys
+
+    def training_step(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for layer in self.layers:
+            x = layer(x, cache=cache)
+        return x.square().mean() * cache.get_seq_length()
+
+
+class Appends(Layer):
+    def forward(self, x: Tensor, states: list[Tensor]) -> Tensor:
+        x = super().forward(x)
+        states.append(x * 2)
+        return x
+
+
+class HiddenStates(Net):
+    """Units append to a list; the step adds up what is in it."""
+
+    layer = Appends
+
+    def training_step(self, x: Tensor) -> Tensor:
+        states: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, states)
+        return x.mean() + sum(len(states) * state.square().mean() for state in states)
+
+
+class LeavesPenalty(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.penalty = x.square().mean()
+        return x
+
+
+class Penalties(Net):
+    """Units leave losses in attributes, as mixtures of experts do."""
+
+    layer = LeavesPenalty
+
+    def training_step(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.abs().mean() + sum(layer.penalty for layer in self.layers)
+
+
+class LeavesOutput(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.output = super().forward(x)
+        return self.output
+
+
+class Outputs(Net):
+    """Units return what they leave in attributes."""
+
+    layer = LeavesOutput
+
+    def training_step(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.abs().mean() + sum(layer.output.square().mean() for layer in self.layers)
+
+
+class Distribution(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return torch.distributions.Normal(self.linear(x), torch.ones(()))
+
+
+class Posterior(Net):
+    """A unit returns an object that holds tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Distribution(1)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        posterior = self.layers[1](self.layers[0](x))
+        h = self.layers[3](self.layers[2](posterior.mean))
+        return h.mean() - posterior.log_prob(x).mean()
+
+
+@dataclass
+class State:
+    x: Tensor
+    history: tuple[Tensor, ...] = ()
+    steps: int = 0
+
+
+class Advances(Layer):
+    def forward(self, state: State) -> State:
+        state.x = super().forward(state.x)
+        state.history = (*state.history, state.x)
+        state.steps += 1
+        return state
+
+
+class StateObject(Net):
+    """One object goes through all units, which change it and return it."""
+
+    layer = Advances
+
+    def training_step(self, x: Tensor) -> Tensor:
+        state = State(x)
+        first = state
+        for layer in self.layers:
+            state = layer(state)
+        assert first is state
+        return state.steps * state.x.mean() + torch.stack(state.history[::2]).square().mean()
+
+
+class WritesInPlace(Layer):
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        x = super().forward(x)
+        cache.keys[0][:, self.index] = x[:, 0]
+        return x + cache.keys[0].mean(-1, keepdim=True)
+
+
+class StaticCache(Net):
+    """Units write into a tensor that lies in an object."""
+
+    layer = WritesInPlace
+
+    def training_step(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        cache.keys[0] = torch.zeros(len(x), 4)
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x.square().mean()
+
+
+class Gathers(nn.Module):
+    """Has no parameters, and takes nothing but an object."""
+
+    def forward(self, cache: Cache) -> Tensor:
+        return sum(cache.keys.values(), torch.zeros(()))
+
+
+class ReadsCache(Net):
+    layer = SharesKeys
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather = Gathers()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for layer in self.layers:
+            x = layer(x, cache)
+        return (x * self.gather(cache)).mean()
+
+
+class Counts(Layer):
+    def forward(self, x: Tensor, store: Any) -> Tensor:
+        store.count += 1
+        return super().forward(x)
+
+
+class Lasting(Net):
+    """An object of the module counts, on the stage that it belongs to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Counts(1)
+        self.store = Cache()
+        self.store.count = 0
+
+    def training_step(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x), self.store)
+        return self.layers[3](self.layers[2](x)).mean()
+
+
+class Tied(Layer):
+    """Uses a parameter of another layer, which it reaches through a list."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.other: list[nn.Module] = []
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return nn.functional.linear(x, self.other[0].linear.weight) if self.other else super().forward(x)
+
+
+class HiddenParameter(Net):
+    layer = Tied
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].other.append(self.layers[0])
+
+    def training_step(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Table(nn.Module):
+    """Makes a table of positions when it is first called, as Lightning's demo transformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.table: Tensor | None = None
+
+    def made(self, x: Tensor) -> Tensor:
+        table = torch.zeros(x.size(0), x.size(1))
+        table[:, 0::2] = torch.sin(torch.arange(x.size(0)).unsqueeze(1) + 1.0)
+        return table
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < len(x):
+            self.table = self.made(x)
+        return self.linear(x) * self.table[: len(x)]
+
+
+class Positions(Net):
+    """A unit that makes a table is called on several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.table(layer(x))
+        return x.square().mean()
+
+
+class Scale(Table):
+    def made(self, x: Tensor) -> Tensor:
+        return torch.ones(x.shape) * x.detach().abs().max()
+
+
+class PeeksAtNumbers(Table):
+    def made(self, x: Tensor) -> Tensor:
+        return torch.full(x.shape, x.abs().max().item())
+
+
+class WritesNumbers(Table):
+    def made(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            table = torch.zeros(x.shape)
+            table[:, 1] = x.detach()[:, 1]
+        return table.clone()
+
+
+class Weighs(Table):
+    def made(self, x: Tensor) -> Tensor:
+        return self.linear.weight.detach().sum().expand(x.shape)
+
+
+class Starts(Table):
+    def made(self, x: Tensor) -> Tensor:
+        return torch.full(x.shape, random.random())
+
+
+class Scales(Net):
+    """What the first call of a unit makes of its numbers, the second one reads."""
+
+    table: Callable[[], Table] = Scale
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = type(self).table()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[1](self.layers[0](x)))
+        return self.layers[3](self.layers[2](x)).square().mean()
+
+
+MODELS = [
+    KeyValueSharing, HiddenStates, Penalties, Outputs, Posterior, StateObject, StaticCache, ReadsCache, Lasting,
+    HiddenParameter, Positions, Scales,
+]  # fmt: skip
+SAMPLES = [torch.randn(3, WIDTH) for _ in range(3)]
+
+
+def graph_of(module: Any) -> CallGraph:
+    return capture("training_step", module.training_step, (SAMPLES[0],), module, initial_units(module))
+
+
+def trained(
+    module: Any, graph: CallGraph, cuts: tuple[int, ...], apart: bool, samples: list[Tensor] = SAMPLES
+) -> list[Any]:
+    """Run all micro-batches through the stages of these cuts; the modules in which gradients are."""
+    programs = stage_programs(graph, cuts)
+    mesh = Mesh(len(programs), 0, 1, torch.device("cpu"), timedelta(seconds=10))
+    modules = [copy.deepcopy(module) if apart else module for _ in programs]
+    stages = [Stage(p, m, mesh.device, Copies(m, mesh, {})) for p, m in zip(programs, modules, strict=True)]
+    tasks = [Task(lambda i, x, m=m: m.training_step(x), [(x,) for x in samples], lambda i, loss: loss) for m in modules]
+
+    def passed(message: Any) -> Any:
+        return pickle.loads(pickle.dumps(message)) if apart else message
+
+    # a stage is ahead of the next one by a micro-batch, as in any schedule
+    messages: dict[tuple[int, int], Any] = {}
+    for time in range(len(samples) + len(stages)):
+        for k in range(len(stages)):
+            if 0 <= (i := time - k) < len(samples):
+                messages[k, i] = passed(stages[k].forward(tasks[k], i, messages.get((k - 1, i))))
+    for i in range(len(samples)):
+        message = None
+        for stage in reversed(stages):
+            message = passed(stage.backward(i, message))
+    return modules
+
+
+def gradient(modules: list[Any], name: str) -> Tensor | None:
+    found = [g for m in dict.fromkeys(modules) if (g := m.get_parameter(name).grad) is not None]
+    return sum(found[1:], found[0]) if found else None
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_legal_cut_gives_the_same_gradients(model: Callable[[], Net], apart: bool) -> None:
+    torch.manual_seed(0)
+    plain: Any = model()
+    module: Any = copy.deepcopy(plain)
+    for x in SAMPLES:
+        plain.training_step(x).backward()
+    graph = graph_of(module)
+    legal = [p for p in range(1, len(graph.nodes)) if graph.obstacles[p] is None]
+    between = [p for p in legal if graph.nodes[p].kind == "call"]
+    assert len(between) >= 2, graph.obstacles
+    for cuts in [*((p,) for p in legal), tuple(between)]:
+        found = trained(copy.deepcopy(module), graph, cuts, apart)
+        for name, parameter in plain.named_parameters():
+            expected, other = parameter.grad, gradient(found, name)
+            assert (expected is None) == (other is None), (cuts, name)
+            if expected is not None:
+                torch.testing.assert_close(other, expected, rtol=1e-6, atol=1e-7, msg=f"{cuts} {name}")
+
+
+def test_only_what_is_read_travels() -> None:
+    graph = graph_of(KeyValueSharing())
+    layers = [node.index for node in graph.nodes if node.name.startswith("layers.")]
+    assert [len(graph.live(p)) for p in layers[1:]] == [2, 3, 2]  # the last result, and keys that are still read
+
+
+def test_an_object_of_the_module_is_changed_once_for_each_micro_batch() -> None:
+    module: Any = Lasting()
+    graph = graph_of(module)
+    legal = [p for p in range(1, len(graph.nodes)) if graph.obstacles[p] is None and graph.nodes[p].kind == "call"]
+    trained(module, graph, tuple(legal), apart=False)
+    assert module.store.count == len(SAMPLES)
+
+
+def test_an_object_of_the_module_that_two_units_change_stays_on_one_stage() -> None:
+    class Both(Lasting):
+        def training_step(self, x: Tensor) -> Tensor:
+            return self.layers[1](self.layers[2](self.layers[1](x, self.store)), self.store).mean()
+
+    graph = graph_of(Both())
+    assert "of type Cache that outlives the step" in str(graph.obstacles[1])
+    assert graph.obstacles[3] is None
+
+
+def test_what_cannot_be_sent_stays_on_one_stage() -> None:
+    class Locks(Layer):
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            cache.keys[self.index] = lambda: x  # type: ignore[assignment]
+            return super().forward(x)
+
+    module: Any = KeyValueSharing()
+    module.layers = nn.ModuleList([Layer(0), Layer(1), Locks(2), Layer(3)])
+    graph = graph_of(module)
+    assert [graph.obstacles[p] is None for p in (1, 2, 3)] == [True, True, False]
+    assert "leaves in an object what cannot be sent to another stage" in str(graph.obstacles[3])
+
+
+STORE: list[Tensor] = []
+
+
+def test_what_a_unit_returns_and_leaves_in_a_global_variable_keeps_its_readers_on_its_stage() -> None:
+    class Stores(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            STORE.append(super().forward(x))
+            return STORE[-1]
+
+    class Global(Net):
+        def training_step(self, x: Tensor) -> Tensor:
+            STORE.clear()
+            for layer in self.layers:
+                x = layer(x)
+            return x.mean() + STORE[0].square().mean()
+
+    module: Any = Global()
+    module.layers[1] = Stores(1)
+    graph = graph_of(module)
+    assert graph.obstacles[1] is None
+    for position in range(2, len(graph.nodes)):
+        assert "reads a tensor that unit 'layers.1'" in str(graph.obstacles[position])
+
+
+def test_a_table_that_a_unit_makes_lasts_and_grows_on_every_stage() -> None:
+    plain: Any = Positions()
+    module: Any = copy.deepcopy(plain)
+    samples = [torch.randn(n, WIDTH) for n in (3, 2, 5, 3)]
+    for x in samples:
+        plain.training_step(x).backward()
+    graph = graph_of(module)
+    cuts = tuple(p for p in range(1, len(graph.nodes)) if graph.nodes[p].kind == "call")
+    assert all(graph.obstacles[p] is None for p in cuts)
+    found = trained(module, graph, cuts, apart=True, samples=samples)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradient(found, name), parameter.grad, msg=name)
+    assert {len(m.table.table) for m in found if m.table.table is not None} == {5}
+
+
+@pytest.mark.parametrize("table", [Scale, PeeksAtNumbers, WritesNumbers, Weighs, Starts])
+def test_what_a_unit_makes_of_numbers_and_reads_later_stays_on_its_stage(table: type[Table]) -> None:
+    graph = graph_of(type("Model", (Scales,), {"table": table})())
+    assert [graph.obstacles[p] is None for p in (1, 2, 3)] == [True, False, True]
+    assert "unit 'layers.1' at" in str(graph.obstacles[2])
+    assert "reads an attribute of its own" in str(graph.obstacles[2])
+
+
+def test_a_table_that_depends_on_the_arguments_of_the_first_call_stays_on_its_stage() -> None:
+    class Lengths(Positions):
+        def training_step(self, x: Tensor) -> Tensor:
+            x = self.table(self.layers[0](x))
+            return self.layers[2](self.table(self.layers[1](x[1:]))).mean()
+
+    graph = graph_of(Lengths())
+    calls = [node.index for node in graph.nodes if node.kind == "call"]
+    assert [graph.obstacles[p] is None for p in calls[1:]] == [True, False, False, True]

@@ -1,0 +1,223 @@
+"""What is drawn depends on seed, iteration, micro-batch and the drawing module only."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.driver import Engine, assert_same_parameters
+from tests.models import Regression
+from tests.trainers import pipeline
+
+
+class Block(nn.Module):
+    """Draws in its own code, in a function of its own code that sees the input, and in two children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.3)
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.first(x), 0.1, self.training)
+        x = self.drop(x) + torch.randn(8) * 0.1
+        x = self.inner(self.second(x).tanh())
+        return F.dropout(x, 0.1, self.training) + self.drop(x)
+
+
+class Drawing(Regression):
+    """Blocks, draws in the step's own code before and between them, and one block that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randn(size, 8), torch.randn(size, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x + torch.randn_like(x) * 0.01).requires_grad_(torch.is_grad_enabled())  # reentrant checkpoints want it
+        for block in self.blocks:
+            x = self.call(block, F.dropout(x, 0.05, self.training))
+        return self.call(self.blocks[0], x) * (1 + random.random())
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+
+class Checkpointed(Drawing):
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class CheckpointedReentrantly(Drawing):
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=True)
+
+
+class Recurrent(Drawing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, num_layers=2, dropout=0.3, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.lstm(super().forward(x)[:, None].expand(-1, 3, -1))
+        return self.attention(h, h, h)[0].mean(1)
+
+
+class MadeByTheStep(Drawing):
+    """Dropout layers that no module holds."""
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return nn.Dropout(0.2)(block(nn.Dropout(0.1)(x)))
+
+
+MODELS = [Drawing, Checkpointed, CheckpointedReentrantly, Recurrent, MadeByTheStep]
+
+
+def trained(model: Drawing, num_stages: int, schedule: str) -> Drawing:
+    """A copy of the model after five steps."""
+    torch.manual_seed(3)
+    model = copy.deepcopy(model)
+    batch = model.example(6)
+    optimizer = model.configure_optimizers()
+    engine = Engine(model, num_stages, batch, 3)
+    for iteration in range(5):
+        optimizer.zero_grad()
+        engine.train(batch, schedule, iteration, advance=int(schedule == "advance_forward"))
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_do_not_depend_on_stages_or_schedule(kind: Callable[[], Drawing]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    # no parameter is used on two stages, so that rounding is the same as well
+    model.blocks[0].requires_grad_(False)
+    whole = trained(model, 1, "afab")
+    assert not torch.equal(whole.blocks[1].first.weight, model.blocks[1].first.weight)
+    for num_stages, schedule in [(2, "afab"), (3, "1f1b"), (4, "advance_forward"), (4, "afab")]:
+        assert_same_parameters(whole, trained(model, num_stages, schedule))
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedReentrantly])
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_a_recomputed_forward_draws_what_it_drew(kind: Callable[[], Drawing], num_stages: int) -> None:
+    torch.manual_seed(0)
+    plain = Drawing()
+    recomputing = kind()
+    recomputing.load_state_dict(plain.state_dict())
+    assert_same_parameters(trained(plain, num_stages, "1f1b"), trained(recomputing, num_stages, "1f1b"), exact=False)
+
+
+def test_each_call_and_each_micro_batch_draws_anew() -> None:
+    seen: list[Tensor] = []
+
+    class Seen(Drawing):
+        def forward(self, x: Tensor) -> Tensor:
+            masks = self.blocks[0].drop(torch.ones(64)), self.blocks[0].drop(torch.ones(64))
+            seen.extend(mask.detach() for mask in masks)
+            return super().forward(x)
+
+    model = Seen()
+    batch = model.example(4)
+    engine = Engine(model, 1, batch, 2)
+    seen.clear()
+    engine.train(batch)
+    engine.train(batch, iteration=1)
+    assert len(seen) == 8
+    assert not any(torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_the_streams_of_the_user_go_on_as_if_nothing_had_been_drawn() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    model = Drawing()
+    states = torch.get_rng_state(), random.getstate()
+    batch = torch.ones(4, 8), torch.ones(4, 8)
+    Engine(model, 2, batch, 2).train(batch)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+def test_dropout_that_starts_later_is_as_reproducible() -> None:
+    def run(num_stages: int) -> Drawing:
+        torch.manual_seed(0)
+        model = Drawing().eval()
+        model.blocks[0].requires_grad_(False)
+        batch = model.example(4)
+        engine = Engine(model, num_stages, batch, 2)
+        for block in model.blocks:
+            block.inner.train()
+        engine.train(batch)
+        return model
+
+    one, three = run(1), run(3)
+    for (name, a), b in zip(one.named_parameters(), three.parameters(), strict=True):
+        assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), name
+
+
+def test_a_trainer_draws_the_same_for_every_number_of_stages() -> None:
+    weights = []
+    for num_stages in (1, 2, 4):
+        torch.manual_seed(0)
+        model = Recurrent()
+        model.blocks[0].requires_grad_(False)
+        batches = [model.example(6) for _ in range(2)]
+        pipeline(num_stages, 1, {"num_microbatches": 2}, max_epochs=2, limit_val_batches=0).fit(
+            model,
+            torch.utils.data.DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
+        )
+        weights.append(model)
+    for other in weights[1:]:
+        assert_same_parameters(weights[0], other)
+
+
+class CheckpointedFunction(Drawing):
+    """What is checkpointed is a function of the step's own, and draws itself."""
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(self.with_noise, block, x, use_reentrant=True)
+
+    def with_noise(self, block: nn.Module, x: Tensor) -> Tensor:
+        return F.dropout(block(x), 0.3, self.training)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_recomputed_function_of_the_step_draws_what_it_drew(num_stages: int) -> None:
+    module = CheckpointedFunction()
+    module.blocks[0].requires_grad_(False)  # used on two stages, where rounding would differ
+    running = pipeline(num_stages, strategy={"verify": 1, "num_microbatches": 2}, max_epochs=1)
+    running.fit(module, DataLoader(TensorDataset(*module.example(4)), batch_size=4))
+
+
+def test_parallel_models_draw_different_numbers() -> None:
+    class Seeing(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.drop, self.last = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.drop(self.first(x)))
+
+    module, masks = Seeing(), []
+    module.drop.register_forward_hook(lambda layer, args, output: masks.append(output.detach() != 0))
+    running = pipeline(2, strategy={"num_pipelines": 2, "num_microbatches": 2, "split_points": ["last"]}, max_epochs=1)
+    running.fit(module, DataLoader(TensorDataset(torch.randn(16, 8), torch.randn(16, 8)), batch_size=8))
+    drawn = masks[-4:]  # of two micro-batches in each of two models; before that the step was followed
+    assert len({mask.shape for mask in drawn}) == 1
+    for i, one in enumerate(drawn):
+        assert not any(torch.equal(one, other) for other in drawn[i + 1 :])

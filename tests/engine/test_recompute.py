@@ -1,0 +1,396 @@
+"""Recomputation: the same numbers from less memory, and no effect of a forward twice."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torchmetrics import MeanMetric
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
+from lightning_avgpipe.planning import Memory
+from lightning_avgpipe.planning.model_memory import memory_of
+from lightning_avgpipe.planning.recompute_policy import Recompute, chosen, repeated
+from lightning_avgpipe.schedule import build
+from tests import processes
+from tests.driver import Engine, accumulate
+from tests.models import MLP, Regression, TinyTransformer, UNet, loader
+from tests.trainers import pipeline
+from tests.zoo.own_models import BatchNorms, CheckpointedDropout, CheckpointedReentrantDropout, Dropouts, Frozen, Hooked
+from tests.zoo.own_models import InPlace as InPlaceGlue
+from tests.zoo.transformers_models import MODELS as TRANSFORMERS
+from tests.zoo.transformers_models import HuggingFace
+
+
+class Counting(nn.Module):
+    """A unit with dropout, running statistics and a counter of its calls, which decides about its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.register_buffer("largest", torch.zeros(()))
+        self.calls = 0
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        x = self.dropout(torch.tanh(self.norm(self.linear(x)))) / (1 + 0.1 * self.calls)
+        self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        return x + 0.1 * self.largest
+
+
+class Counters(Regression):
+    """Units that change themselves, a metric, and a counter in the step."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.blocks = nn.ModuleList(Counting() for _ in range(4))
+        self.mean = MeanMetric()
+        self.register_buffer("steps", torch.zeros(()))
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return MLP.example(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        loss = self.loss(batch)
+        self.mean.update(loss.detach())
+        self.log_dict({"train_loss": loss, "mean": self.mean}, on_step=True, on_epoch=True)
+        return loss
+
+
+def outcome(model: Regression, folder: Path, recompute: Any, strategy: dict[str, Any], **options: Any) -> Any:
+    """Weights, buffers and log rows after five steps; and the model."""
+    model = copy.deepcopy(model)
+    stages = strategy.pop("num_stages", 2)
+    runner = pipeline(
+        stages,
+        strategy={"recompute": recompute, "num_microbatches": 4, **strategy},
+        logger=CSVLogger(folder, name=str(recompute is False), version=0),
+        log_every_n_steps=1,
+        max_epochs=1,
+        **options,
+    )
+    runner.fit(model, loader(type(model), 40, 8))
+    runner.logger.save()
+    rows = (folder / str(recompute is False) / "version_0" / "metrics.csv").read_text()
+    return model.state_dict(), rows, model
+
+
+@pytest.mark.parametrize("recompute", [True, ["blocks.*"]], ids=["stages", "units"])
+@pytest.mark.parametrize(
+    ("num_stages", "schedule"), [(1, "afab"), (2, "1f1b"), (3, "advance_forward"), (4, "afab")], ids=str
+)
+@pytest.mark.parametrize("kind", [Counters, TinyTransformer])
+def test_weights_buffers_and_logs_are_the_same_bitwise(
+    kind: type[Regression], num_stages: int, schedule: str, recompute: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    model = kind() if kind is Counters else TinyTransformer(dropout=0.2, layers=4)
+    strategy = {"num_stages": num_stages, "schedule": schedule}
+    plain, rows, one = outcome(model, tmp_path, False, dict(strategy))
+    again, other_rows, other = outcome(model, tmp_path, recompute, dict(strategy))
+    for name, value in plain.items():
+        assert torch.equal(again[name], value), name
+    assert rows == other_rows
+    if kind is Counters:
+        assert plain["steps"] == 20
+        for a, b in zip(one.blocks, other.blocks, strict=True):
+            assert a.calls == b.calls and a.seen == b.seen and len(a.seen) == a.calls
+
+
+@pytest.mark.parametrize("recompute", [True, ["blocks.*"]], ids=["stages", "units"])
+def test_autocast_clipping_and_single_micro_batches_are_the_same_bitwise(recompute: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    for options in ({"precision": "bf16-mixed", "gradient_clip_val": 0.1}, {"precision": "bf16-true"}):
+        for count in (1, 4):
+            strategy = {"num_microbatches": count, "num_stages": 3}
+            model = TinyTransformer(dropout=0.2)
+            plain, rows, _ = outcome(model, tmp_path, False, dict(strategy), **options)
+            again, other, _ = outcome(model, tmp_path, recompute, dict(strategy), **options)
+            assert rows == other
+            assert all(torch.equal(again[name], value) for name, value in plain.items())
+
+
+def gpt2() -> Regression:
+    return HuggingFace(TRANSFORMERS["gpt2"][0]())
+
+
+def engine_outcome(model: Any, batches: list[Any], recompute: Any, schedule: str, num_stages: int) -> Any:
+    model = copy.deepcopy(model)
+    model.log = lambda *args, **kwargs: None
+    engine = Engine(model, num_stages, batches[0], 3, recompute=recompute)
+    losses = [engine.train(copy.deepcopy(b), schedule, i, 0) for i, b in enumerate(batches)]
+    return losses, {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers())
+
+
+OWN = [BatchNorms, CheckpointedDropout, CheckpointedReentrantDropout, Dropouts, Frozen, Hooked, InPlaceGlue, UNet]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "afab"])
+@pytest.mark.parametrize(
+    "kind",
+    [*OWN, "gpt2", pytest.param("resnet", marks=pytest.mark.slow)],
+    ids=lambda kind: getattr(kind, "__name__", kind),
+)
+def test_models_of_all_sorts_have_the_same_gradients(kind: Any, schedule: str) -> None:
+    torch.manual_seed(1)
+    if isinstance(kind, str):
+        build_model, make = TRANSFORMERS[kind]
+        model, batches = HuggingFace(build_model()), [make(6, 6), make(6, 9)]
+    else:
+        model = kind()
+        batches = [kind.example(6), kind.example(6)] if kind is UNet else [kind.example(6, 6), kind.example(6, 6)]
+    plain = engine_outcome(model, batches, False, schedule, 3)
+    again = engine_outcome(model, batches, True, schedule, 3)
+    for mine, theirs in zip(plain[1:], again[1:], strict=True):
+        for name, value in mine.items():
+            assert (value is None) == (theirs[name] is None), name
+            assert value is None or torch.equal(value, theirs[name]), name
+
+
+class Saved:
+    """Bytes of the tensors that graphs hold for backwards: now, and at most."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.largest = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        kept = tensor.detach()
+        if not isinstance(tensor, nn.Parameter):
+            self._alive[id(kept)] = (weakref.ref(kept), tensor.numel() * tensor.element_size())
+        self.largest = max(self.largest, self.now())
+        return kept
+
+    def now(self) -> int:
+        return sum(nbytes for ref, nbytes in self._alive.values() if ref() is not None)
+
+
+def stashed(recompute: Any, schedule: str = "afab") -> int:
+    torch.manual_seed(1)
+    model = TinyTransformer(layers=4)
+    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    batch = TinyTransformer.example(16)
+    engine = Engine(model, 2, batch, 8, split_points=["blocks.2"], recompute=recompute)
+    saved = Saved()
+    with saved_tensors_hooks(saved.pack, lambda kept: kept):
+        engine.train(batch, schedule)
+    return saved.largest
+
+
+def test_a_stage_holds_one_stash_whatever_is_in_flight() -> None:
+    plain, whole = stashed(False), stashed(True)
+    assert whole < plain / 8  # eight micro-batches on two stages, against one on one
+
+
+def test_units_keep_their_inputs_only() -> None:
+    plain, units = stashed(False), stashed(["blocks.*"])
+    assert units < plain / 3
+
+
+def test_where_the_backward_follows_at_once_nothing_is_repeated() -> None:
+    rows = build("1f1b", 3, 4).rows
+    assert [repeated(row, k == 2) for k, row in enumerate(rows)] == [{0, 1, 2, 3}, {0, 1, 2, 3}, set()]
+    assert repeated(build("afab", 2, 3).rows[1], True) == {0, 1, 2}
+    assert repeated(build("forward", 2, 3).rows[0], False) == set()
+
+
+def test_the_plan_counts_repeated_forwards_and_one_stash() -> None:
+    torch.manual_seed(1)
+    batch = TinyTransformer.example(16)
+
+    def plan(recompute: Any) -> Any:
+        model = TinyTransformer(layers=4)
+        model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        return Engine(model, 2, batch, 8, split_points=["blocks.2"], recompute=recompute).plan
+
+    plain, units = plan(False), plan(["blocks.*"])
+    for a, b in zip(plain.stages, units.stages, strict=True):
+        assert b.forward == a.forward and a.backward < b.backward <= a.backward + a.forward
+    memory = memory_of(MLP(), build("1f1b", 3, 8), 1, 1e9, recompute=True)
+    assert memory.repeats == (True, True, False) and memory.in_flight == (3, 2, 1)
+    assert [memory.stashes(k) for k in range(3)] == [1, 1, 1] and memory.flights(0) == 3
+    assert Memory().is_repeated(0) is False
+
+
+def test_names_are_paths_or_patterns() -> None:
+    model = TinyTransformer()
+    assert chosen(model, ["blocks.*"]).modules == ("blocks.0", "blocks.1", "blocks.2")
+    assert chosen(model, ["blocks.1", "blocks.1.mlp"]).modules == ("blocks.1",)
+    assert chosen(model, True) == Recompute(stages=True)
+    with pytest.raises(ConfigurationError, match=r"'block.1' fits no submodule of TinyTransformer; did you mean"):
+        chosen(model, ["block.1"])
+
+
+@pytest.mark.parametrize("value", ["blocks", 1, [], [1], None])
+def test_anything_else_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="recompute="):
+        AvgPipeStrategy(recompute=value)
+
+
+def test_wrong_names_are_refused_before_training() -> None:
+    with pytest.raises(ConfigurationError, match=r"recompute: 'layer.0' fits no submodule of MLP"):
+        pipeline(strategy={"recompute": ["layer.0"]}).fit(MLP(), loader(MLP, 8, 8))
+
+
+def test_a_unit_that_overwrites_its_input_cannot_be_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"'activation', which changes its input in place"):
+        pipeline(strategy={"recompute": ["activation"]}).fit(UNet(), loader(UNet, 8, 8))
+
+
+class Accumulating(MLP):
+    """A tensor that is no buffer, changed in place inside a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].total = torch.zeros(8)  # type: ignore[assignment]
+        tanh = self.layers[1]
+
+        def forward(x: Tensor) -> Tensor:
+            tanh.total += x.detach().sum(0)
+            return torch.tanh(x)
+
+        tanh.forward = forward  # type: ignore[method-assign]
+
+
+def test_what_cannot_be_undone_is_an_error() -> None:
+    with pytest.raises(AvgPipeError, match=r"'total' of Tanh is a tensor that a forward changes in place"):
+        pipeline(strategy={"recompute": True}).fit(Accumulating(), loader(MLP, 8, 8))
+
+
+class Logging(MLP):
+    """Logs from within a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, log = self.layers[0], lambda value: self.log("inside", value, on_step=False, on_epoch=True)
+
+        def forward(x: Tensor) -> Tensor:
+            out = F.linear(x, first.weight, first.bias)
+            log(out.detach().mean())
+            return out
+
+        first.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("recompute", [True, ["layers.0"]], ids=["stages", "units"])
+def test_a_unit_that_logs_does_so_once(recompute: Any) -> None:
+    values = []
+    for option in (False, recompute):
+        torch.manual_seed(1)
+        runner = pipeline(strategy={"recompute": option, "num_microbatches": 4}, max_epochs=1)
+        runner.fit(Logging(), loader(MLP, 8, 8))
+        values.append(runner.callback_metrics["inside"])
+    assert torch.equal(*values)
+
+
+def fit_two(rank: int, folder: Path) -> Any:
+    torch.set_num_threads(1)
+    states = []
+    for recompute in (False, True, ["blocks.*"]):
+        torch.manual_seed(5)
+        model = Counters()
+        pipeline(2, 2, {"num_microbatches": 4, "recompute": recompute}, max_epochs=1).fit(model, loader(MLP, 16, 8))
+        states.append(model.state_dict())
+    return states
+
+
+def test_two_processes_repeat_to_the_same_weights(tmp_path: Path) -> None:
+    for plain, *others in processes.results(processes.run(2, fit_two, tmp_path, folder=tmp_path)):
+        for state in others:
+            assert all(torch.equal(state[name], value) for name, value in plain.items())
+
+
+def test_evaluation_repeats_nothing() -> None:
+    torch.manual_seed(1)
+    model = MLP()
+    batch = MLP.example(8)
+    expected = copy.deepcopy(model)
+    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    expected.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    engine = Engine(model, 2, batch, 4, recompute=True)
+    engine.train(batch)
+    accumulate(expected, batch, 4)
+    for (name, a), b in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+    stage = engine.pipeline._stages["training_step"][0]
+    engine.evaluate(batch)
+    assert not stage._repeats and not stage.stash
+
+
+class Cache:
+    """An object that is no tree, with what units give it."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.calls = 0
+
+
+class Writer(nn.Module):
+    """A unit that writes into objects, and whose result depends on what it finds in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.own = nn.Linear(8, 8), Cache()
+
+    def forward(self, x: Tensor, cache: Cache, lasting: dict[str, int]) -> Tensor:
+        cache.keys.append(torch.tanh(self.linear(x)))
+        cache.calls += 1
+        self.own.calls += 1
+        number = cache.calls + 0.1 * self.own.calls + 0.01 * lasting["step"]
+        return x + torch.tanh(torch.stack(cache.keys).sum(0) / number)
+
+
+class Writing(Regression):
+    """Layers that share a cache, and read what the step counts."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.blocks = nn.ModuleList(Writer() for _ in range(4))
+        self.lasting = {"step": 0}
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return MLP.example(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        self.lasting["step"] += 1
+        for block in self.blocks:
+            x = block(x, cache, self.lasting)
+        assert cache.calls == len(cache.keys) == 4
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("recompute", [True, ["blocks.*"]], ids=["stages", "units"])
+def test_objects_that_units_write_into_are_written_once(recompute: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    strategy = {"num_stages": 2, "schedule": "afab", "costs": "flops"}
+    plain, _, one = outcome(Writing(), tmp_path, False, dict(strategy))
+    torch.manual_seed(1)
+    again, _, other = outcome(Writing(), tmp_path, recompute, dict(strategy))
+    assert all(torch.equal(again[name], value) for name, value in plain.items())
+    assert other.lasting == one.lasting == {"step": 20}
+    assert [block.own.calls for block in other.blocks] == [block.own.calls for block in one.blocks] == [20] * 4

@@ -1,0 +1,102 @@
+"""Limits: what cannot be divided is named with its share of the time, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.planning import Costs
+from lightning_avgpipe.planning.limits import limits
+from tests.models import Regression, loader
+from tests.planning.test_balance import chain
+from tests.trainers import trainer
+
+
+def test_the_largest_comes_first_and_trifles_do_not_count() -> None:
+    costs = Costs.of_nodes((20.0, 1.0, 60.0, 19.0))
+    found = limits(chain(4), costs, {"u0": "is small", "u1": "is a trifle", "u2": "is large"})
+    assert [str(limit) for limit in found] == [
+        "60% of the time: unit 'u2' is large",
+        "20% of the time: unit 'u0' is small",
+    ]
+    assert [limit.share for limit in limits(chain(4), costs, {"u2": "is large"}, 0, 2)] == []
+
+
+class Recurrent(Regression):
+    """Nearly all of the time is in one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.LSTM(8, 128, num_layers=3, batch_first=True)
+        self.head = nn.Linear(128, 8)
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randn(size, 32, 8), torch.randn(size, 32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x)[0])
+
+
+def test_a_stage_with_nearly_all_of_the_time_is_warned_of_once() -> None:
+    with pytest.warns(UserWarning, match="of the time: 2 stages are at most 1.0. times as fast as one") as caught:
+        trainer(strategy=AvgPipeStrategy(num_stages=2, costs="flops")).fit(Recurrent(), loader(Recurrent, 16, 8))
+    (text,) = [str(w.message) for w in caught if "times as fast" in str(w.message)]
+    assert "unit 'encoder' is one operation for all of its layers; chain several with num_layers=1" in text
+
+
+def test_an_even_plan_is_not_commented(recwarn: pytest.WarningsRecorder) -> None:
+    strategy = AvgPipeStrategy(num_stages=2, costs="flops")
+
+    class Even(Recurrent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(8, 128)  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.encoder(x))
+
+    trainer(strategy=strategy, max_epochs=1).fit(Even(), loader(Recurrent, 16, 8))
+    assert strategy.plan is not None and not strategy.plan.note
+    assert not [w for w in recwarn if "times as fast" in str(w.message)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated", "ignore:.*torch.jit.*is not supported")
+def test_too_few_cuts_are_explained_by_what_takes_the_time() -> None:
+    class Scripted(Recurrent):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
+            self.encoder, self.head = torch.jit.script(layers), nn.Identity()  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.encoder(x)
+
+    with pytest.raises(PartitionError, match="100% of the time: unit 'encoder' is a TorchScript module") as caught:
+        trainer(strategy=AvgPipeStrategy(num_stages=2)).fit(Scripted(), loader(Recurrent, 16, 8))
+    assert "lower num_stages to 1, or change what cannot be divided" in str(caught.value)
+
+
+def test_a_forbidden_cut_has_the_share_of_what_it_holds_together() -> None:
+    class Normed(Recurrent):
+        """One normalisation layer is used at the begin and at the end."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(32)
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            for layer in self.layers:
+                x = layer(x)
+            return self.norm(x)
+
+    with pytest.raises(PartitionError, match=r"\n  - (9\d|100)% of the time: no cut may lie there: 'norm"):
+        trainer(strategy=AvgPipeStrategy(num_stages=2)).fit(Normed(), DataLoader([Normed.example(8)], batch_size=None))  # type: ignore[arg-type]

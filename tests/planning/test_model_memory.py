@@ -1,0 +1,85 @@
+"""What a stage may use, and what it holds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.planning.memory_limit import limit_of, parse_limit
+from lightning_avgpipe.planning.model_memory import memory_of, state_copies
+from lightning_avgpipe.schedule import build
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (None, math.inf),
+        ("10GB", 10e9),
+        ("1.5 GiB", 1.5 * 2**30),
+        ("512mib", 512 * 2**20),
+        ("100B", 100),
+        (4096, 4096),
+        (0.8, 0.8),
+    ],
+)
+def test_limits_are_sizes_bytes_or_fractions(limit: Any, expected: float) -> None:
+    assert parse_limit(limit) == expected
+
+
+@pytest.mark.parametrize("limit", ["10", "ten GB", "10 GB each", 0, -1, -0.5, "0GB", math.inf, math.nan, True, [1]])
+def test_anything_else_is_refused(limit: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"must be a size such as '10GB' or '512MiB', a number of bytes"):
+        parse_limit(limit)
+
+
+def test_a_fraction_is_shared_by_the_stages_of_a_device() -> None:
+    device = torch.device("cpu")
+    assert limit_of(0.5, device, 2) == pytest.approx(limit_of(1.0, device, 1) / 4)
+    assert limit_of("1GB", device, 2) == 1e9
+
+
+def test_optimizers_tell_how_much_they_keep() -> None:
+    weights = [nn.Parameter(torch.zeros(1))]
+    assert state_copies([]) == 2
+    assert state_copies([torch.optim.SGD(weights, lr=0.1)]) == 0
+    assert state_copies([torch.optim.SGD(weights, lr=0.1, momentum=0.9)]) == 1
+    assert state_copies([torch.optim.AdamW(weights)]) == 2
+    assert state_copies([torch.optim.Adam(weights, amsgrad=True)]) == 3
+    assert state_copies([torch.optim.Adagrad(weights)]) == 2  # not known: as Adam
+
+
+def test_what_trains_has_gradients_and_optimizer_states() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    module[0].weight.requires_grad_(False)
+    memory = memory_of(module, build("1f1b", 3, 8), copies=1, limit=100.0)
+    assert memory.in_flight == (3, 2, 1) and memory.num_microbatches == 8
+    assert memory.weights["0.bias"] == 12
+    assert memory.held["0.bias"] == 36  # weight, gradient, momentum
+    assert memory.held["0.weight"] == 24 and memory.held["1.running_mean"] == 12
+    evaluation = memory_of(module, build("forward", 3, 8), copies=1, limit=100.0)
+    assert evaluation.in_flight == (1, 1, 1) and evaluation.held["0.bias"] == 12
+
+
+def test_parallel_models_have_what_they_train_each_and_a_reference() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    module[0].weight.requires_grad_(False)
+    memory = memory_of(module, build("1f1b", 3, 8), copies=1, limit=100.0, num_pipelines=4)
+    assert memory.in_flight == (12, 8, 4)
+    assert memory.held["0.bias"] == 4 * 36 + 12
+    assert memory.held["0.weight"] == 24  # frozen: shared
+    assert memory.held["1.running_mean"] == 4 * 12 + 12
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)])
+def test_groups_sum_up_in_at_least_single_precision_what_moves_their_reference(
+    dtype: torch.dtype, bytes_each: int
+) -> None:
+    module = nn.Linear(2, 3).to(dtype)
+    memory = memory_of(module, build("1f1b", 3, 8), copies=1, limit=100.0, num_groups=2)
+    assert memory.in_flight == (3, 2, 1)  # of the one pipeline that each has
+    assert memory.held["bias"] == 3 * (3 * bytes_each + bytes_each + max(4, bytes_each))

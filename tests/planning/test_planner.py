@@ -1,0 +1,127 @@
+"""The planner refines by counting and cuts by measured times; here the times are recorded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_avgpipe.capture.cost_cache import CostCache
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.planning import Costs, Link
+from lightning_avgpipe.planning.planner import Conditions, Planner
+from lightning_avgpipe.schedule import build
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.sum()
+
+
+Recorder = Callable[[Callable[[str], float]], list[CallGraph]]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Costs by name take the place of a measurement; returns the graphs that were measured."""
+
+    def install(seconds: Callable[[str], float]) -> list[CallGraph]:
+        seen: list[CallGraph] = []
+
+        def measure(graph: CallGraph, *args: Any) -> Costs:
+            seen.append(graph)
+            times = [seconds(node.name) if node.kind == "call" else 0.0 for node in graph.nodes]
+            return replace(Costs.of_nodes(times), stash_bytes=(100,) * len(times), links=(), measured=True)
+
+        monkeypatch.setattr("lightning_avgpipe.planning.planner.measure", measure)
+        return seen
+
+    return install
+
+
+def planned(module: nn.Module, num_stages: int, conditions: Conditions | None = None, **options: Any) -> Any:
+    planner = Planner(module, num_stages, **{"costs": "measured", **options})
+    return planner.plan("training_step", module.training_step, (torch.randn(2, 8), 0), conditions=conditions)
+
+
+def by_block(name: str) -> float:
+    """The first block takes six times as long as each of the others; its parts share its time."""
+    share = 0.25 if ".parts." in name else 1.0
+    return (6.0 if name.startswith("blocks.0") else 1.0) * share
+
+
+def test_units_that_measure_heavy_are_opened(recorded: Recorder) -> None:
+    seen = recorded(by_block)
+    plan = planned(Net(), 2)
+    assert seen[0].units == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")  # counted, they are balanced
+    assert plan.stages[0].units == ("blocks.0.parts.0", "blocks.0.parts.1", "blocks.0.parts.2")
+    assert [stage.forward + stage.backward for stage in plan.stages] == pytest.approx([4.5, 4.5])
+    assert plan.measured
+
+
+def test_units_next_to_a_cut_are_opened_for_a_finer_balance(recorded: Recorder) -> None:
+    recorded(lambda name: 0.25 if ".parts." in name else 1.0)
+    plan = planned(Net(9), 2)
+    assert plan.stages[0].share == pytest.approx(0.5)
+    assert any(".parts." in unit for unit in plan.graph.units) and "blocks.0" in plan.graph.units
+
+
+def test_a_forecast_simulates_the_schedule(recorded: Recorder) -> None:
+    recorded(lambda name: 1.0)
+    links = (Link(per_byte=1 / 64, latency=0.25),)
+    plan = planned(Net(), 2, Conditions(build("1f1b", 2, 2), links))
+    # two blocks a stage: F 2/3, B 4/3 s; the boundary of 2 x 8 floats takes 1 s and a latency
+    assert plan.stages[0].boundary_bytes == 64
+    assert plan.forecast.iteration_s == pytest.approx(2 / 3 + 1.25 + 2 * 2.0 + 1.25 + 4 / 3)
+    assert plan.forecast.bubble == pytest.approx(1 - 4.0 / plan.forecast.iteration_s)
+    assert str(plan).splitlines()[-1] == "expected: 8.50 s an iteration, 53% idle (1f1b, 2 micro-batches)"
+
+
+def test_the_second_plan_comes_from_the_cache(recorded: Recorder, tmp_path: Path) -> None:
+    module, seen = Net(), recorded(by_block)
+    first = planned(module, 2, cache=CostCache(tmp_path))
+    count = len(seen)
+    assert planned(module, 2, cache=CostCache(tmp_path)) == first and len(seen) == count
+    assert planned(module, 2) == first and len(seen) == 2 * count  # without a cache
+
+
+def test_nothing_is_measured_where_nothing_depends_on_it(recorded: Recorder) -> None:
+    seen = recorded(by_block)
+    assert not planned(Net(), 1).measured
+    assert not planned(Net(), 2, costs="flops").measured
+    assert not seen
+
+
+def test_memory_decides_where_time_would_cut_elsewhere(recorded: Recorder) -> None:
+    recorded(by_block)
+    conditions = Conditions(build("1f1b", 2, 4))
+    free = planned(Net(), 2, conditions)
+    assert len(free.stages[1].units) > len(free.stages[0].units)
+    limit = free.stages[1].memory.total - 1
+    tight = planned(Net(), 2, conditions, memory_limit=limit)
+    assert all(stage.memory.total <= limit for stage in tight.stages)
+    with pytest.raises(PartitionError, match=r"does not fit into num_stages=2 stages with memory_limit=1000 B: .* a "):
+        planned(Net(), 2, conditions, memory_limit=1000)

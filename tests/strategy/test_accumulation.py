@@ -1,0 +1,82 @@
+"""Accumulating batches on top of micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+
+from tests.driver import assert_same_parameters
+from tests.models import MLP, UNet, loader
+from tests.strategy.twins import loaders, single, staged, twins
+from tests.trainers import trainer
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+@pytest.mark.parametrize("model", [MLP, UNet])
+def test_accumulated_batches_equal_one_device_bitwise(model: type[Any], accumulate: int) -> None:
+    plain, piped = twins(model, optimizer="adamw")
+    small, large = loaders(model, 64)
+    one, two = single(accumulate, gradient_clip_val=0.1), staged(accumulate=accumulate, gradient_clip_val=0.1)
+    one.fit(plain, small)
+    two.fit(piped, large)
+    assert two.global_step == one.global_step == 16 // accumulate
+    assert_same_parameters(plain, piped)
+
+
+def test_the_last_batches_of_an_epoch_are_a_step_even_if_they_are_few() -> None:
+    plain, piped = twins(MLP)
+    small, large = loaders(MLP, 40)  # five batches
+    one, two = single(2), staged(accumulate=2)
+    one.fit(plain, small)
+    two.fit(piped, large)
+    assert two.global_step == one.global_step == 6
+    assert_same_parameters(plain, piped)
+
+
+def test_a_scheduler_of_accumulation_is_followed() -> None:
+    plain, piped = twins(MLP)
+    small, large = loaders(MLP, 64)
+    one = trainer(max_epochs=4, callbacks=[GradientAccumulationScheduler({0: 4, 1: 16, 3: 8})])
+    two = staged(max_epochs=4, callbacks=[GradientAccumulationScheduler({1: 4, 3: 2})])
+    one.fit(plain, small)
+    two.fit(piped, large)
+    assert two.global_step == one.global_step == 8 + 2 + 2 + 4
+    assert_same_parameters(plain, piped)
+
+
+class Watch(L.Callback):
+    """Gradients before and after a validation that comes while batches accumulate."""
+
+    def __init__(self) -> None:
+        self.before: list[dict[str, Tensor]] = []
+        self.after: list[dict[str, Tensor]] = []
+
+    @staticmethod
+    def gradients(module: L.LightningModule) -> dict[str, Tensor]:
+        return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.before.append(self.gradients(module))
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.after.append(self.gradients(module))
+
+
+def test_a_validation_between_accumulated_batches_leaves_the_gradients_alone() -> None:
+    watch = Watch()
+    validated, plain = twins(MLP)
+    options = {"num_sanity_val_steps": 0, "max_epochs": 1, "accumulate": 4}
+    staged(**options).fit(plain, loader(MLP, 64, 8))
+    runner = staged(val_check_interval=1, callbacks=[watch], **options)
+    runner.fit(validated, loader(MLP, 64, 8), loader(MLP, 8, 4))
+    assert len(watch.before) == 8
+    for i, (before, after) in enumerate(zip(watch.before, watch.after, strict=True)):
+        assert before.keys() == after.keys()
+        assert bool(before) == ((i + 1) % 4 != 0)  # Lightning clears them after a step
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert_same_parameters(plain, validated)

@@ -1,0 +1,147 @@
+"""What hooks of rank 0 change reaches the stages of other processes, as if there were one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_avgpipe import AvgPipeStrategy
+from tests import processes
+from tests.strategy.test_attributes_of_steps import Layers, data
+from tests.trainers import trainer
+
+OUTSIDE = {"factor": 1.0}
+
+
+class Annealed(Layers):
+    """Whatever a hook may change that the first stage reads, or its optimizer."""
+
+    power = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau, self.count, self.hidden, self.seen = 1.0, 0, None, []
+        self.scale, self.array = {"x": torch.ones(8)}, np.ones(2)
+        self.register_buffer("shift", torch.zeros(8))
+        self.save_hyperparameters({"beta": 1.0})
+        self.writer = open(__file__)  # noqa: SIM115  # cannot be sent, and no other stage reads it
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.hidden is None:
+            self.hidden = torch.zeros(8)
+        self.count += 1
+        self.seen.append(self.count)
+        x = (
+            batch[0] * self.tau * OUTSIDE["factor"] ** self.power * self.scale["x"]
+            + float(self.array[0])
+            + self.shift
+            + self.hidden
+        )
+        self.hidden = self.hidden + 0.1
+        y = self.through(x * self.hparams.beta)
+        return (y - batch[1]).square().mean() / self.count / len(self.seen)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.tau *= 0.9 if outputs["loss"] > 0 else 0.5  # which rank 0 alone knows
+        self.array[0] *= 0.8
+        self.writer = open(__file__)  # noqa: SIM115
+
+    def on_train_epoch_end(self) -> None:
+        self.scale["x"] = self.scale["x"] * 0.5
+        self.shift += 0.1
+        self.hparams.beta *= 0.7
+        OUTSIDE["factor"] *= 0.8
+        type(self).power += 0.5
+        self.count, self.hidden = 0, None
+        self.seen.clear()
+        self.a.weight.requires_grad_(False)
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.5
+
+
+class TooLarge(Layers):
+    """A hook makes what cannot be sent to the stage that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.through(batch[0] + self.table[:8]).square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.table = torch.zeros(1_000_000)
+
+
+def fitted(rank: int, make: Any, devices: int, num_stages: int = 2) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    OUTSIDE["factor"], Annealed.power = 1.0, 1.0
+    module = make()
+    strategy = AvgPipeStrategy(num_stages=num_stages, num_microbatches=4, costs_cache=None)
+    trainer(strategy=strategy, devices=devices, max_epochs=3).fit(module, data())
+    return module.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_what_a_hook_of_rank_0_changes_reaches_every_process(num_stages: int, tmp_path: Path) -> None:
+    expected = fitted(0, Annealed, 1, 1)
+    for state in processes.results(processes.run(2, fitted, Annealed, 2, num_stages, folder=tmp_path)):
+        assert [name for name, tensor in state.items() if not torch.equal(tensor, expected[name])] == []
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sent_to_the_stage_that_reads_it_is_refused_by_name(tmp_path: Path) -> None:
+    outcomes = processes.run(2, fitted, TooLarge, 2, folder=tmp_path)
+    assert all(outcome.error for outcome in outcomes)
+    assert "on_train_epoch_end() runs on rank 0 only and changes 'table'" in (outcomes[0].error or "")
+
+
+class Clipped(Layers):
+    """Weights are clipped after each step, as in a WGAN, in a hook of which rank 0 runs one, and all run the other."""
+
+    everywhere = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.through(batch[0]) - batch[1]).square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.everywhere:
+            self.clip()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.everywhere:
+            self.clip()
+
+    def clip(self) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+
+
+class ClippedEverywhere(Clipped):
+    everywhere = True
+
+
+def test_weights_that_a_hook_changes_are_changed_on_all_stages_of_one_process() -> None:
+    for make in (Clipped, ClippedEverywhere):
+        one, two = fitted(0, make, 1, 1), fitted(0, make, 1, 3)
+        assert [name for name, tensor in one.items() if not torch.equal(tensor, two[name])] == []
+
+
+@pytest.mark.slow
+def test_weights_of_other_processes_that_a_hook_of_rank_0_changes_are_an_error(tmp_path: Path) -> None:
+    outcomes = processes.run(2, fitted, Clipped, 2, folder=tmp_path)
+    assert all(outcome.error for outcome in outcomes)
+    assert "on_train_batch_end() runs on rank 0 only and changes 'a.bias', 'a.weight'" in (outcomes[0].error or "")
+
+
+@pytest.mark.slow
+def test_weights_that_a_hook_of_every_process_changes_are_right(tmp_path: Path) -> None:
+    expected = fitted(0, ClippedEverywhere, 1, 1)
+    for state in processes.results(processes.run(2, fitted, ClippedEverywhere, 2, folder=tmp_path)):
+        assert [name for name, tensor in state.items() if not torch.equal(tensor, expected[name])] == []

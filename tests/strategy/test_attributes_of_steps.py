@@ -1,0 +1,573 @@
+"""Steps that change weights and buffers themselves: each change once per micro-batch, as if accumulated by hand."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.lstm import LightningLSTM, SequenceSampler, SimpleLSTM
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.engine.microbatch import split
+from lightning_avgpipe.errors import PartitionError
+from tests import processes
+from tests.driver import accumulate
+from tests.trainers import trainer
+
+NUM_MICROBATCHES = 4
+
+
+class Layers(L.LightningModule):
+    """Four layers, and a step that a test completes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+
+    def through(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x)).relu()).relu())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1, momentum=0.9)
+
+
+def assigned(student: nn.Module, teacher: nn.Module) -> None:
+    for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
+        t.data = t.data * 0.9 + s.data * 0.1
+
+
+def in_place(student: nn.Module, teacher: nn.Module) -> None:
+    for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
+        t.data.mul_(0.9).add_(s.detach(), alpha=0.1)
+
+
+def foreach(student: nn.Module, teacher: nn.Module) -> None:
+    weights = list(teacher.parameters())
+    torch._foreach_mul_(weights, 0.9)
+    torch._foreach_add_(weights, [s.detach() for s in student.parameters()], alpha=0.1)
+
+
+def vector(student: nn.Module, teacher: nn.Module) -> None:
+    old, new = (nn.utils.parameters_to_vector(m.parameters()) for m in (teacher, student))
+    nn.utils.vector_to_parameters(torch.lerp(old, new, 0.1), teacher.parameters())
+
+
+def loaded(student: nn.Module, teacher: nn.Module) -> None:
+    new = student.state_dict()
+    teacher.load_state_dict({name: 0.9 * t + 0.1 * new[name] for name, t in teacher.state_dict().items()})
+
+
+class Momentum(Layers):
+    """MoCo: a momentum encoder, updated before the student runs and used after it, and a queue."""
+
+    def __init__(self, update: Callable[[nn.Module, nn.Module], None] = assigned) -> None:
+        super().__init__()
+        self.update = update
+        self.student = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)  # equal at first, so nothing seems to change
+        self.register_buffer("queue", F.normalize(torch.randn(8, 16), dim=0))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.update(self.student, self.teacher)
+        query = F.normalize(self.student(batch[0]), dim=1)
+        with torch.no_grad():
+            key = F.normalize(self.teacher(batch[1]), dim=1)
+        logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone()], 1) / 0.2
+        pointer = int(self.pointer)
+        self.queue[:, pointer : pointer + len(key)] = key.T
+        self.pointer[0] = (pointer + len(key)) % 16
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long)) + self.through(query).square().mean()
+
+
+class Through(Layers):
+    """Gradients pass through weights that the next micro-batch changes before the backward of this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            assigned(self.d, self.teacher)
+        return (self.d(self.teacher(self.c(self.b(self.a(batch[0]))))) - batch[1]).square().mean()
+
+
+class Clipped(Layers):
+    """A critic, whose trained weights are clipped in the step; and one that shrinks every time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for p in self.parameters():
+            p.data.clamp_(-0.2, 0.2)
+        self.c.weight.data.mul_(0.99)
+        return (self.through(batch[0]) - batch[1]).square().mean()
+
+
+class Shrinking(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.99)
+        return super().forward(x)
+
+
+class WithinUnit(Layers):
+    """A unit that changes its own weight, and a normalisation whose statistics the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.norm = Shrinking(8, 8), nn.BatchNorm1d(8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        penalty = self.norm.running_mean.square().mean()
+        return (self.d(self.c(self.norm(self.b(self.a(batch[0]))))) - batch[1]).square().mean() * (1 + penalty)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l1, self.norm, self.l2 = nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8)
+
+    def encode(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.l1.weight, self.l1.bias)
+        self.norm.num_batches_tracked.add_(1)
+        factor = 1.0 / float(self.norm.num_batches_tracked)
+        y = F.batch_norm(y, self.norm.running_mean, self.norm.running_var, None, None, True, factor)
+        return self.l2(y.relu())
+
+
+class Uncalled(Layers):
+    """A normalisation that code counts, below a child that is not called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.d(self.c(self.encoder.encode(self.b(self.a(batch[0]))))) - batch[1]).square().mean()
+
+
+class Remembering(Layers):
+    """A counter that is assigned first, and a hidden state that the next micro-batch finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.hidden = 0, None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        if self.hidden is None:
+            self.hidden = torch.zeros(len(batch[0]), 8)
+        y = self.b(self.a(batch[0]) + self.hidden)
+        self.hidden = y.detach()
+        return (self.d(self.c(y)) - batch[1]).square().mean() / self.count
+
+
+class Hooked(Layers):
+    """Puts hooks on its layers in the first step, and notes in an attribute that they are there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.norms: list[Tensor] = []
+        if not getattr(self, "is_hooked", False):
+            for layer in (self.a, self.b, self.c, self.d):
+                layer.register_forward_hook(lambda module, args, output: self.norms.append(output.square().mean()))
+            self.is_hooked = True
+        return (self.through(batch[0]) - batch[1]).square().mean() + 0.1 * sum(self.norms)
+
+
+@dataclass
+class Progress:
+    """An object of the user's."""
+
+    step: int = 0
+
+
+class Counting(Layers):
+    """Objects in attributes that the step changes in place, and whose contents decide the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.progress, self.nested = {"steps": 0}, Progress(), defaultdict(list)
+        self.mean, self.seen, self.losses = np.zeros(2), deque(maxlen=5), []
+        self.generators = torch.Generator().manual_seed(3), random.Random(0), np.random.default_rng(0)
+        self.alias = self.b.progress = self.progress  # one object, whoever refers to it
+        self.save_hyperparameters({"tau": 1.0})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count["steps"] += 1
+        self.progress.step += 1
+        self.nested["of"].append(self.alias.step)
+        self.seen.append(batch_idx)
+        self.hparams.tau *= 0.9
+        self.mean[0] = 0.9 * self.mean[0] + 0.1 * self.count["steps"]
+        first, second, third = self.generators
+        noise = torch.randn(8, generator=first) + second.random() + third.random()
+        loss = (
+            (self.through(batch[0] + 0.1 * noise) - batch[1]).square().mean() * float(self.mean[0]) * self.hparams.tau
+        )
+        self.losses.append(loss.item())
+        return loss / (self.b.progress.step + len(self.nested["of"]) + len(self.seen))
+
+
+class Emptied(Callback):
+    """Empties a list, as ``on_train_batch_end`` of a module may, and resets what the step counts."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        assert len(pl_module.losses) == NUM_MICROBATCHES
+        assert pl_module.count["steps"] == NUM_MICROBATCHES
+        pl_module.losses.clear()
+        pl_module.count["steps"] = 0
+
+
+def data() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(TensorDataset(*torch.randn(2, 32, 8, generator=generator)), batch_size=8)
+
+
+def by_hand(module: Any) -> Any:
+    """What one process makes of the module, micro-batch by micro-batch."""
+    optimizer = module.configure_optimizers()
+    for batch in data():
+        optimizer.zero_grad()
+        for i, part in enumerate(split(tuple(batch), NUM_MICROBATCHES)):
+            (module.training_step(part.data, i) * part.weight).backward()
+        optimizer.step()
+    return module
+
+
+def piped(module: Any, num_stages: int, devices: int = 1, callbacks: Any = (), **options: Any) -> Any:
+    options = {"num_microbatches": NUM_MICROBATCHES, "costs_cache": None, **options}
+    strategy = AvgPipeStrategy(num_stages=num_stages, **options)
+    trainer(strategy=strategy, devices=devices, max_epochs=1, callbacks=list(callbacks)).fit(module, data())
+    return module
+
+
+def assert_same(module: nn.Module, other: nn.Module) -> None:
+    others = other.state_dict()
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, others[name]), f"{name} differs"
+
+
+@pytest.mark.parametrize(
+    ("make", "num_stages", "costs"),
+    [
+        (Momentum, 3, "measured"),
+        (lambda: Momentum(in_place), 2, "flops"),
+        (lambda: Momentum(foreach), 3, "flops"),
+        (lambda: Momentum(vector), 2, "measured"),
+        (lambda: Momentum(loaded), 3, "flops"),
+        (Through, 2, "flops"),
+        (Through, 3, "flops"),
+        (Clipped, 3, "measured"),
+        (WithinUnit, 2, "measured"),
+        (Uncalled, 3, "flops"),
+        (Remembering, 3, "flops"),
+        (Hooked, 2, "measured"),
+        (Hooked, 3, "flops"),
+        (Counting, 2, "measured"),
+        (Counting, 3, "flops"),
+    ],
+)
+def test_what_a_step_changes_is_what_one_process_makes_of_it(
+    make: Callable[[], Layers], num_stages: int, costs: str
+) -> None:
+    assert_same(piped(make(), num_stages, costs=costs), by_hand(make()))
+
+
+@pytest.mark.parametrize("make", [Momentum, Through, Clipped, WithinUnit, Counting])
+def test_what_is_recomputed_changes_nothing_again(make: Callable[[], Layers]) -> None:
+    assert_same(piped(make(), 2, recompute=True, schedule="afab", costs="flops"), by_hand(make()))
+
+
+def test_hooks_see_objects_once_changed_and_what_they_reset_is_reset_on_every_stage() -> None:
+    alone, staged = (piped(Counting(), k, callbacks=[Emptied()], costs="flops") for k in (1, 3))
+    assert_same(staged, alone)
+    assert staged.progress == alone.progress == Progress(4 * NUM_MICROBATCHES)
+    assert staged.nested == alone.nested
+
+
+def test_what_is_read_before_a_later_unit_changes_it_is_not_cut_off() -> None:
+    class Carried(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state: dict[str, Any] = {"hidden": 0.0}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            y = self.b(self.a(batch[0]) + self.state["hidden"])
+            self.state["hidden"] = y.detach()
+            return (self.d(self.c(y)) - batch[1]).square().mean()
+
+    assert_same(piped(Carried(), 3, costs="flops"), by_hand(Carried()))
+    with pytest.raises(PartitionError, match=r"'state' is read at test_attributes_of_steps.py:\d+ .* and its contents are changed"):
+        piped(Carried(), 4, costs="flops")
+
+
+class Models(Callback):
+    """Keeps the weights of two parallel models, and of their reference."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.models = []
+        for n in range(2):
+            with trainer.strategy.parallel_model(n) as model:
+                self.models.append({name: t.clone() for name, t in model.state_dict().items()})
+        with trainer.strategy.reference() as model:
+            self.reference = {name: t.clone() for name, t in model.state_dict().items()}
+
+
+def test_each_parallel_model_has_a_momentum_encoder_of_its_own() -> None:
+    alone, staged = Models(), Models()
+    piped(Momentum(), 1, callbacks=[alone], num_pipelines=2, costs="flops")
+    piped(Momentum(), 2, callbacks=[staged], num_pipelines=2, costs="flops")
+    for one, other in zip(alone.models, staged.models, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    for name in ("teacher.0.weight", "teacher.2.bias"):
+        first, second = (model[name] for model in staged.models)
+        assert not torch.equal(first, second)
+        torch.testing.assert_close(staged.reference[name], (first + second) / 2)
+
+
+def test_a_tensor_without_a_name_that_a_step_changes_is_refused() -> None:
+    class Hidden(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.center = [torch.zeros(8)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.center[0].mul_(0.9)
+            return (self.through(batch[0]) - self.center[0]).square().mean()
+
+    with pytest.raises(PartitionError, match=r"mul_\(\) at test_attributes_of_steps.py:\d+ .* lives on .* register_buffer"):
+        piped(Hidden(), 2)
+
+
+def in_process(rank: int) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    return piped(Momentum(), 2, devices=2).state_dict()
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_same_of_a_momentum_encoder(tmp_path: Path) -> None:
+    expected = by_hand(Momentum()).state_dict()
+    for state in processes.results(processes.run(2, in_process, folder=tmp_path)):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+
+
+class Text(Dataset):
+    """Successive pieces of one text."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.randint(20, (48 * 5 + 1,), generator=torch.Generator().manual_seed(2))
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index * 5 :][:5], self.tokens[index * 5 + 1 :][:5]
+
+
+class DemoLSTM(LightningLSTM):
+    def __init__(self) -> None:
+        super().__init__(20)
+        torch.manual_seed(3)
+        self.model = SimpleLSTM(20, 16, 16, 2, dropout=0.0)
+
+    def prepare_data(self) -> None:
+        pass
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Text(), batch_sampler=SequenceSampler(Text(), batch_size=16))
+
+    val_dataloader = train_dataloader
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        predicted, _ = self.model(x, self.model.init_hidden(len(x)))
+        self.log("val_loss", F.nll_loss(predicted, y.flatten()))
+
+
+def test_the_demo_of_an_lstm_carries_its_hidden_state_from_micro_batch_to_micro_batch() -> None:
+    plain, module = DemoLSTM(), DemoLSTM()
+    optimizer: Any = plain.configure_optimizers()
+    for _ in range(2):
+        for batch in plain.train_dataloader():
+            optimizer.zero_grad()
+            accumulate(plain, tuple(batch), 8)
+            optimizer.step()
+        plain.on_train_epoch_end()
+    training = trainer(strategy=AvgPipeStrategy(num_stages=2), devices=1, max_epochs=2)
+    with pytest.warns(UserWarning, match="'hidden', which training_step keeps for the next time, goes"):
+        training.fit(module)
+    assert_same(module, plain)
+    x, y = (torch.cat(parts) for parts in zip(*plain.val_dataloader(), strict=True))
+    with torch.no_grad():
+        loss = F.nll_loss(plain.model(x, plain.model.init_hidden(len(x)))[0], y.flatten())
+    torch.testing.assert_close(training.callback_metrics["val_loss"], loss)
+
+
+class Collecting(Layers):
+    """Collects what it sees, and counts it, before the first unit and after the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.by_size: dict[int, list[float]] = defaultdict(list)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += batch[0][:, 0].tolist()
+        self.by_size[len(batch[0])].append(float(batch[0][0, 0]))
+        loss = (self.through(batch[0]) - batch[1]).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_what_parallel_models_collect_comes_together(num_stages: int) -> None:
+    module = piped(Collecting(), num_stages, num_pipelines=2, costs="flops")
+    everything = [value for batch in data() for value in batch[0][:, 0].tolist()]
+    assert sorted(module.seen) == pytest.approx(sorted(everything))
+    assert len(module.losses) == 4 * NUM_MICROBATCHES
+    assert sum(map(len, module.by_size.values())) == 4 * NUM_MICROBATCHES
+
+
+class CountingLate(Layers):
+    """Counts at the end of the step what decides about its beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = {"steps": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = (self.through(batch[0] * (1 + 0.1 * self.count["steps"])) - batch[1]).square().mean()
+        self.count["steps"] += 1
+        return loss
+
+
+def test_a_count_that_is_read_before_it_is_counted_on_another_stage_is_refused_by_name() -> None:
+    with pytest.raises(PartitionError, match=r"'count' is read at test_attributes_of_steps.py:\d+ .* and its contents are changed"):
+        piped(CountingLate(), 2, costs="flops")
+    assert_same(piped(CountingLate(), 1, costs="flops"), by_hand(CountingLate()))
+
+
+class SetWhenNeeded(Layers):
+    """Sets in an object what is missing, which is the same for all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        y = self.b(self.a(batch[0]) * self.settings.get("scale", 1.0))
+        if "scale" not in self.settings:
+            self.settings["scale"], self.settings["name"] = 1.0, "eager"
+        return (self.d(self.c(y)) - batch[1]).square().mean()
+
+
+def test_what_is_set_when_it_is_first_needed_keeps_no_stages_together() -> None:
+    assert_same(piped(SetWhenNeeded(), 4, costs="flops"), by_hand(SetWhenNeeded()))
+
+
+CALLS, TOTAL, SEEN = {"steps": 0}, 0, []
+
+
+class Clock:
+    """Keeps the time in its class."""
+
+    now = 0
+
+    def tick(self) -> int:
+        Clock.now += 1
+        return Clock.now
+
+
+CLOCK = Clock()
+
+
+def counted() -> int:
+    global TOTAL
+    TOTAL += 1
+    return TOTAL
+
+
+class Outside(Layers):
+    """Counts in global variables and in classes, and collects in a list of the module's."""
+
+    runs = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        CALLS["steps"] += 1
+        type(self).runs += 1
+        number = CALLS["steps"] + self.runs + counted() + CLOCK.tick()
+        loss = (self.through(batch[0] * (1 + 0.01 * number)) - batch[1]).square().mean()
+        SEEN.append(loss.item())
+        return loss
+
+
+def test_variables_outside_of_modules_change_once_per_micro_batch() -> None:
+    def result(run: Callable[[Layers], nn.Module]) -> tuple[nn.Module, Any]:
+        global TOTAL
+        CALLS["steps"], TOTAL, Clock.now, Outside.runs = 0, 0, 0, 0
+        SEEN.clear()
+        module = run(Outside())
+        return module, (CALLS["steps"], TOTAL, Clock.now, Outside.runs, list(SEEN))
+
+    expected, counts = result(by_hand)
+    assert counts[:4] == (4 * NUM_MICROBATCHES,) * 4
+    for settings in ({"schedule": "1f1b", "verify": True}, {"recompute": True, "schedule": "afab"}):
+        module, found = result(lambda module, settings=settings: piped(module, 3, costs="flops", **settings))
+        assert_same(module, expected)
+        assert found == counts
+    _, (*_, seen) = result(lambda module: piped(module, 2, costs="flops", num_pipelines=2))
+    assert len(seen) == 4 * NUM_MICROBATCHES
+
+
+class OutsideLate(Layers):
+    """Counts at the end of the step what its beginning reads."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = (self.through(batch[0] * (1 + 0.1 * CALLS["steps"])) - batch[1]).square().mean()
+        CALLS["steps"] += 1
+        return loss
+
+
+def test_a_variable_that_is_read_before_another_stage_changes_it_is_refused_by_name() -> None:
+    with pytest.raises(
+        PartitionError,
+        match=r"'global tests.strategy.test_attributes_of_steps.CALLS' is read at .* its contents are changed",
+    ):
+        piped(OutsideLate(), 2, costs="flops")
+
+
+def test_variables_that_a_step_encloses_change_once_per_micro_batch() -> None:
+    def make() -> tuple[Layers, list[float], Callable[[], int]]:
+        losses: list[float] = []
+        steps = 0
+
+        class Enclosing(Layers):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                nonlocal steps
+                steps += 1
+                loss = (self.through(batch[0] * (1 + 0.1 * steps)) - batch[1]).square().mean()
+                losses.append(loss.item())
+                return loss
+
+        return Enclosing(), losses, lambda: steps
+
+    (expected, seen, count), (module, found, counted) = make(), make()
+    by_hand(expected)
+    piped(module, 3, costs="flops")
+    assert_same(module, expected)
+    assert found == seen and counted() == count() == 4 * NUM_MICROBATCHES

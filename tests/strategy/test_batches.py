@@ -1,0 +1,173 @@
+"""Batches of any layout train as on one device, or are refused before the first step."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_avgpipe.errors import BatchError
+from tests import processes
+from tests.driver import assert_same_parameters
+from tests.models import MLP, loader
+from tests.trainers import pipeline, trainer
+
+
+class TimeMajor(L.LightningModule):
+    """nn.LSTM's default layout: (T, B, F)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8)
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.head(self.lstm(batch[0])[0])[..., 0], batch[1])
+        self.log("loss", loss, on_epoch=True, on_step=False)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def time_first(samples: list[Any]) -> Any:
+    return tuple(torch.stack(column, 1) for column in zip(*samples, strict=True))
+
+
+def sequences(length: int) -> DataLoader[Any]:
+    x = torch.randn(20, length, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x.cumsum(1).mean(2)), batch_size=8, collate_fn=time_first)
+
+
+@pytest.mark.parametrize("length", [6, 8, 4])
+def test_time_first_trains_as_on_one_device_with_a_warning(length: int) -> None:
+    models, logged = [], []
+    for make in (trainer, partial(pipeline, 2)):
+        torch.manual_seed(3)
+        models.append(TimeMajor())
+        runner = make()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            runner.fit(models[-1], sequences(length))
+        logged.append(float(runner.callback_metrics["loss"]))
+    assert_same_parameters(*models, exact=False)
+    assert logged[1] == pytest.approx(logged[0], abs=1e-6)
+    texts = [str(warning.message) for warning in said if "not split into micro-batches" in str(warning.message)]
+    assert texts and all("split_batch" in text for text in texts)
+
+
+@pytest.mark.parametrize("length", [6, 8])
+def test_time_first_is_refused_where_micro_batches_were_asked_for(length: int) -> None:
+    runner = pipeline(2, strategy={"num_microbatches": 4})
+    with pytest.raises(BatchError, match=r"time first.*split_batch"):
+        runner.fit(TimeMajor(), sequences(length))
+    assert runner.global_step == 0
+
+
+class Detector(L.LightningModule):
+    """Takes batches as torchvision's detectors do: images of several sizes, and a dict for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
+        self.head = nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, targets = batch
+        features = torch.stack([self.body(image[None]).mean((0, 2, 3)) for image in images])
+        boxes = torch.stack([target["boxes"].mean(0) for target in targets])
+        return F.mse_loss(self.head(features), boxes)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def scenes(count: int, size: int | None = None) -> list[Any]:
+    make = torch.Generator().manual_seed(1)
+    images = [torch.rand(3, size or 5 + i % 3, 6, generator=make) for i in range(count)]
+    return [(image, {"boxes": torch.rand(1 + i % 4, 4, generator=make)}) for i, image in enumerate(images)]
+
+
+def columns(samples: list[Any]) -> Any:
+    return tuple(zip(*samples, strict=True))
+
+
+@pytest.mark.parametrize("size", [3, None])
+@pytest.mark.parametrize("samples", [14, 11])  # the last batch has two, or as many images as there are channels
+def test_lists_of_images_and_targets_train_as_on_one_device(samples: int, size: int | None) -> None:
+    models = []
+    for make in (trainer, partial(pipeline, 2)):
+        torch.manual_seed(3)
+        models.append(Detector())
+        make(max_epochs=1).fit(models[-1], DataLoader(scenes(samples, size), 4, collate_fn=columns))
+    assert_same_parameters(*models, exact=False)
+
+
+class Shared(MLP):
+    """Beside its samples the batch holds what all of them share."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self(batch["x"] + batch["positions"]), batch["y"])
+
+
+class WithPositions:
+    def __init__(self, weights: bool) -> None:
+        self.weights = weights
+
+    def __call__(self, samples: list[Any]) -> Any:
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        shared = {"positions": torch.arange(8.0)[None] / 8}
+        return {"x": x, "y": y, **shared, **({"weights": torch.ones(5)} if self.weights else {})}
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_what_samples_share_is_repeated_or_keeps_the_batch_whole(weights: bool) -> None:
+    models = []
+    for make in (trainer, partial(pipeline, 2)):
+        torch.manual_seed(3)
+        models.append(Shared())
+        data = DataLoader(loader(MLP, 13, 4).dataset, batch_size=4, collate_fn=WithPositions(weights))
+        make().fit(models[-1], data, data)
+    assert_same_parameters(*models, exact=False)
+
+
+def test_a_first_batch_of_one_sample_says_that_the_stages_take_turns() -> None:
+    with pytest.warns(UserWarning, match=r"first batch of the train data holds 1 sample.*wants 8.*take turns"):
+        pipeline(2, max_epochs=1).fit(MLP(), loader(MLP, 2, 1))
+
+
+def fit_apart(rank: int) -> list[dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    found = []
+    for model, data in ((TimeMajor, sequences(6)), (Detector, DataLoader(scenes(12), 4, collate_fn=columns))):
+        torch.manual_seed(3)
+        module: Any = model()
+        pipeline(2, 2).fit(module, data)
+        found.append(module.state_dict())
+    return found
+
+
+@pytest.mark.slow
+def test_all_processes_read_a_batch_alike(tmp_path: Path) -> None:
+    expected = fit_apart_alone()
+    for found in processes.results(processes.run(2, fit_apart, folder=tmp_path)):
+        for one, other in zip(expected, found, strict=True):
+            assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def fit_apart_alone() -> list[dict[str, Tensor]]:
+    found = []
+    for model, data in ((TimeMajor, sequences(6)), (Detector, DataLoader(scenes(12), 4, collate_fn=columns))):
+        torch.manual_seed(3)
+        module: Any = model()
+        pipeline(2).fit(module, data)
+        found.append(module.state_dict())
+    return found

@@ -1,0 +1,310 @@
+"""Lightning's callbacks decide and do what they would on one device."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BasePredictionWriter,
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    RichModelSummary,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    Timer,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy import checks
+from tests import processes
+from tests.driver import assert_same_parameters
+from tests.models import MLP, loader
+from tests.strategy.twins import twins
+from tests.trainers import pipeline, trainer
+
+
+class Scheduled(MLP):
+    """Lowers the learning rate when the validation, or a training step, does not get better."""
+
+    def __init__(self, interval: str = "epoch", monitor: str = "val_loss") -> None:
+        super().__init__()
+        self.example_input_array = torch.randn(2, 8)
+        self.lr = 0.05
+        self.plateau = {"interval": interval, "monitor": monitor, "frequency": 1}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.05)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.plateau}}
+
+
+def callbacks(folder: Path) -> list[L.Callback]:
+    return [
+        ModelCheckpoint(
+            folder / "best", monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{val_loss:.3f}"
+        ),
+        ModelCheckpoint(
+            folder / "steps",
+            monitor="train_loss",
+            every_n_train_steps=2,
+            save_top_k=3,
+            filename="{step}-{train_loss:.3f}",
+        ),
+        EarlyStopping("val_loss", patience=2, min_delta=0.02),
+        LearningRateMonitor(logging_interval="step", log_momentum=True),
+        DeviceStatsMonitor(cpu_stats=False),
+        Timer(duration={"hours": 1}),
+    ]
+
+
+def fit(make: Any, folder: Path, interval: str, monitor: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    model = Scheduled(interval, monitor)
+    options = {"logger": CSVLogger(folder, name="csv", version=0), "log_every_n_steps": 1}
+    runner = make(callbacks=callbacks(folder), max_epochs=8, enable_checkpointing=True, **options)
+    runner.fit(model, loader(MLP, 24, 8), loader(MLP, 8, 8, seed=1))
+    best, steps = runner.checkpoint_callbacks
+    stopping = runner.early_stopping_callback
+    return {
+        "files": sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.ckpt")),
+        "best": [Path(best.best_model_path).name, float(best.best_model_score)],
+        "best step": [Path(steps.best_model_path).name, float(steps.best_model_score)],
+        "stopped": [stopping.stopped_epoch, stopping.wait_count, runner.current_epoch, runner.global_step],
+        "lr": runner.optimizers[0].param_groups[0]["lr"],
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+    }
+
+
+PLATEAUS = [("epoch", "val_loss"), ("step", "train_loss")]
+
+
+def assert_alike(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    for key in ("files", "stopped", "lr"):
+        assert found[key] == expected[key], key
+    for key in ("best", "best step"):
+        assert found[key][0] == expected[key][0]
+        assert found[key][1] == pytest.approx(expected[key][1], abs=1e-6)
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("interval", "monitor"), PLATEAUS)
+def test_callbacks_that_monitor_decide_as_on_one_device(interval: str, monitor: str, tmp_path: Path) -> None:
+    expected = fit(trainer, tmp_path / "one", interval, monitor)
+    found = fit(pipeline, tmp_path / "pipeline", interval, monitor)
+    assert_alike(expected, found)
+    assert expected["lr"] < 0.05
+    one, other = ((tmp_path / name / "csv/version_0/metrics.csv").read_text() for name in ("one", "pipeline"))
+    assert one.splitlines()[0] == other.splitlines()[0]
+    assert "lr-SGD" in one.splitlines()[0]
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self, folder: Path) -> None:
+        super().__init__("batch_and_epoch")
+        self.folder = folder
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # fmt: skip  # noqa: E501
+        torch.save((prediction, indices), self.folder / f"batch-{batch_idx}.pt")
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        torch.save((predictions, indices), self.folder / "epoch.pt")
+
+
+def written(make: Any, folder: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(3)
+    make(callbacks=[Writer(folder)]).predict(MLP(), loader(MLP, 7, 4), return_predictions=False)
+    return {path.name: torch.load(path) for path in sorted(folder.glob("*.pt"))} if folder.exists() else {}
+
+
+def assert_same_predictions(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, (predictions, indices) in expected.items():
+        for a, b in zip(torch.cat(list(predictions)), torch.cat(list(found[name][0])), strict=True):
+            torch.testing.assert_close(a, b)
+        assert found[name][1] == indices
+
+
+def test_predictions_are_written_as_on_one_device(tmp_path: Path) -> None:
+    expected = written(trainer, tmp_path / "one")
+    assert expected.keys() == {"batch-0.pt", "batch-1.pt", "epoch.pt"}
+    assert_same_predictions(expected, written(pipeline, tmp_path / "pipeline"))
+
+
+class Backbone(MLP):
+    """A part to fine-tune later."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.backbone = self.layers[:4]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def fine_tuned(make: Any) -> MLP:
+    torch.manual_seed(3)
+    model = Backbone()
+    unfreeze = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, verbose=False)
+    make(callbacks=[unfreeze], max_epochs=3).fit(model, loader(MLP, 24, 8))
+    return model
+
+
+def test_a_backbone_is_frozen_and_unfrozen_while_training() -> None:
+    torch.manual_seed(3)
+    start = Backbone()
+    expected, found = fine_tuned(trainer), fine_tuned(pipeline)
+    assert_same_parameters(expected, found, exact=False)
+    assert not torch.equal(start.layers[0].weight, found.layers[0].weight)
+
+
+def suggested(make: Any) -> float:
+    torch.manual_seed(3)
+    model = Scheduled()
+    finder = LearningRateFinder(num_training_steps=20, min_lr=1e-4, max_lr=1.0)
+    make(callbacks=[finder], max_epochs=1).fit(model, loader(MLP, 120, 4), loader(MLP, 8, 4))
+    assert finder.optimal_lr is not None
+    assert finder.optimal_lr.suggestion() == model.lr
+    return model.lr
+
+
+def test_the_learning_rate_finder_suggests_what_it_would_on_one_device() -> None:
+    assert suggested(pipeline) == pytest.approx(suggested(trainer))
+
+
+@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
+def test_a_progress_bar_shows_logged_values(bar: type[L.Callback], capsys: pytest.CaptureFixture[str]) -> None:
+    runner = pipeline(callbacks=[bar(), RichModelSummary(max_depth=2)], enable_progress_bar=True, max_epochs=1)
+    runner.fit(Scheduled(), loader(MLP, 16, 8), loader(MLP, 8, 8))
+    shown = capsys.readouterr()
+    assert "val_loss" in shown.out + shown.err
+    assert runner.progress_bar_metrics.keys() >= {"val_loss"}
+
+
+@pytest.mark.parametrize("profiler", [SimpleProfiler, AdvancedProfiler, PyTorchProfiler])
+def test_profilers_see_the_steps(profiler: Any, tmp_path: Path) -> None:
+    profile = profiler(dirpath=tmp_path, filename="profile")
+    runner = pipeline(profiler=profile, max_epochs=1, callbacks=[ModelSummary()])
+    runner.fit(Scheduled(), loader(MLP, 32, 8), loader(MLP, 8, 8))
+    text = "".join(path.read_text() for path in tmp_path.rglob("*profile*.txt"))
+    assert "training_step" in text
+
+
+class Failing(MLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise ValueError("enough")
+
+
+def test_a_checkpoint_is_written_on_an_exception(tmp_path: Path) -> None:
+    runner = pipeline(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+    with pytest.raises(ValueError, match="enough"):
+        runner.fit(Failing(), loader(MLP, 32, 8))
+    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 2
+
+
+@pytest.mark.parametrize("moment", ["setup", "prepare_data", "on_fit_start"])
+def test_a_run_that_fails_before_training_leaves_what_a_run_before_it_saved(moment: str, tmp_path: Path) -> None:
+    model = MLP()
+    path = tmp_path / "on_exception.ckpt"
+    before = pipeline(max_steps=1)
+    before.fit(MLP(), loader(model, 8, 4))
+    before.save_checkpoint(path)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not today")
+
+    setattr(model, moment, fail)
+    again = pipeline(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+    with pytest.warns(UserWarning, match="ended before training began"), pytest.raises(RuntimeError, match="not today"):
+        again.fit(model, loader(model, 8, 4))
+    assert torch.load(path, weights_only=True)["global_step"] == 1
+
+
+def moving_average() -> Any:
+    kind = getattr(L.pytorch.callbacks, "WeightAveraging", None)
+    if kind is None:
+        pytest.skip("WeightAveraging came with Lightning 2.6")
+    return kind(multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+
+
+@pytest.mark.parametrize("make_callback", [lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1), moving_average])
+def test_averaged_weights_are_those_of_one_device(make_callback: Any) -> None:
+    plain, piped = twins(MLP)
+    for module, make in ((plain, trainer), (piped, pipeline)):
+        make(callbacks=[make_callback()], max_epochs=3).fit(module, loader(MLP, 24, 8), loader(MLP, 8, 8))
+    assert_same_parameters(plain, piped, exact=False)
+
+
+class Sized(L.LightningDataModule):
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return loader(MLP, 32, self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return loader(MLP, 8, self.batch_size)
+
+
+def found_size(make: Any) -> tuple[int, int]:
+    data = Sized()
+    runner = make(callbacks=[BatchSizeFinder(max_trials=2, steps_per_trial=1)], max_epochs=1)
+    runner.fit(MLP(), datamodule=data)
+    return data.batch_size, runner.global_step
+
+
+def test_the_batch_size_finder_finds_what_it_would_on_one_device() -> None:
+    assert found_size(pipeline) == found_size(trainer)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        BatchSizeFinder,
+        lambda: ModelPruning("l1_unstructured", amount=0.5),
+    ],
+)
+def test_what_needs_the_whole_module_is_refused_on_several_processes(callback: Any) -> None:
+    made = callback()
+    message = rf"{type(made).__name__} .* not supported on 2 processes yet; remove it"
+    with pytest.raises(ConfigurationError, match=message):
+        checks.trainer(trainer(callbacks=[made]), world_size=2)
+
+
+def all_of_it(rank: int, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], float, dict[str, Any]]:
+    torch.set_num_threads(1)
+    make = functools.partial(pipeline, 2, 2)
+    fits = [fit(make, folder / interval, interval, monitor) for interval, monitor in PLATEAUS]
+    predictions = written(make, folder / "predictions")
+    return fits, fine_tuned(make).state_dict(), suggested(make), predictions
+
+
+def test_in_two_processes_all_ranks_decide_as_one_device(tmp_path: Path) -> None:
+    ranks = processes.results(processes.run(2, all_of_it, tmp_path / "two", folder=tmp_path))
+    expected = [fit(trainer, tmp_path / "one" / interval, interval, monitor) for interval, monitor in PLATEAUS]
+    tuned, rate = fine_tuned(trainer).state_dict(), suggested(trainer)
+    for fits, weights, found_rate, _ in ranks:
+        for one, found in zip(expected, fits, strict=True):
+            assert_alike(one, found)
+        for name, value in tuned.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+        assert found_rate == pytest.approx(rate)
+    assert_same_predictions(written(trainer, tmp_path / "predicted"), ranks[0][3])

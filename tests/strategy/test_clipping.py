@@ -1,0 +1,134 @@
+"""Clipping: one norm over all stages, whoever asks for it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from lightning_avgpipe.training.gradient_norm import global_norm
+from tests import processes
+from tests.driver import assert_same_parameters
+from tests.models import MLP, loader
+from tests.strategy.twins import MICROBATCHES, loaders, single, staged, twins
+from tests.trainers import pipeline
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("limit", [0.02, 1e9])
+def test_clipped_training_equals_one_device_bitwise(algorithm: str, limit: float) -> None:
+    plain, piped = twins(MLP)
+    for module, make, data in zip((plain, piped), (single, staged), loaders(MLP, 32), strict=True):
+        make(gradient_clip_val=limit, gradient_clip_algorithm=algorithm).fit(module, data)
+    assert_same_parameters(plain, piped)
+
+
+class ByLightning(MLP):
+    """Clips half of the time."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.trainer.global_step % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.02, gradient_clip_algorithm="norm")
+
+
+class ByTorch(MLP):
+    """Calls torch's function under its own name, for one half of the model at a time, and logs the norms."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.log("norm_all", clip_grad_norm_(self.parameters(), 1e9))
+        self.log("norm_inf", clip_grad_norm_(self.layers[:4].parameters(), 0.01, norm_type=math.inf))
+        self.log("norm_3", clip_grad_norm_(self.layers[4:].parameters(), 0.02, norm_type=3))
+
+
+class InHook(MLP):
+    """As before configure_gradient_clipping existed."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_norm_(self.parameters(), 0.02)
+
+
+class Trainers(MLP):
+    """Leaves it to Trainer(gradient_clip_val=...)."""
+
+
+class InCallback(MLP):
+    """Leaves it to a callback."""
+
+
+class InTwoGroups(MLP):
+    """Gives its optimizer the parameters in another order than its own, in which norms are added up."""
+
+    def configure_optimizers(self) -> Any:
+        of_biases, of_weights = ([p for n, p in self.named_parameters() if kind in n] for kind in ("bias", "weight"))
+        return torch.optim.SGD([{"params": of_biases, "lr": 0.05}, {"params": of_weights}], lr=0.1)
+
+
+class Clips(L.Callback):
+    """Clips what it sees."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        clip_grad_norm_(module.parameters(), 0.02)
+
+
+MODELS = (Trainers, ByLightning, ByTorch, InHook, InCallback, InTwoGroups)
+
+
+def options(model: type[MLP]) -> dict[str, Any]:
+    if model is InCallback:
+        return {"callbacks": [Clips()]}
+    return {"gradient_clip_val": 0.02} if model in (Trainers, InTwoGroups) else {}
+
+
+def norms(runner: L.Trainer) -> dict[str, float]:
+    return {key: float(value) for key, value in runner.callback_metrics.items() if "norm" in key}
+
+
+def fit_all(rank: int) -> list[tuple[dict[str, Tensor], dict[str, float]]]:
+    torch.set_num_threads(1)
+    found = []
+    for model in MODELS:
+        torch.manual_seed(3)
+        module, runner = model(), pipeline(2, 2, {"num_microbatches": MICROBATCHES}, **options(model))
+        runner.fit(module, loader(MLP, 32, 8))
+        found.append((module.state_dict(), norms(runner)))
+    return found
+
+
+def test_every_way_of_clipping_takes_the_norm_over_all_processes(tmp_path: Path) -> None:
+    for rank in processes.results(processes.run(2, fit_all, folder=tmp_path)):
+        for model, (weights, found) in zip(MODELS, rank, strict=True):
+            torch.manual_seed(3)
+            plain, runner = model(), single(**options(model))
+            runner.fit(plain, loaders(MLP, 32)[0])
+            for key, value in plain.state_dict().items():
+                assert torch.equal(weights[key], value), f"{model.__name__} {key}"
+            assert found == pytest.approx(norms(runner), rel=1e-6)
+
+
+class Doubled:
+    """Two processes that hold the same gradients."""
+
+    world_size, rank = 2, 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor.mul_(2)
+
+
+def test_a_parameter_that_several_processes_hold_counts_once() -> None:
+    parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(4)]
+    for parameter in parameters[1:]:
+        parameter.grad = torch.randn(3)
+    gradients = [parameter.grad for parameter in parameters[1:]]
+    assert torch.equal(global_norm(gradients, parameters, Doubled()), get_total_norm(gradients))  # type: ignore[arg-type]
+
+
+def test_outside_of_the_hooks_torch_is_as_it_was() -> None:
+    before = torch.nn.utils.clip_grad._get_total_norm
+    staged(gradient_clip_val=1.0).fit(MLP(), loader(MLP, 8, 8))
+    assert torch.nn.utils.clip_grad._get_total_norm is before

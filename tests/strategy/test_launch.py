@@ -1,0 +1,247 @@
+"""Processes start in every way that Lightning knows, train the same, and leave none behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.connectors import accelerator_connector
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy import launch
+from lightning_avgpipe.utils.attempt import fresh
+from tests.commands import LIMIT_S, Command, started
+from tests.models import MLP, loader
+from tests.processes import free_port
+from tests.trainers import pipeline, trainer
+
+SCRIPT = Path(__file__).parents[1] / "script.py"
+
+
+def options(folder: Path, **given: Any) -> list[str]:
+    return [str(folder), json.dumps({"devices": 2, **given})]
+
+
+def expected() -> dict[str, torch.Tensor]:
+    """The same training in this process."""
+    torch.manual_seed(5)
+    model = MLP()
+    pipeline(2, strategy={"num_microbatches": 2}, max_epochs=2).fit(model, loader(MLP, 24, 8, shuffle=True))
+    return model.state_dict()
+
+
+def commands(way: str, folder: Path, **given: Any) -> list[Command]:
+    port = free_port()
+    if way == "script":
+        return [([str(SCRIPT), *options(folder, **given)], {})]
+    if way == "torchrun":
+        run = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        return [([*run, str(SCRIPT), *options(folder, **given)], {})]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        (
+            [str(SCRIPT), *options(folder, **{**given, "devices": 1, "num_nodes": 2})],
+            {**address, "NODE_RANK": str(node)},
+        )
+        for node in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) for way in ("script", "torchrun", "two nodes")]
+)
+def test_every_way_to_start_processes_trains_the_same(way: str, tmp_path: Path) -> None:
+    with started(*commands(way, tmp_path)) as running:
+        for process in running:
+            _, errors = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, errors
+    for rank in range(2):
+        weights = torch.load(tmp_path / f"weights-{rank}.pt")
+        assert all(torch.equal(weights[name], value) for name, value in expected().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "world_size"), [("script", 2), ("torchrun", 2), ("two nodes", 4)])
+def test_every_way_to_start_processes_starts_those_that_share_devices(
+    way: str, world_size: int, tmp_path: Path
+) -> None:
+    given = {"devices": 1, "sharing": 2, "model": "Divided", "use_distributed_sampler": False}
+    with started(*commands(way, tmp_path, **given)) as running:  # on two nodes both groups are on both
+        for process in running:
+            _, errors = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, errors
+    torch.manual_seed(5)
+    model = MLP()
+    pipeline(2, strategy={"num_microbatches": 2, "num_pipelines": 2}, max_epochs=2).fit(model, loader(MLP, 24, 6))
+    for rank in range(world_size):
+        weights = torch.load(tmp_path / f"weights-{rank}.pt")
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)  # the strategy's timeout, and then that of its watch
+def test_a_script_takes_its_stuck_process_with_it(tmp_path: Path) -> None:
+    with started(([str(SCRIPT), *options(tmp_path, model="Stuck", timeout_s=40)], {})) as (process,):
+        _, errors = process.communicate(timeout=2 * LIMIT_S)
+        assert process.returncode != 0
+        assert "rank 0 (stage 1) waits for the input of F" in errors
+        assert "in on_train_batch_start" in errors
+
+
+def test_sigterm_to_a_script_saves_and_ends_all_its_processes(tmp_path: Path) -> None:
+    with started(([str(SCRIPT), *options(tmp_path, epochs=10_000)], {})) as (process,):
+        deadline = time.monotonic() + LIMIT_S
+        while len(list(tmp_path.glob("pid-*"))) < 2 and process.poll() is None:
+            assert time.monotonic() < deadline, "training did not start"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, errors
+        saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
+        assert saved["global_step"] > 0
+        assert not any(value.is_meta for value in saved["state_dict"].values())
+
+
+DEATHS = {  # by which signal, when -> what the other process says
+    (
+        "SIGKILL",
+        "connecting",
+    ): r"rank 1 was started by process \d+, which ended or was killed before the",
+    ("SIGTERM", "starting"): r"PeerError: rank 1 was started by process \d+, which ended or was killed before",
+    ("SIGKILL", "training"): r"PeerError: rank 0 (\(stage 1\) is gone|broke)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signal_name", "moment"),
+    DEATHS,
+)
+def test_a_killed_script_leaves_no_process_behind(signal_name: str, moment: str, tmp_path: Path) -> None:
+    """The other process ends long before its timeout; it closes the pipe that ``communicate`` reads."""
+    given = options(tmp_path, epochs=10_000, timeout_s=1800, dies=[signal_name, moment])
+    with started(([str(SCRIPT), *given], {})) as (process,):
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == -signal.Signals[signal_name]
+        assert re.search(DEATHS[signal_name, moment], errors), errors
+
+
+@pytest.mark.slow
+def test_a_script_names_the_process_that_was_killed_and_leaves_none(tmp_path: Path) -> None:
+    given = options(tmp_path, epochs=10_000, timeout_s=1800, dies=["SIGKILL", "training"], victim=1)
+    with started(([str(SCRIPT), *given], {})) as (process,):
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 1
+        assert re.search(r"PeerError: .*rank 1 (\(stage 0\) was killed by SIGKILL|broke)", errors), errors
+
+
+@pytest.mark.parametrize(
+    "name", ["avgpipe_fork", "avgpipe_notebook", pytest.param("avgpipe_spawn", marks=pytest.mark.slow)]
+)
+def test_a_function_in_a_notebook_trains_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name != "avgpipe_spawn":
+        monkeypatch.setattr(launch, "_IS_INTERACTIVE", True)
+        monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    torch.manual_seed(5)
+    model = MLP()
+    runner = trainer(strategy=name, devices=2, max_epochs=2)
+    runner.strategy.reconfigure(num_microbatches=2)
+    runner.fit(model, loader(MLP, 24, 8, shuffle=True))
+    for parameter, value in expected().items():
+        assert torch.equal(model.state_dict()[parameter], value), parameter
+
+
+def test_the_names_choose_the_start_method() -> None:
+    found = {name: StrategyRegistry[name]["init_params"].get("start_method") for name in StrategyRegistry}
+    assert {name: method for name, method in found.items() if name.startswith("avgpipe")} == {
+        "avgpipe": None, "avgpipe_spawn": "spawn", "avgpipe_fork": "fork", "avgpipe_notebook": "fork",
+    }  # fmt: skip
+
+
+def test_a_notebook_is_told_what_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_IS_INTERACTIVE", True)
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    with pytest.raises(ConfigurationError, match=r"Use strategy='avgpipe_notebook'.* or devices=1"):
+        trainer(strategy="avgpipe", devices=2)
+    trainer(strategy="avgpipe", devices=1)
+    pipeline(4, devices=1, max_steps=1).fit(MLP(), loader(MLP, 8, 8))
+
+
+def test_processes_that_exist_are_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="LightningEnvironment says that they exist already"):
+        trainer(strategy="avgpipe_spawn", devices=2)
+
+
+def test_lightning_cli_knows_the_names() -> None:
+    options = {"accelerator": "cpu", "devices": 2, "logger": False, "strategy": "avgpipe_spawn"}
+    cli = LightningCLI(MLP, run=False, save_config_callback=None, args={"trainer": options})
+    assert isinstance(cli.trainer.strategy, AvgPipeStrategy)
+    assert cli.trainer.strategy.launcher._start_method == "spawn"
+
+
+def test_a_store_that_outlives_a_restart_gives_each_attempt_a_part_of_its_own() -> None:
+    store = dist.HashStore()
+    limit = timedelta(seconds=20)
+
+    def attempt() -> list[dist.Store]:
+        with ThreadPoolExecutor(3) as threads:
+            return list(threads.map(lambda rank: fresh(store, rank, 3, limit), range(3)))
+
+    first = attempt()
+    first[2].set("address", "of a process that was killed")
+    assert first[0].get("address") == first[1].get("address") == b"of a process that was killed"
+    second = attempt()
+    assert not any(part.check(["address"]) for part in second)
+    second[1].set("address", "new")
+    assert second[0].get("address") == second[2].get("address") == b"new"
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] did not come in time"):
+        fresh(store, 0, 3, timedelta(milliseconds=100))
+
+
+_RESTARTED = """
+import os, signal, sys
+import lightning as L, torch
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning_avgpipe import AvgPipeStrategy
+from tests.models import MLP, loader
+
+def kill(trainer, *_):
+    if trainer.global_step == 3 and os.environ["LOCAL_RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+saving = ModelCheckpoint(".", save_last=True, every_n_train_steps=2, save_top_k=-1)
+trainer = L.Trainer(
+    strategy=AvgPipeStrategy(timeout="30s"), accelerator="cpu", devices=2, max_steps=4, logger=False,
+    enable_progress_bar=False, enable_model_summary=False, callbacks=[LambdaCallback(on_train_batch_end=kill), saving],
+)
+torch.manual_seed(0)
+model = MLP()
+trainer.fit(model, loader(model, 64, 8), ckpt_path="last")
+if trainer.is_global_zero:
+    print("ended at", trainer.global_step, "after", trainer.fit_loop.epoch_loop.batch_progress.total.completed)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_starts_again_and_training_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_RESTARTED)
+    module = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=1")
+    with started(((*module, script), {}), folder=tmp_path) as (process,):
+        printed, errors = process.communicate(timeout=280)
+    assert "ended at 4 after 4" in printed, errors

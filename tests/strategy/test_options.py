@@ -1,0 +1,141 @@
+"""Options are checked when they are given and when they change, and change all at once or not at all."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import pickle
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import docstring_parser
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner, PipelineTimeline
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
+from lightning_avgpipe.strategy.options import ALLOWED, Options
+from lightning_avgpipe.utils.durations import duration
+from tests import processes
+from tests.commands import run
+from tests.models import MLP, loader
+from tests.strategy.test_cli import LIGHTNINGS
+from tests.trainers import pipeline
+
+
+def test_every_option_of_the_strategy_is_there_and_its_defaults_stand_in_one_place() -> None:
+    fields = dataclasses.fields(Options)
+    assert {field.name for field in fields} == inspect.signature(AvgPipeStrategy).parameters.keys() - LIGHTNINGS
+    assert all(field.default is dataclasses.MISSING for field in fields)
+    assert ALLOWED.keys() == {field.name for field in fields}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"num_pipelines": 2, "num_microbatches": 0}, "num_microbatches=0: must be 'auto' or an integer from 1"),
+        ({"num_pipelines": 2.0}, r"num_pipelines=2\.0: must be an integer"),
+        ({"num_microbatches": 8, "advance": 1}, "advance=1 has no meaning for schedule='1f1b'"),
+    ],
+)
+def test_what_cannot_work_changes_nothing(wanted: dict[str, Any], message: str) -> None:
+    strategy = AvgPipeStrategy(num_stages=2, num_microbatches=4, schedule="1f1b")
+    with pytest.raises(ConfigurationError, match=message):
+        strategy.reconfigure(**wanted)
+    assert strategy.given == {"num_microbatches": 4}
+    assert strategy.num_pipelines == 1
+
+
+def test_what_is_reconfigured_is_what_was_given() -> None:
+    strategy = AvgPipeStrategy(num_stages=2)
+    assert strategy.given == {}
+    strategy.reconfigure(num_pipelines=3, advance=1)
+    strategy.reconfigure(num_microbatches=6)
+    assert strategy.given == {"num_pipelines": 3, "num_microbatches": 6, "advance": 1}
+    strategy.reconfigure(num_pipelines=1, num_microbatches="auto")
+    assert strategy.given == {"advance": 1}
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))])
+def test_a_copied_strategy_has_the_same_options(again: Any) -> None:
+    strategy = AvgPipeStrategy(num_stages=3, alpha=0.5, save_replicas=False, processes_per_device=2)
+    strategy.reconfigure(num_pipelines=2)
+    copied = again(strategy)
+    assert (copied.num_stages, copied.num_pipelines, copied.processes_per_device) == (3, 2, 2)
+    assert not copied.save_replicas
+    copied.reconfigure(num_pipelines=4)
+    assert strategy.num_pipelines == 2
+
+
+@pytest.mark.parametrize("kind", [AvgPipeStrategy, AvgPipeTuner, PipelineTimeline])
+def test_the_help_of_each_option_says_what_is_allowed(kind: Any) -> None:
+    helps = {p.arg_name: p.description for p in docstring_parser.parse(kind.__doc__).params}
+    own = inspect.signature(kind).parameters.keys() - LIGHTNINGS
+    assert all(f"for example ``{name}=" in helps[name] and "Allowed: " in helps[name] for name in own)
+    assert len([line for line in kind.__doc__.splitlines() if "Allowed: " in line]) == len(own)
+
+
+def test_examples_of_options_are_allowed() -> None:
+    known = {"functools": functools, "torch": torch, "my_split": lambda batch, count: [batch]}
+    for name, allowed in ALLOWED.items():
+        example = eval(allowed.example, known)
+        assert allowed.accepts(duration(example) if name == "timeout" else example), name
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(30, 30), (0.5, 0.5), ("30s", 30), ("30", 30), ("5min", 300), ("1.5 h", 5400), ("0:02:00", 120), ("250ms", 0.25)],
+)
+def test_a_timeout_may_be_a_number_of_seconds_or_a_string(given: Any, seconds: float) -> None:
+    strategy = AvgPipeStrategy(num_stages=2, timeout=given)
+    assert strategy.timeout == timedelta(seconds=seconds)
+
+
+def test_models_are_shown_while_there_are_some() -> None:
+    strategy = AvgPipeStrategy(num_stages=2, num_pipelines=2)
+    with (
+        pytest.raises(ConfigurationError, match=r"reference\(\): there is no model before trainer.fit"),
+        strategy.reference(),
+    ):
+        pass
+    with pytest.raises(ConfigurationError, match=r"parallel_model\(5\): there is no"), strategy.parallel_model(5):
+        pass
+
+
+def test_options_without_effect_are_said_to_have_none() -> None:
+    model = MLP()
+    with pytest.warns(UserWarning, match="alpha=0.5, average_every=2 without effect: there is one pipeline"):
+        pipeline(strategy={"alpha": 0.5, "average_every": 2}, max_steps=1).fit(model, loader(model, 8, 4))
+
+
+def test_a_strange_mark_of_a_starter_is_none(tmp_path: Path) -> None:
+    printed = run(tmp_path, "-c", "import lightning_avgpipe; print('imported')", AVGPIPE_STARTER="nobody")
+    assert printed.startswith("imported")
+
+
+class Alone(Callback):
+    """Asks for other numbers, on one rank only."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            trainer.strategy.reconfigure(num_microbatches=2)
+
+
+def asking_alone(rank: int) -> str:
+    with pytest.raises(AvgPipeError, match="num_microbatches is 2 on rank 0, but 4 on rank 1; give"):
+        pipeline(2, 2, {"num_microbatches": 2 + 2 * rank}).fit(MLP(), loader(MLP, 32, 8))
+    with pytest.raises(AvgPipeError) as raised:
+        pipeline(2, 2, {"timeout": 6}, callbacks=[Alone()]).fit(MLP(), loader(MLP, 32, 8))
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_what_one_rank_alone_asks_for_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = processes.results(processes.run(2, asking_alone, folder=tmp_path))
+    message = "reconfigure(num_microbatches=2) was called on rank 0 (stage 1), but not on rank 1 (stage 0) within 3 s"
+    assert first.startswith(f"ConfigurationError: {message}; every rank must call it: in a hook of a callback")
+    assert second.startswith("PeerError")
+    assert message in second

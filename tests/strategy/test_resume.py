@@ -1,0 +1,400 @@
+"""Training that stops and goes on equals training that never stopped, whatever the number of stages."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor, nn
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy.checkpoint_files import LocalCheckpointIO
+from tests import processes
+from tests.driver import assert_same_parameters
+from tests.models import MLP, Regression, TinyTransformer, loader
+from tests.trainers import pipeline, trainer
+from tests.weights.test_tied import TiedLanguageModel
+
+MICRO = {"num_microbatches": 4}
+
+
+class ResumableLoader:
+    """A new random order in every epoch; knows where it is."""
+
+    def __init__(self, model: type[Regression], samples: int = 32, batch_size: int = 8) -> None:
+        self.batches = list(loader(model, samples, batch_size))
+        self.state = {"epoch": 0, "next": 0}
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.state["next"] == len(self):
+            self.state = {"epoch": self.state["epoch"] + 1, "next": 0}
+        generator = torch.Generator().manual_seed(self.state["epoch"])
+        order = torch.randperm(len(self), generator=generator).tolist()
+        for i in range(self.state["next"], len(self)):
+            self.state["next"] = i + 1
+            yield self.batches[order[i]]
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = dict(state)
+
+
+class Scheduled(TinyTransformer):
+    """What a resume must bring back: dropout's random numbers, Adam's averages, and a learning rate that falls."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw", dropout=0.2)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def every_step(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+def through(folder: Path, num_stages: int, devices: int = 1, **options: Any) -> Regression:
+    """Train two epochs of four batches, with a checkpoint after each batch."""
+    torch.manual_seed(4)
+    model = Scheduled()
+    runner = pipeline(
+        num_stages, devices, {**MICRO, **options}, enable_checkpointing=True, callbacks=[every_step(folder)]
+    )
+    runner.fit(model, ResumableLoader(Scheduled))
+    return model
+
+
+def resumed(path: Path, num_stages: int, devices: int = 1, **options: Any) -> Regression:
+    """Do the rest of it, in a process that has drawn other random numbers since."""
+    torch.manual_seed(99)
+    model = Scheduled()
+    pipeline(num_stages, devices, {**MICRO, **options}).fit(model, ResumableLoader(Scheduled), ckpt_path=path)
+    return model
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Regression, Path]:
+    folder = tmp_path_factory.mktemp("through")
+    torch.set_num_threads(1)
+    return through(folder, 2), folder
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+def test_a_resume_after_any_batch_is_bitwise(never_stopped: Any, step: int, num_stages: int) -> None:
+    model, folder = never_stopped
+    assert_same_parameters(model, resumed(folder / f"step={step}.ckpt", num_stages))
+
+
+class Fails(Callback):
+    """Raises in the middle of a batch."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            raise RuntimeError("the machine is taken away")
+
+
+def test_the_batch_that_an_exception_interrupted_draws_the_same_numbers_again(tmp_path: Path) -> None:
+    data = loader(Scheduled, 32, 8)
+    torch.manual_seed(4)
+    model = Scheduled()
+    expected, again = copy.deepcopy(model), copy.deepcopy(model)
+    pipeline(2, strategy=MICRO, max_epochs=1).fit(expected, data)
+    stopping = [OnExceptionCheckpoint(tmp_path), Fails()]
+    with pytest.raises(RuntimeError, match="taken away"):
+        pipeline(2, strategy=MICRO, max_epochs=1, enable_checkpointing=True, callbacks=stopping).fit(model, data)
+
+    class Rest:  # the batches that are left, as a resumable loader gives them
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(list(data)[3:])
+
+    torch.manual_seed(99)
+    pipeline(3, strategy=MICRO, max_epochs=1).fit(again, Rest(), ckpt_path=tmp_path / "on_exception.ckpt")
+    assert_same_parameters(expected, again)
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_without_a_resumable_loader_a_resume_does_what_it_does_on_one_device(step: int, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    model = MLP("adamw")
+    models = {}
+    for name, make in (("plain", trainer), ("piped", pipeline)):
+        options = {} if make is trainer else {"strategy": {"num_microbatches": 1}}
+        saving = {"enable_checkpointing": True, "callbacks": [every_step(tmp_path / name)], "max_epochs": 1}
+        make(**options, **saving).fit(copy.deepcopy(model), loader(MLP, 40, 8))
+        models[name] = copy.deepcopy(model)
+        make(**options).fit(models[name], loader(MLP, 40, 8), ckpt_path=tmp_path / name / f"step={step}.ckpt")
+    assert_same_parameters(models["plain"], models["piped"])
+
+
+def test_best_and_last_are_found(tmp_path: Path) -> None:
+    data = loader(MLP, 32, 8), loader(MLP, 16, 8, seed=1)
+
+    def run(epochs: int, **options: Any) -> tuple[Regression, Any]:
+        torch.manual_seed(4)
+        model = MLP("adamw")
+        checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True, enable_version_counter=False)
+        runner = pipeline(2, strategy=MICRO, max_epochs=epochs, enable_checkpointing=True, callbacks=[checkpoint])
+        runner.fit(model, *data, **options)
+        return model, runner
+
+    expected, _ = run(3)
+    for path in tmp_path.glob("*.ckpt"):
+        path.unlink()
+    run(1)
+    model, runner = run(3, ckpt_path="last")
+    assert_same_parameters(expected, model)
+    best = runner.checkpoint_callback
+    assert best.best_model_score == runner.validate(model, data[1], ckpt_path="best", verbose=False)[0]["val_loss"]
+    assert_same_parameters(MLP.load_from_checkpoint(best.best_model_path), model)
+
+
+def test_weights_alone_are_saved_and_loaded(tmp_path: Path) -> None:
+    model = MLP("adamw")
+    runner = pipeline(2, max_epochs=1)
+    runner.fit(model, loader(MLP, 16, 8))
+    runner.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert not {"optimizer_states", "AvgPipeStrategy"} & torch.load(tmp_path / "weights.ckpt").keys()
+    other = MLP("adamw")
+    pipeline(3).validate(other, loader(MLP, 16, 8), ckpt_path=tmp_path / "weights.ckpt", verbose=False)
+    assert_same_parameters(model, other)
+    with pytest.raises(KeyError, match="checkpoint contains only the model"):
+        pipeline(2).fit(other, loader(MLP, 16, 8), ckpt_path=tmp_path / "weights.ckpt")
+
+
+class Larger(MLP):
+    def __init__(self, optimizer: str = "sgd", strict: bool = True) -> None:
+        super().__init__(optimizer)
+        self.strict_loading = strict
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.extra(super().forward(x))
+
+
+def test_missing_weights_are_an_error_unless_loading_is_not_strict(tmp_path: Path) -> None:
+    model = MLP()
+    runner = pipeline(2, max_epochs=1)
+    runner.fit(model, loader(MLP, 16, 8))
+    runner.save_checkpoint(tmp_path / "small.ckpt")
+    with pytest.raises(RuntimeError, match=r"Missing key.*extra\.weight"):
+        pipeline(2).validate(Larger(), loader(MLP, 16, 8), ckpt_path=tmp_path / "small.ckpt", verbose=False)
+    larger = Larger(strict=False)
+    pipeline(2).validate(larger, loader(MLP, 16, 8), ckpt_path=tmp_path / "small.ckpt", verbose=False)
+    assert torch.equal(larger.layers[0].weight, model.layers[0].weight)
+
+
+def test_checkpoints_load_with_weights_only(never_stopped: Any) -> None:
+    model, folder = never_stopped
+    torch.manual_seed(99)
+    other = Scheduled()
+    pipeline(2, strategy=MICRO).fit(
+        other, ResumableLoader(Scheduled), ckpt_path=folder / "step=3.ckpt", weights_only=True
+    )
+    assert_same_parameters(model, other)
+
+
+class Elsewhere(CheckpointIO):
+    """A plugin that keeps checkpoints in memory."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.kept[str(path)] = copy.deepcopy(checkpoint)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        return copy.deepcopy(self.kept[str(path)])
+
+    def remove_checkpoint(self, path: Any) -> None:
+        del self.kept[str(path)]
+
+
+def test_a_checkpoint_plugin_is_used(never_stopped: Any) -> None:
+    model, _ = never_stopped
+    plugin = Elsewhere()
+    torch.manual_seed(4)
+    pipeline(2, strategy=MICRO, plugins=[plugin], enable_checkpointing=True, callbacks=[every_step(Path("in"))]).fit(
+        Scheduled(), ResumableLoader(Scheduled)
+    )
+    assert not Path("in").exists() or not list(Path("in").iterdir())
+    again = Scheduled()
+    path = next(path for path in plugin.kept if path.endswith("step=3.ckpt"))
+    pipeline(3, strategy=MICRO, plugins=[plugin]).fit(again, ResumableLoader(Scheduled), ckpt_path=path)
+    assert_same_parameters(model, again)
+
+
+def test_checkpoints_written_in_the_background_are_those_of_their_step(never_stopped: Any, tmp_path: Path) -> None:
+    model, folder = never_stopped
+    plugin = AsyncCheckpointIO()
+    torch.manual_seed(4)
+    pipeline(2, strategy=MICRO, plugins=[plugin], enable_checkpointing=True, callbacks=[every_step(tmp_path)]).fit(
+        Scheduled(), ResumableLoader(Scheduled)
+    )
+    assert type(plugin.checkpoint_io) is LocalCheckpointIO
+    for step in range(1, 9):
+        one, other = (torch.load(place / f"step={step}.ckpt")["state_dict"] for place in (tmp_path, folder))
+        assert all(torch.equal(one[name], other[name]) for name in other)
+    assert_same_parameters(model, resumed(tmp_path / "step=3.ckpt", 2))
+
+
+class Maps(Callback):
+    """Looks whether a file is mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.seen: dict[str, bool] = {}
+
+    def look(self, when: str) -> None:
+        self.seen[when] = self.path in Path("/proc/self/maps").read_text()
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        self.look("loading")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look("training")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_file_is_mapped_while_it_is_loaded_and_no_longer(never_stopped: Any) -> None:
+    path = never_stopped[1] / "step=3.ckpt"
+    maps = Maps(path)
+    pipeline(2, strategy=MICRO, callbacks=[maps]).fit(Scheduled(), ResumableLoader(Scheduled), ckpt_path=path)
+    assert maps.seen == {"loading": True, "training": False}
+
+
+# -- distributed checkpoints -----------------------------------------------------------------------------------------
+
+
+def in_two(rank: int, folder: Path) -> dict[str, Any]:
+    """Train in two processes with shards and with files, and go on from both."""
+    torch.set_num_threads(1)
+    seen: dict[str, Any] = {}
+    sharded = through(folder / "shards", 2, 2, save_distributed_checkpoint=True)
+    seen["sharded"] = sharded.state_dict()
+    seen["files"] = through(folder / "files", 2, 2).state_dict()
+    for kind in ("shards", "files"):
+        seen[f"resumed from {kind}"] = resumed(folder / kind / "step=3.ckpt", 2, 2).state_dict()
+    for path in (None, folder / "tied" / "step=2.ckpt"):  # a parameter with a copy on each process
+        torch.manual_seed(4)
+        tied = TiedLanguageModel("adamw")
+        saving = {"enable_checkpointing": True, "callbacks": [every_step(folder / "tied")]} if path is None else {}
+        runner = pipeline(2, 2, {**MICRO, "save_distributed_checkpoint": True}, **saving)
+        runner.fit(tied, loader(TiedLanguageModel, 16, 8), ckpt_path=path)
+        seen[f"tied from {path and path.name}"] = tied.state_dict()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("two")
+    return processes.results(processes.run(2, in_two, folder, folder=folder)), folder
+
+
+def test_two_processes_resume_mid_epoch_bitwise_from_files_and_shards(never_stopped: Any, two_processes: Any) -> None:
+    expected = never_stopped[0].state_dict()
+    for rank in two_processes[0]:
+        tied, tied_again = rank.pop("tied from None"), rank.pop("tied from step=2.ckpt")
+        assert all(torch.equal(tied_again[name], value) for name, value in tied.items())
+        for what, weights in rank.items():
+            assert all(torch.equal(weights[name], value) for name, value in expected.items()), what
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("step", [3, 4])
+def test_shards_of_two_stages_are_resumed_in_any_number_of_them(
+    never_stopped: Any, two_processes: Any, step: int, num_stages: int
+) -> None:
+    path = two_processes[1] / "shards" / f"step={step}.ckpt"
+    assert path.is_dir()
+    assert_same_parameters(never_stopped[0], resumed(path, num_stages))
+
+
+def test_each_process_writes_each_of_its_tensors_once(two_processes: Any) -> None:
+    folder = two_processes[1] / "shards" / "step=3.ckpt"
+    written = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
+    held = defaultdict(set)
+    for index, place in written.storage_data.items():
+        held[place.relative_path].add(index.fqn)
+    assert held.keys() == {"__0_0.distcp", "__1_0.distcp"}
+    model, averages = (
+        Scheduled().state_dict(),
+        {f"optimizer_0.state.{name}.exp_avg" for name in Scheduled().state_dict()},
+    )
+    for names in held.values():  # both hold some weights, and the averages that belong to them
+        weights = {name.removeprefix("model.") for name in names if name.startswith("model.")}
+        assert weights
+        assert {f"optimizer_0.state.{name}.exp_avg" for name in weights} == names & averages
+    assert {name for names in held.values() for name in names if name.startswith("model.")} == {
+        f"model.{name}" for name in model
+    }
+    on_disk = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    assert on_disk == sum(place.length for place in written.storage_data.values())
+
+
+def test_shards_are_made_a_file_by_lightnings_tool(
+    two_processes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, files = (two_processes[1] / kind / "step=3.ckpt" for kind in ("shards", "files"))
+    out = tmp_path / "one.ckpt"
+    monkeypatch.setattr(sys, "argv", ["consolidate_checkpoint", str(folder), "--output_file", str(out)])
+    runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
+    one, other = torch.load(out), torch.load(files)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one["state_dict"][name], value) for name, value in other["state_dict"].items())
+    plain = [Scheduled(), Scheduled()]
+    for model, path in zip(plain, (out, files), strict=True):
+        torch.manual_seed(7)
+        trainer().fit(model, ResumableLoader(Scheduled), ckpt_path=path)
+    assert_same_parameters(*plain)
+
+
+def test_shards_are_evaluated_without_reading_the_optimizer(two_processes: Any) -> None:
+    model = Scheduled()
+    seen = []
+    model.on_load_checkpoint = seen.append  # type: ignore[method-assign]
+    path = two_processes[1] / "shards" / "step=8.ckpt"
+    pipeline(2).validate(model, loader(Scheduled, 8, 8), ckpt_path=path, verbose=False)
+    assert "optimizer_states" not in seen[0]
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in two_processes[0][0]["sharded"].items())
+
+
+def test_an_optimizer_without_state_is_saved_in_shards_too(tmp_path: Path) -> None:
+    def fit(model: Regression, epochs: int, path: Path | None = None) -> Any:
+        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[method-assign]
+        runner = pipeline(2, strategy={**MICRO, "save_distributed_checkpoint": True}, max_epochs=epochs)
+        runner.fit(model, loader(MLP, 16, 8), ckpt_path=path)
+        return runner
+
+    torch.manual_seed(4)
+    first = MLP()
+    expected, again = copy.deepcopy(first), copy.deepcopy(first)
+    fit(expected, 2)
+    fit(first, 1).save_checkpoint(tmp_path / "half.ckpt")
+    fit(again, 2, tmp_path / "half.ckpt")
+    assert_same_parameters(expected, again)
+
+
+def test_shards_and_a_checkpoint_plugin_are_not_combined() -> None:
+    with pytest.raises(ConfigurationError, match="would not use Elsewhere"):
+        pipeline(2, strategy={"save_distributed_checkpoint": True}, plugins=[Elsewhere()]).fit(MLP(), loader(MLP, 8, 8))

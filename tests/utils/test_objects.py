@@ -1,0 +1,110 @@
+"""Objects: what can be reached from some roots is put back, whatever holds it."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_avgpipe.utils.objects import Objects
+
+
+class Slotted:
+    __slots__ = ("one", "other")
+
+    def __init__(self) -> None:
+        self.one = 1
+
+
+@dataclass(frozen=True)
+class Frozen:
+    items: list[int] = field(default_factory=list)
+
+
+class Numbers(list[int]):
+    note = ""
+
+
+def counter() -> Any:
+    count = 0
+
+    def more() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return more
+
+
+HOLDERS = {
+    "dict": ({"a": 1}, lambda o: o.update(b=2), dict),
+    "ordered": (OrderedDict(a=1, b=2), lambda o: o.move_to_end("a"), list),
+    "default": (defaultdict(list), lambda o: o["x"].append(1), dict),
+    "list": ([1, 2], lambda o: o.insert(0, 3), list),
+    "subclass": (Numbers(), lambda o: setattr(o, "note", "written"), lambda o: o.note),
+    "set": ({1}, lambda o: o.add(2), set),
+    "deque": (deque([1, 2], maxlen=2), lambda o: o.append(3), list),
+    "namespace": (SimpleNamespace(a=1), lambda o: vars(o).update(b=1), lambda o: dict(vars(o))),
+    "slots": (Slotted(), lambda o: setattr(o, "other", 2), lambda o: hasattr(o, "other")),
+    "inside": (([Frozen()],), lambda o: o[0][0].items.append(1), lambda o: list(o[0][0].items)),
+    "method": (Frozen().items.append, lambda o: None, lambda o: None),
+    "partial": (functools.partial(print, []), lambda o: o.args[0].append(1), lambda o: list(o.args[0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_an_object_holds_is_put_back(name: str) -> None:
+    held, change, seen = HOLDERS[name]
+    before = seen(held)
+    with Objects([held]).restored():
+        change(held)
+        assert name == "method" or seen(held) != before
+    assert seen(held) == before
+
+
+def test_variables_of_closures_are_put_back() -> None:
+    more = counter()
+    assert more() == 1
+    with Objects([more]).restored():
+        assert [more(), more()] == [2, 3]
+    assert more() == 2
+
+
+def test_tensors_are_replaced_for_a_while_also_in_tuples() -> None:
+    x = torch.ones(2)
+    holder = SimpleNamespace(pair=(x, 1), again=[x])
+    objects = Objects([holder])
+    assert objects.tensors == [x]
+    with objects.restored():
+        objects.replace_tensors(lambda t: t + 1)
+        assert holder.pair[0].tolist() == [2.0, 2.0] and holder.pair[1] == 1 and holder.again[0].tolist() == [2.0, 2.0]
+    assert holder.pair[0] is x and holder.again[0] is x
+
+
+def test_numbers_in_tensors_are_put_back_where_contents_are_kept() -> None:
+    x = torch.ones(2)
+    with Objects([{"x": x}], contents=True).restored():
+        x.mul_(3)
+    assert x.tolist() == [1.0, 1.0]
+
+
+def test_modules_and_trainers_are_not_entered() -> None:
+    module = torch.nn.Linear(1, 1)
+    module.note = []
+    with Objects([module, L.Trainer(logger=False, accelerator="cpu")]).restored():
+        module.note.append(1)
+    assert module.note == [1]
+
+
+def test_what_leads_back_into_itself_ends() -> None:
+    holder = SimpleNamespace()
+    holder.me = [holder]
+    with Objects([holder]).restored():
+        holder.me.append(1)
+    assert holder.me == [holder]

@@ -1,0 +1,343 @@
+"""Trees come apart and together again, whatever batches and outputs are made of."""
+
+import dataclasses
+import functools
+import pickle
+import warnings
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils import _pytree as pytree
+
+from lightning_avgpipe.utils import tree
+
+Pair = namedtuple("Pair", ["value", "mask"])
+
+
+class NamedPair(Pair):
+    """A subclass of a namedtuple, as PackedSequence is one."""
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    names: list[str] = field(default_factory=list)
+    scale: float = 1.0
+    squared: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.squared = self.x**2
+        self.note = "made in __post_init__"
+
+    @functools.cached_property
+    def total(self) -> Tensor:
+        return self.x.sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    kind: str = "frozen"
+
+
+@dataclass
+class Unseen:
+    x: Tensor
+
+
+@dataclass
+class Linked:
+    other: Any = None
+
+
+class Encoding(UserDict):
+    """As transformers' BatchEncoding: another signature, more attributes, and items as attributes."""
+
+    def __init__(self, data: dict, encodings: list | None = None, n_sequences: int | None = None) -> None:
+        super().__init__(data)
+        self._encodings = encodings
+        self._n_sequences = n_sequences
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class AttrDict(dict):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+@dataclass
+class Output(OrderedDict):
+    """As transformers' ModelOutput: an OrderedDict whose items are its fields."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            if getattr(self, f.name) is not None:
+                OrderedDict.__setitem__(self, f.name, getattr(self, f.name))
+
+
+class RegisteredOutput(Output):
+    """An Output that registers itself, without a function for the names."""
+
+
+def _make_output(values: list, keys: list) -> RegisteredOutput:
+    return RegisteredOutput(**dict(zip(keys, values, strict=True)))
+
+
+pytree.register_pytree_node(RegisteredOutput, lambda o: (list(o.values()), list(o)), _make_output)
+
+
+class Lookup(Mapping):
+    """A mapping that is nothing but its items."""
+
+    def __init__(self, items: dict) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Tagged(Lookup):
+    """A mapping that its constructor does not restore."""
+
+    def __init__(self, items: dict, tag: str = "") -> None:
+        super().__init__(items)
+        self.tag = tag
+
+
+class Stubborn(dict):
+    """A dict that cannot be made without its argument."""
+
+    def __new__(cls, items: dict) -> "Stubborn":
+        return super().__new__(cls)
+
+
+def t(*values: float) -> Tensor:
+    return torch.tensor(values)
+
+
+def rebuilt(obj: Any) -> Any:
+    return tree.unflatten(*tree.flatten(obj))
+
+
+def names(obj: Any, root: str = "") -> list[str]:
+    return [name for name, _ in tree.flatten_with_names(obj, root)[0]]
+
+
+def test_a_single_tensor_is_its_own_leaf():
+    x = t(1)
+    leaves, spec = tree.flatten(x)
+    assert leaves[0] is x and tree.unflatten(leaves, spec) is x
+    assert spec == tree.flatten(None)[1]
+
+
+def test_containers_come_back_with_their_types_and_the_same_leaves():
+    obj = {"a": [t(1), (t(2), None)], "b": Pair(t(3), "text"), "c": defaultdict(list, k=t(4))}
+    copy = rebuilt(obj)
+    assert copy is not obj and copy["a"] is not obj["a"]
+    assert type(copy["b"]) is Pair and copy["c"].default_factory is list
+    assert all(a is b for a, b in zip(tree.flatten(obj)[0], tree.flatten(copy)[0], strict=True))
+
+
+def test_tensors_are_found_in_order_in_every_kind_of_container():
+    obj = (
+        t(0),
+        Sample(t(1)),
+        Frozen(t(2)),
+        Encoding({"x": t(3)}),
+        AttrDict(x=t(4)),
+        NamedPair(t(5), 1),
+        Lookup({1: t(6)}),
+    )
+    assert [float(x) for x in tree.tensors(obj)] == [0, 1, 1, 2, 3, 4, 5, 6]
+
+
+def test_map_tensors_keeps_other_leaves():
+    marker = object()
+    mapped = tree.map_tensors(lambda x: x + 1, {"x": t(1), "marker": marker, "n": 3})
+    assert torch.equal(mapped["x"], t(2)) and mapped["marker"] is marker and mapped["n"] == 3
+
+
+def test_a_dataclass_is_rebuilt_without_running_its_constructor():
+    sample = Sample(t(1, 2), ["a", "b"])
+    mapped = tree.map_tensors(lambda x: x + 1, sample)
+    assert type(mapped) is Sample and mapped.names == ["a", "b"] and mapped.scale == 1.0
+    assert torch.equal(mapped.x, t(2, 3))
+    assert torch.equal(mapped.squared, t(2, 5)), "__post_init__ would have made 4, 9"
+    assert mapped.note == "made in __post_init__"
+
+
+def test_cached_properties_are_computed_anew():
+    sample = Sample(t(1, 2))
+    assert float(sample.total) == 3
+    assert float(tree.map_tensors(lambda x: x * 2, sample).total) == 6
+
+
+def test_frozen_dataclasses_with_slots_are_rebuilt():
+    mapped = tree.map_tensors(lambda x: -x, Frozen(t(1), "k"))
+    assert type(mapped) is Frozen and torch.equal(mapped.x, t(-1)) and mapped.kind == "k"
+
+
+def test_dataclass_types_and_modules_are_leaves():
+    @dataclass(eq=False)
+    class Module(torch.nn.Module):
+        width: int = 3
+
+        def __post_init__(self) -> None:
+            super().__init__()
+
+    module = Module()
+    assert tree.flatten([Sample, module])[0] == [Sample, module]
+
+
+def test_a_packed_sequence_is_its_four_fields():
+    packed = pack_sequence([t(1, 2, 3), t(4, 5)])
+    copy = tree.map_tensors(torch.clone, packed)
+    assert type(copy) is PackedSequence and torch.equal(copy.data, packed.data)
+    assert names(packed, "batch") == [
+        "batch.data",
+        "batch.batch_sizes",
+        "batch.sorted_indices",
+        "batch.unsorted_indices",
+    ]
+
+
+def test_a_user_dict_keeps_its_type_and_attributes():
+    encoding = Encoding({"input_ids": t(1), "mask": t(2)}, encodings=["e"], n_sequences=2)
+    mapped = tree.map_tensors(lambda x: x * 10, encoding)
+    assert type(mapped) is Encoding and list(mapped) == ["input_ids", "mask"]
+    assert torch.equal(mapped.input_ids, t(10)) and mapped._encodings == ["e"] and mapped._n_sequences == 2
+    assert mapped.data is not encoding.data
+
+
+def test_a_dict_that_is_its_own_attributes_stays_so():
+    mapped = tree.map_tensors(lambda x: x + 1, AttrDict(x=t(1)))
+    mapped.y = 3
+    assert type(mapped) is AttrDict and mapped["y"] == 3 and mapped.x is mapped["x"]
+
+
+def test_a_subclass_of_defaultdict_keeps_its_factory():
+    class Counts(defaultdict):
+        pass
+
+    copy = rebuilt(Counts(int, a=t(1)))
+    assert type(copy) is Counts and copy["missing"] == 0
+
+
+@pytest.mark.parametrize(
+    "mapping", [Lookup({"x": t(1)}), MappingProxyType({"x": t(1)})], ids=lambda m: type(m).__name__
+)
+def test_a_mapping_that_is_only_items_is_rebuilt(mapping):
+    mapped = tree.map_tensors(lambda x: x + 1, mapping)
+    assert type(mapped) is type(mapping) and torch.equal(mapped["x"], t(2))
+
+
+@pytest.mark.parametrize("obj", [Tagged({"x": t(1)}, "tag"), Stubborn({"x": t(1)})], ids=lambda o: type(o).__name__)
+def test_what_cannot_be_rebuilt_stays_a_leaf(obj):
+    assert tree.flatten([obj])[0][0] is obj and rebuilt([obj])[0] is obj
+
+
+def test_an_object_that_leads_back_into_itself_is_a_clear_error():
+    first = Linked()
+    first.other = Linked([first])
+    with pytest.raises(RecursionError, match="a dict leads back into itself"):
+        tree.flatten({"link": first})
+
+
+def test_a_dataclass_that_is_an_ordered_dict_has_each_tensor_once():
+    output = Output(loss=t(1), logits=t(2))
+    mapped = tree.map_tensors(lambda x: x + 1, output)
+    assert len(tree.tensors(output)) == 2
+    assert type(mapped) is Output and list(mapped) == ["loss", "logits"]
+    assert mapped.loss is mapped["loss"] and torch.equal(mapped.logits, t(3))
+
+
+def test_a_type_that_registered_itself_is_not_registered_again():
+    before = pytree.SUPPORTED_NODES[RegisteredOutput]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mapped = tree.map_tensors(lambda x: x + 1, {"out": RegisteredOutput(loss=t(1))})
+    assert pytree.SUPPORTED_NODES[RegisteredOutput] is before
+    assert type(mapped["out"]) is RegisteredOutput and torch.equal(mapped["out"].loss, t(2))
+    assert names(RegisteredOutput(loss=t(1)), "out") == ["out['loss']"]
+
+
+def test_names_read_as_the_code_that_reaches_a_leaf():
+    batch = {"labels": t(1), "pair": [Pair(t(1), t(2))], 3: Sample(t(1))}
+    assert names(batch, "batch") == [
+        "batch['labels']",
+        "batch['pair'][0].value",
+        "batch['pair'][0].mask",
+        "batch[3].x",
+        "batch[3].scale",
+        "batch[3].squared",
+        "batch[3].note",
+    ]
+    assert names([Pair(1, 2)]) == ["[0].value", "[0].mask"]
+    assert names(Encoding({"labels": t(1)}), "batch")[0] == "batch['labels']"
+    assert names(t(1), "batch") == ["batch"]
+
+
+def test_names_stop_at_leaves_on_request():
+    named, _ = tree.flatten_with_names({"texts": ["a", "b"]}, "batch", is_leaf=lambda node: type(node) is list)
+    assert named == [("batch['texts']", ["a", "b"])]
+
+
+def test_specs_are_equal_for_equal_structures_only():
+    def spec(obj: Any) -> tree.TreeSpec:
+        return tree.flatten(obj)[1]
+
+    assert spec({"a": Sample(t(1))}) == spec({"a": Sample(t(2, 3))})
+    assert spec(Encoding({"a": 1})) != spec(Encoding({"b": 1}))
+    assert spec(Pair(1, 2)) != spec(NamedPair(1, 2)) != spec((1, 2))
+
+
+OBJECTS = [
+    Sample(t(1)),
+    Frozen(t(1)),
+    Encoding({"x": t(1)}),
+    AttrDict(x=t(1)),
+    Output(t(1)),
+    Lookup({"x": t(1)}),
+    [t(1)],
+]
+
+
+@pytest.mark.parametrize("obj", OBJECTS, ids=lambda o: type(o).__name__)
+def test_specs_can_be_pickled_without_warnings(obj):
+    leaves, spec = tree.flatten(obj)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        received = pickle.loads(pickle.dumps(spec))
+    assert received == spec
+    assert type(tree.unflatten(leaves, received)) is type(obj)
+
+
+@pytest.mark.skipif(not hasattr(pytree, "_deregister_pytree_node"), reason="this version of torch cannot forget a type")
+def test_a_received_spec_registers_its_types():
+    """In the receiving process no object of the type was ever seen."""
+    leaves, spec = tree.flatten(Unseen(t(1)))
+    pickled = pickle.dumps(spec)
+    pytree._deregister_pytree_node(Unseen)
+    assert type(tree.unflatten(leaves, pickle.loads(pickled))) is Unseen

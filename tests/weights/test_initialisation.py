@@ -1,0 +1,276 @@
+"""Modules built on the meta device: every process gets its own stages only; the numbers are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import memory
+from lightning_avgpipe.errors import ConfigurationError, StageError
+from lightning_avgpipe.weights.initialisation import Origin, on_meta
+from tests import processes
+from tests.driver import assert_same_parameters
+from tests.models import MLP, Regression, TinyTransformer, loader
+from tests.trainers import pipeline
+
+
+class Mixed(Regression):
+    """Built in configure_model on meta: normalisation with buffers, attention, a tied embedding, a recurrent layer."""
+
+    def __init__(self, optimizer: str = "adamw", meta: bool = True, tied: bool = True) -> None:
+        super().__init__(optimizer)
+        self.meta = meta
+        self.tied = tied
+        self.embed: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.embed is not None:
+            return
+        with torch.device("meta" if self.meta else "cpu"):
+            self.embed = nn.Embedding(11, 8)
+            self.lstm = nn.LSTM(8, 8, batch_first=True)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.norm = nn.BatchNorm1d(8)
+            self.head = nn.Linear(8, 11)
+        if self.tied:
+            self.head.weight = self.embed.weight
+
+    example = TinyTransformer.example
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.embed is not None
+        x = self.lstm(self.embed(tokens))[0]
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)).to(self.head.weight.device)
+        return self.head(self.norm(x.flatten(0, 1)))
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets = batch
+        return F.cross_entropy(self(tokens), targets.flatten())
+
+
+def trained(num_stages: int, tied: bool = False, **options: Any) -> Mixed:
+    torch.manual_seed(5)
+    model = Mixed(tied=tied)
+    strategy = {"num_microbatches": 4}
+    pipeline(num_stages, strategy=strategy, max_epochs=1, **options).fit(
+        model, loader(Mixed, 16, 8), loader(Mixed, 8, 8)
+    )
+    return model
+
+
+def test_weights_and_training_do_not_depend_on_the_number_of_stages() -> None:
+    whole = trained(1)
+    assert not on_meta(whole)
+    for num_stages in (2, 3):
+        divided = trained(num_stages)
+        assert_same_parameters(whole, divided)
+        for (name, a), b in zip(whole.named_buffers(), divided.buffers(), strict=True):
+            assert torch.equal(a, b), name
+
+
+def test_a_module_is_initialised_as_its_constructor_would() -> None:
+    with torch.device("meta"):
+        module = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 2), "norm": nn.BatchNorm1d(3)})
+        module["linear"] = nn.Linear(256, 64)
+    origin = Origin(module, 1, torch.device("cpu"))
+    origin.fill_buffers()
+    names = [name for name, _ in module.named_parameters()]
+    found = origin.tensors(names)
+    assert found.keys() == set(names)
+    assert not found["attention.out_proj.bias"].any()
+    assert not found["attention.in_proj_bias"].any()
+    assert found["attention.in_proj_weight"].std().item() == pytest.approx((6 / 256) ** 0.5 / 3**0.5, rel=0.1)
+    assert found["linear.weight"].abs().max() <= 256**-0.5
+    assert torch.equal(found["norm.weight"], torch.ones(3))
+    assert torch.equal(module["norm"].running_var, torch.ones(3))
+    assert int(module["norm"].num_batches_tracked) == 0
+    assert torch.equal(origin.tensors(["linear.bias"])["linear.bias"], found["linear.bias"])
+    assert all(p.is_meta for p in module.parameters())
+
+
+def test_initialisation_draws_from_no_stream_of_the_run() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4))
+    before = torch.get_rng_state()
+    Origin(module, 1, torch.device("cpu")).tensors(["0.weight"])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Above(nn.Module):
+    """Initialises what is in it, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(3))
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.25)
+        elif module is self or isinstance(module, Above):
+            nn.init.constant_(module.scale, 2.0)
+
+
+def test_a_module_above_may_initialise() -> None:
+    with torch.device("meta"):
+        module = nn.ModuleDict({"above": Above()})
+    found = Origin(module, 1, torch.device("cpu")).tensors([name for name, _ in module.named_parameters()])
+    assert torch.equal(found["above.inner.0.weight"], torch.full((4, 4), 0.25))
+    assert torch.equal(found["above.inner.1.weight"], torch.ones(4))
+    assert torch.equal(found["above.scale"], torch.full((3,), 2.0))
+
+
+class Helpless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Forgetful(Helpless):
+    def reset_parameters(self) -> None:
+        """Forgets to."""
+
+
+@pytest.mark.parametrize("kind", [Helpless, Forgetful])
+def test_a_module_that_cannot_be_initialised_is_named(kind: type[Helpless]) -> None:
+    model = MLP()
+    with torch.device("meta"):
+        model.layers.append(kind())
+    with pytest.raises((ConfigurationError, StageError), match=rf"{kind.__name__}.*reset_parameters"):
+        pipeline(2, max_epochs=1).fit(model, loader(MLP, 8, 8))
+
+
+def test_a_checkpoint_needs_no_initialisation(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    saved = MLP("adamw")
+    saved.layers.append(Helpless())
+    through = MLP("adamw")
+    through.layers.append(Helpless())
+    through.load_state_dict(saved.state_dict())
+    half = pipeline(2, max_epochs=1)
+    half.fit(saved, loader(MLP, 16, 8))
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    with torch.device("meta"):
+        resumed = MLP("adamw")
+        resumed.layers.append(Helpless())
+    pipeline(3, strategy={"num_microbatches": 8}, max_epochs=2).fit(
+        resumed, loader(MLP, 16, 8), ckpt_path=tmp_path / "half.ckpt"
+    )
+    pipeline(2, max_epochs=2).fit(through, loader(MLP, 16, 8))
+    assert_same_parameters(through, resumed)
+
+
+def work(rank: int, folder: Path) -> dict[str, Any]:
+    """Train, save, test, predict, train on and resume, with a module that no process ever holds as a whole."""
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    model = Mixed()
+    data, more = loader(Mixed, 16, 8), loader(Mixed, 8, 8, seed=1)
+    strategy = {"num_microbatches": 4}
+    world_size = processes_of(folder)
+
+    def runner(**options: Any) -> Any:
+        return pipeline(2, world_size, strategy, **options)
+
+    first = runner(max_epochs=1)
+    first.fit(model, data, more)
+    held = {name for name, p in model.named_parameters() if not p.is_meta}
+    first.save_checkpoint(folder / "first.ckpt")
+    tested = first.test(model, more, verbose=False)
+    predicted = first.predict(model, more)
+    again = runner(max_epochs=1)
+    again.fit(model, data)
+    again.save_checkpoint(folder / "again.ckpt")
+    torch.manual_seed(9)  # what is loaded must not depend on it
+    resumed = Mixed()
+    last = runner(max_epochs=2)
+    torch.manual_seed(5)
+    last.fit(resumed, data, ckpt_path=folder / "first.ckpt")
+    last.save_checkpoint(folder / "resumed.ckpt")
+    alone = runner().validate(Mixed(), more, verbose=False)
+    return {"held": held, "tested": tested, "predicted": predicted, "alone": alone}
+
+
+def processes_of(folder: Path) -> int:
+    return 2 if folder.name == "two" else 1
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("two", "one"):
+        (folder / name).mkdir()
+    two = processes.results(processes.run(2, work, folder / "two", folder=folder))
+    one = processes.results(processes.run(1, work, folder / "one", folder=folder))[0]
+    return folder, two, one
+
+
+def test_no_process_holds_the_stages_of_others(runs: Any) -> None:
+    _, (last, first), one = runs
+    assert first["held"] | last["held"] == one["held"] == {name for name, _ in built().named_parameters()}
+    assert first["held"] & last["held"] <= {"embed.weight"}  # both use it
+    assert first["held"] - last["held"] and last["held"] - first["held"]
+
+
+def built() -> Mixed:
+    model = Mixed(meta=False)
+    model.configure_model()
+    return model
+
+
+@pytest.mark.parametrize("name", ["first", "again", "resumed"])
+def test_checkpoints_are_ordinary_and_equal_those_of_one_process(runs: Any, name: str) -> None:
+    folder, _, _ = runs
+    two, one = (torch.load(folder / sub / f"{name}.ckpt", weights_only=True) for sub in ("two", "one"))
+    assert two["state_dict"].keys() == one["state_dict"].keys()
+    for key, tensor in one["state_dict"].items():
+        assert torch.equal(two["state_dict"][key], tensor), key
+    states = two["optimizer_states"][0]["state"], one["optimizer_states"][0]["state"]
+    assert states[0].keys() == states[1].keys()
+    for number, state in states[1].items():
+        for key, value in state.items():
+            assert torch.equal(states[0][number][key], value), (number, key)
+    model = built()
+    model.load_state_dict(two["state_dict"])
+
+
+def test_evaluation_after_training_and_alone_equals_one_process(runs: Any) -> None:
+    _, two, one = runs
+    for rank in two:
+        assert rank["tested"] == one["tested"]
+        # of a value that crosses processes the strides may differ, and with them the kernel
+        assert rank["alone"] == [pytest.approx(metrics, rel=1e-6) for metrics in one["alone"]]
+    torch.testing.assert_close(two[0]["predicted"], one["predicted"], rtol=1e-5, atol=1e-6)
+
+
+def test_resuming_goes_on_where_training_stopped(runs: Any) -> None:
+    folder, _, _ = runs
+    torch.manual_seed(5)
+    through = Mixed()
+    pipeline(2, strategy={"num_microbatches": 4}, max_epochs=2).fit(through, loader(Mixed, 16, 8))
+    resumed = torch.load(folder / "two" / "resumed.ckpt", weights_only=True)["state_dict"]
+    for key, tensor in through.state_dict().items():
+        assert torch.equal(resumed[key], tensor), key
+
+
+@pytest.mark.slow
+def test_no_process_ever_holds_more_than_its_share_and_one_unit() -> None:
+    layers, unit = 100, 4.0  # MiB
+    rows = memory.run(2, layers, meta=True, train=False)
+    for row in rows:
+        assert row["before"] < 10
+        assert row["peak"] < row["share"] * 1.3 + unit
+    for row in memory.run(2, layers, meta=False, train=False):
+        assert row["before"] > layers * unit * 0.95
+        assert row["after"] < row["share"] * 1.1 + unit

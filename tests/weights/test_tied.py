@@ -1,0 +1,163 @@
+"""Parameters that several stages use: a copy on each, one gradient, one entry in the optimizer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_avgpipe.errors import AvgPipeError
+from tests import processes
+from tests.driver import Engine, accumulate, assert_same_gradients, assert_same_parameters
+from tests.models import Regression, loader
+from tests.trainers import pipeline
+
+
+class TiedLanguageModel(Regression):
+    """One matrix embeds the tokens and reads them out."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randint(0, 11, (size, 5)), torch.randint(0, 11, (size, 5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(tokens)))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+class Recurrent(Regression):
+    """One cell, called again and again, between an input and an output layer; a parameter outside of units."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.enter = nn.Linear(8, 8)
+        self.cell = nn.GRUCell(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.leave = nn.Linear(8, 8)
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randn(size, 8), torch.randn(size, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        h = torch.zeros_like(x)
+        for _ in range(4):
+            h = self.cell(x, h) * self.scale
+        return self.leave(h)
+
+
+MODELS = [TiedLanguageModel, Recurrent]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_equal_those_of_the_plain_module(model: type[Regression], num_stages: int) -> None:
+    torch.manual_seed(0)
+    plain = model()
+    piped = copy.deepcopy(plain)
+    batch = model.example(7)
+    losses = accumulate(plain, copy.deepcopy(batch), 3)
+    engine = Engine(piped, num_stages, batch, 3)
+    assert all(torch.equal(a, b) for a, b in zip(engine.train(copy.deepcopy(batch)), losses, strict=True))
+    assert engine.plan.copied
+    assert "copied: " in str(engine.plan)
+    assert_same_gradients(plain, piped, summed=engine.plan.copied)
+    assert_same_parameters(plain, piped)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_schedule_does_not_change_a_bit(model: type[Regression]) -> None:
+    torch.manual_seed(0)
+    first = model()
+    batch = model.example(8)
+    others = [copy.deepcopy(first) for _ in range(2)]
+    Engine(first, 3, batch, 4).train(batch, "afab")
+    Engine(others[0], 3, batch, 4).train(batch, "1f1b")
+    Engine(others[1], 3, batch, 4).train(batch, "advance_forward", advance=1)
+    for other in others:
+        assert_same_gradients(first, other)
+
+
+def test_a_parameter_is_one_object_again_after_a_step() -> None:
+    model = TiedLanguageModel()
+    batch = model.example(4)
+    Engine(model, 3, batch, 2).train(batch)
+    assert model.head.weight is model.embed.weight
+    assert [name for name, _ in model.named_parameters() if "weight" in name and "blocks" not in name] == [
+        "embed.weight"
+    ]
+
+
+def fit(rank: int, name: str, devices: int, num_stages: int, options: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    model = {m.__name__: m for m in MODELS}[name]()
+    runner = pipeline(num_stages, devices, {"num_microbatches": 3, "verify_copies": True}, max_steps=3, **options)
+    runner.fit(model, loader(type(model), 24, 6), loader(type(model), 6, 6, seed=1))
+    optimizer = runner.optimizers[0]
+    return {
+        "weights": {key: value.clone() for key, value in model.state_dict().items()},
+        "optimized": sum(len(group["params"]) for group in optimizer.param_groups),
+        "parameters": len(list(model.parameters())),
+        "metrics": {key: value.item() for key, value in runner.callback_metrics.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "options"),
+    [
+        ("TiedLanguageModel", 2, {"gradient_clip_val": 0.05}),
+        ("Recurrent", 4, {"accumulate_grad_batches": 2}),
+    ],
+)
+def test_two_processes_equal_one_bitwise(name: str, num_stages: int, options: dict[str, Any], tmp_path: Path) -> None:
+    two = processes.results(processes.run(2, fit, name, 2, num_stages, options, folder=tmp_path))
+    one = processes.results(processes.run(1, fit, name, 1, num_stages, options, folder=tmp_path))[0]
+    for rank in two:
+        assert rank["optimized"] == rank["parameters"] == one["parameters"]
+        assert rank["metrics"] == one["metrics"]
+        for key, value in one["weights"].items():
+            assert torch.equal(rank["weights"][key], value), key
+
+
+class ChangedOnOneStage(TiedLanguageModel):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.is_global_zero:
+            with torch.no_grad():
+                self.embed.weight.add_(1.0)
+
+
+def fit_changed(rank: int) -> None:
+    torch.set_num_threads(1)
+    model = ChangedOnOneStage()
+    runner = pipeline(2, 2, {"verify_copies": True}, max_steps=3, limit_val_batches=0)
+    runner.fit(model, loader(type(model), 24, 6))
+
+
+def test_copies_that_differ_are_named(tmp_path: Path) -> None:
+    outcomes = processes.run(2, fit_changed, folder=tmp_path)
+    for outcome in outcomes:
+        assert outcome.error is not None and "the copies of 'embed.weight' on ranks 0, 1 differ" in outcome.error
+
+
+def test_a_sparse_gradient_of_a_copied_parameter_is_refused() -> None:
+    model = TiedLanguageModel()
+    model.embed.sparse = True
+    batch = model.example(4)
+    with pytest.raises(AvgPipeError, match=r"gradient of 'embed\.weight' is sparse"):
+        Engine(model, 2, batch, 2).train(batch)
