@@ -53,7 +53,7 @@ from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import Schedule, StageCosts, build, simulate, smallest_sufficient_advance
 from lightning_avgpipe.utils.random_streams import RandomKey
-from lightning_avgpipe.weights.tied import Copies
+from lightning_avgpipe.weights.tied import TiedParameters
 
 NUM_STAGES = 2
 STEP = "training_step"
@@ -81,7 +81,7 @@ def replay_overhead(size: Size, fine: bool, rounds: int) -> list[dict[str, Any]]
         graph, cut = plan.graph, plan.cuts
     mesh = Mesh(NUM_STAGES, 0, 1, torch.device("cpu"), TIMEOUT)
     first, last = (
-        Stage(program, model, mesh.device, Copies(model, mesh, {})) for program in stage_programs(graph, cut)
+        Stage(program, model, mesh.device, TiedParameters(model, mesh, {})) for program in stage_programs(graph, cut)
     )
     task = Task(lambda i, *args: model.training_step(*args), [(batch, 0)], lambda i, loss: loss)
     with intercepting():

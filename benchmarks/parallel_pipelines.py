@@ -54,7 +54,7 @@ from lightning_avgpipe.planning import Link
 from lightning_avgpipe.planning.model_memory import Holding
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, smallest_sufficient_advance
-from lightning_avgpipe.training.deployment import Division
+from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.tuning import Curve, Device, HopProfile, Profile, Setting, Simulator, StageMemory, StageProfile
 from lightning_avgpipe.tuning.memory import memory_at
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -88,9 +88,9 @@ class Bench:
         self.model = model
         self.args = args
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.division = Division(model, mesh, Planner(model, NUM_STAGES, [split_point]), lambda: [self.optimizer])
-        self.division.prepare(STEP, self._step, [args], True, build("1f1b", NUM_STAGES, 1))
-        self.pipelines = self.division.parallel(1)
+        self.deployment = Deployment(model, mesh, Planner(model, NUM_STAGES, [split_point]), lambda: [self.optimizer])
+        self.deployment.prepare(STEP, self._step, [args], True, build("1f1b", NUM_STAGES, 1))
+        self.pipelines = self.deployment.parallel(1)
         self.iterations = 0
 
     def _step(self, *args: Any) -> Any:
@@ -99,17 +99,17 @@ class Bench:
     @property
     def message_bytes(self) -> int:
         """Of the values of a micro-batch, and of their gradients."""
-        assert self.division.plan is not None
-        return self.division.plan.stages[0].boundary_bytes
+        assert self.deployment.plan is not None
+        return self.deployment.plan.stages[0].boundary_bytes
 
     def resize(self, num_pipelines: int) -> None:
         """Have so many pipelines from now on."""
-        self.pipelines = self.division.parallel(num_pipelines)
+        self.pipelines = self.deployment.parallel(num_pipelines)
 
     def iterate(self, schedule: Schedule) -> None:
         """A batch for each pipeline, their optimizers' steps, and the averaging."""
         self.iterations += 1
-        count, ensemble = len(self.pipelines), self.division.ensemble
+        count, ensemble = len(self.pipelines), self.deployment.ensemble
         self.optimizer.zero_grad()
         if ensemble is not None:
             ensemble.clear_gradients()
@@ -123,7 +123,7 @@ class Bench:
             for n in range(count)
         ]
         run_together(self.pipelines, STEP, [schedule] * count, tasks)
-        self.division.sum_copied_gradients()
+        self.deployment.sum_copied_gradients()
         with self._recorded("step"):
             if ensemble is not None:
                 ensemble.place(0)

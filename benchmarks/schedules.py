@@ -123,7 +123,7 @@ class ThrottledMesh(Mesh):
         super().__init__(*args)
 
     def _wire(self, kind: str, a: int, b: int, peer: int) -> Wire:
-        wire = ThrottledWire(peer, self.connections.on_host(kind, a, b), self.device, None, self.moved)
+        wire = ThrottledWire(peer, self.process_groups.on_host(kind, a, b), self.device, None, self.moved)
         wire.link = self._links[kind.split(" of ")[0], peer]  # of a direction of a hop, whichever the pipeline
         return wire
 

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_avgpipe.comm.process_groups import Connections
+from lightning_avgpipe.comm.process_groups import ProcessGroups
 from tests import processes
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline
@@ -229,13 +229,13 @@ def train(rank: int, fault: Fault, folder: Path) -> None:
 
 def announce_connections(model: Faulty) -> None:
     """Tell the module when connections are made, at the start or for another pipeline."""
-    pair = Connections.pair
+    pair = ProcessGroups.pair
 
-    def announced(self: Connections, kind: str, a: int, b: int) -> Any:
+    def announced(self: ProcessGroups, kind: str, a: int, b: int) -> Any:
         model.happens("reconfigure" if "pipeline 1" in kind else "connecting", after=0)
         return pair(self, kind, a, b)
 
-    Connections.pair = announced  # type: ignore[method-assign]
+    ProcessGroups.pair = announced  # type: ignore[method-assign]
 
 
 def reconfigured(trainer: L.Trainer, *_: Any) -> None:

@@ -142,11 +142,11 @@ def test_outputs_of_a_step_are_those_of_the_whole_batch() -> None:
             prediction = self(batch[0])
             return {"loss": (prediction - batch[1]).square().mean(), "prediction": prediction, "names": ["a"]}
 
-    class Watch(L.Callback):
+    class Monitor(L.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.outputs, self.batch = outputs, batch
 
-    watch = Watch()
+    watch = Monitor()
     pipeline(2, max_steps=1, callbacks=[watch]).fit(Outputs(), loader(MLP, 6, 6))
     assert watch.outputs["prediction"].shape == (6, 8)
     assert not watch.outputs["prediction"].requires_grad

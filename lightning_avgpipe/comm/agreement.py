@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from lightning_avgpipe.comm.monitor import Watch
+from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.errors import ConfigurationError
 
 __all__ = ["Agreement"]
@@ -29,13 +29,13 @@ class Agreement:
     """
 
     def __init__(
-        self, rank: int, names: Sequence[str], store: dist.Store | None, timeout_s: float, watch: Watch
+        self, rank: int, names: Sequence[str], store: dist.Store | None, timeout_s: float, monitor: Monitor
     ) -> None:
         self._rank = rank
         self._names = names
         self._store = store
         self._timeout_s = timeout_s
-        self._watch = watch
+        self._monitor = monitor
         self._count = 0
 
     def confirm(self, asked: str, where: str) -> None:
@@ -56,7 +56,7 @@ class Agreement:
         missing = [rank for rank in range(len(self._names)) if rank != self._rank]
         deadline = time.monotonic() + self._timeout_s
         while missing and time.monotonic() < deadline:
-            self._watch.check()
+            self._monitor.check()
             missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
             if missing:
                 time.sleep(_POLL_S)

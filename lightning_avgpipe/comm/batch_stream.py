@@ -1,4 +1,4 @@
-"""The feed: batches on their way from the process that reads them to the others, each of which gets what it needs.
+"""The batch stream: from the process that reads batches to the others, each of which gets what it needs of them.
 
 ::
 
@@ -26,7 +26,7 @@ from lightning_avgpipe.comm.message import pack, unpack
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 
-__all__ = ["Feed", "FeedSink", "FeedSource", "Needs", "Passed"]
+__all__ = ["BatchSink", "BatchSource", "BatchStream", "Needs", "Passed"]
 
 # (batch, rank) -> names of the tensors that the rank needs; None: all
 Needs = Callable[[Any, int], frozenset[str] | None]
@@ -41,7 +41,7 @@ class _Unsent:
 
 
 class _Closed:
-    """Last item of a feed."""
+    """Last item of a batch stream."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Passed:
     requests: frozenset[str]
 
 
-class Feed(ABC):
-    """One process's end of the feed. All processes begin the same streams in the same order.
+class BatchStream(ABC):
+    """One process's end of the batch stream. All processes begin the same streams in the same order.
 
     Args:
         agree: told of the requests that came with an item, at the same point of the program on all processes.
@@ -91,7 +91,7 @@ class Feed(ABC):
         """Nothing more will come. Every process calls it."""
 
 
-class FeedSource(Feed):
+class BatchSource(BatchStream):
     """The reader's end.
 
     Args:
@@ -121,7 +121,7 @@ class FeedSource(Feed):
             outbox.put(pack((-1, frozenset(), _Closed)))
 
 
-class FeedSink(Feed):
+class BatchSink(BatchStream):
     """The end of a process that does not read.
 
     Args:

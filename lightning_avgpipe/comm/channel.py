@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, as_bytes
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.monitor import Watch
+from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.comm.process_groups import Pair
 from lightning_avgpipe.comm.transfer import transfer
 from lightning_avgpipe.engine.recording import Recorder
@@ -67,7 +67,7 @@ class Arrivals:
         ready: Callable[[], bool],
         timeout_s: float,
         doing: Callable[[], str],
-        watch: Watch,
+        monitor: Monitor,
     ) -> None:
         """Block until ``ready()``.
 
@@ -81,13 +81,13 @@ class Arrivals:
         """
         if ready():
             return
-        with watch.during(doing()):
-            self._wait(ready, timeout_s, f"{watch.name} {watch.activity}", watch)
+        with monitor.during(doing()):
+            self._wait(ready, timeout_s, f"{monitor.name} {monitor.activity}", monitor)
 
-    def _wait(self, ready: Callable[[], bool], timeout_s: float, waiting: str, watch: Watch) -> None:
+    def _wait(self, ready: Callable[[], bool], timeout_s: float, waiting: str, monitor: Monitor) -> None:
         waited_s, looked = 0.0, time.monotonic()
         while True:
-            watch.check()
+            monitor.check()
             with self.condition:
                 if ready():
                     return
@@ -97,12 +97,12 @@ class Arrivals:
                     return
                 failure = self.failure
             if failure is not None:
-                watch.look()
-                raise PeerError(f"{waiting}, but {failure}{watch.account().text}") from failure
+                monitor.look()
+                raise PeerError(f"{waiting}, but {failure}{monitor.account().text}") from failure
             now = time.monotonic()
             waited_s, looked = waited_s + min(now - looked, 2 * _POLL_S), now
             if waited_s > timeout_s:
-                account = watch.account()
+                account = monitor.account()
                 waited_s = min(waited_s, account.idle_s, self.idle_s())
                 if waited_s > timeout_s:
                     raise PeerError(

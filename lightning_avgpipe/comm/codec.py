@@ -1,4 +1,4 @@
-"""Frames: what announces a message on a wire between processes, and small messages themselves.
+"""The codec of messages: frames, which announce a message on a wire, or hold a small one.
 
 ::
 

@@ -1,12 +1,12 @@
-"""News: what rank 0 tells the other processes while training runs, and what they report to it.
+"""The control channel: what rank 0 tells the other processes while training runs, and what they report to it.
 
 ::
 
-    group 0    rank 0   -- news -->     rank 1
+    group 0    rank 0   -- items -->     rank 1
                  |      <-- reports --
                relay
                  v
-    group 1    rank 2   -- news -->     rank 3
+    group 1    rank 2   -- items -->     rank 3
                         <-- reports --
 
 Nobody waits for those who listen. Requests from outside (such as a signal to stop) go with the news, so that all
@@ -21,16 +21,16 @@ from typing import Any, TypeVar
 
 from lightning_avgpipe.comm.channel import NetworkInbox, NetworkOutbox
 from lightning_avgpipe.comm.message import pack, unpack
-from lightning_avgpipe.comm.monitor import Watch
+from lightning_avgpipe.comm.monitor import Monitor
 
-__all__ = ["News", "NewsChannels"]
+__all__ = ["ControlChannel", "ControlChannels"]
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 @dataclass(frozen=True)
-class NewsChannels:
+class ControlChannels:
     """This process's ends of all channels that carry news.
 
     Attributes:
@@ -50,7 +50,7 @@ class NewsChannels:
     reports: Mapping[int, NetworkInbox] = field(default_factory=dict)
 
 
-class News:
+class ControlChannel:
     """One process's part in the news.
 
     Args:
@@ -66,15 +66,15 @@ class News:
         self,
         rank: int,
         num_groups: int,
-        channels: NewsChannels,
-        watch: Watch,
+        channels: ControlChannels,
+        monitor: Monitor,
         wait: Callable[[Callable[[], bool], str], None],
         when_agreed: Callable[[str], None],
     ) -> None:
         self._rank = rank
         self._num_groups = num_groups
         self._channels = channels
-        self._watch = watch
+        self._monitor = monitor
         self._wait = wait
         self._when_agreed = when_agreed
         self._agreed: frozenset[str] = frozenset()
@@ -86,7 +86,7 @@ class News:
             item: any tree of tensors and picklable leaves; ignored on other ranks.
             requests: that go with it; None: what is known.
         """
-        self._watch.check()
+        self._monitor.check()
         if self._rank == 0:
             requests = self.requests() if requests is None else requests
             message = pack((item, requests)) if self._channels.out else None
@@ -108,9 +108,9 @@ class News:
         """
         if self._num_groups == 1 or self._rank != 0:
             return self.publish((common, own))  # type: ignore[return-value]
-        self._watch.check()
+        self._monitor.check()
         if self._channels.relay_source is None:
-            requests = frozenset(self._watch.requests)
+            requests = frozenset(self._monitor.requests)
             message = pack((common, requests))
             for outbox in self._channels.relay_out:
                 outbox.put(message)
@@ -139,7 +139,7 @@ class News:
 
     def requests(self) -> frozenset[str]:
         """What goes with the next message. With several groups all of them must learn of it at the same point."""
-        return frozenset(self._watch.requests) if self._num_groups == 1 else self._agreed
+        return frozenset(self._monitor.requests) if self._num_groups == 1 else self._agreed
 
     def agree(self, requests: frozenset[str]) -> None:
         """All processes learn of requests with the same message, so all do what was asked for at the same point."""

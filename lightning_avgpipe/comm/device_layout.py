@@ -1,4 +1,4 @@
-"""The arrangement: which processes share a device, and which of them make up a group.
+"""The device layout: which processes share a device, and which of them make up a group.
 
 ::
 
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = ["Arrangement"]
+__all__ = ["DeviceLayout"]
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class DeviceLayout:
     """Processes on devices.
 
     Attributes:

@@ -28,14 +28,14 @@ import torch.distributed as dist
 
 from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.comm.agreement import Agreement
-from lightning_avgpipe.comm.batch_stream import Feed, FeedSink, FeedSource
+from lightning_avgpipe.comm.batch_stream import BatchSink, BatchSource, BatchStream
 from lightning_avgpipe.comm.channel import Arrivals, NetworkInbox, NetworkOutbox, Wire
 from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.comm.control import News, NewsChannels
-from lightning_avgpipe.comm.device_layout import Arrangement
-from lightning_avgpipe.comm.monitor import Watch
-from lightning_avgpipe.comm.process_groups import Connections, Pair
-from lightning_avgpipe.comm.replica_group import Siblings
+from lightning_avgpipe.comm.control import ControlChannel, ControlChannels
+from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.monitor import Monitor
+from lightning_avgpipe.comm.process_groups import Pair, ProcessGroups
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.comm.wiring import DIRECTIONS, Wiring, channel_name, wire
 from lightning_avgpipe.engine.accounting import Meter
 from lightning_avgpipe.engine.guard import MemoryGuard
@@ -72,11 +72,11 @@ class Mesh(Collectives):
         num_groups: how many groups there are.
         layout: the ranks of each group among all processes.
         world: all processes of all groups; with one group this mesh.
-        heads: the processes with rank 0 in each group; elsewhere, and with one group, this process alone.
-        siblings: the processes that host the same stages in each group; None if there is one group.
-        connections: of the processes.
-        news: from rank 0 to all, while it is open.
-        feed: of batches, while it is open.
+        leaders: the processes with rank 0 in each group; elsewhere, and with one group, this process alone.
+        replica_group: the processes that host the same stages in each group; None if there is one group.
+        process_groups: of the processes.
+        control_channel: from rank 0 to all, while it is open.
+        batch_stream: of batches, while it is open.
         agreement: of all processes, while it is open.
     """
 
@@ -89,17 +89,17 @@ class Mesh(Collectives):
         timeout: timedelta,
         device_backend: str | None = None,
         reader: int = 0,
-        arrangement: Arrangement | None = None,
+        device_layout: DeviceLayout | None = None,
         deaths: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
-        arrangement = arrangement or Arrangement(world_size)
-        devices = arrangement.num_devices
+        device_layout = device_layout or DeviceLayout(world_size)
+        devices = device_layout.num_devices
         if num_stages % devices and devices % num_stages:
             raise ConfigurationError(
                 f"num_stages={num_stages} on {devices} devices: the number of stages must be a multiple of the "
                 f"number of devices; use num_stages={max(1, num_stages // devices) * devices}"
             )
-        self.layout = arrangement.groups(num_stages)
+        self.layout = device_layout.groups(num_stages)
         self.num_groups = len(self.layout)
         self.group_number = next(number for number, ranks in enumerate(self.layout) if rank in ranks)
         ranks = self.layout[self.group_number]
@@ -113,7 +113,7 @@ class Mesh(Collectives):
         # told of a request to all processes, at the same point of the program on each of them
         self.when_agreed: Callable[[str], None] = lambda request: None
         self._names = self._make_names()
-        self._shares_devices = arrangement.sharing > 1
+        self._shares_devices = device_layout.sharing > 1
         self._deaths = deaths
         self._collective: threading.Thread | None = None
         self._opened: list[NetworkInbox | NetworkOutbox] = []
@@ -121,20 +121,20 @@ class Mesh(Collectives):
         self.meter: Meter | None = None  # told of what the stages of this process keep in memory
         self.guard: MemoryGuard | None = None  # of a trial iteration
         self.wiring: dict[tuple[int, int], Wiring] = {}  # (pipeline, stage) -> its channels
-        self.connections = Connections(self.layout, self.group_number, rank, timeout, device_backend)
+        self.process_groups = ProcessGroups(self.layout, self.group_number, rank, timeout, device_backend)
         self._relays: dict[int, Pair] = {}  # from rank 0 of all processes to the group
         # there is nothing to watch before it is open
-        self.watch = Watch(rank, self._names, None, 0.0, self.arrivals.notify)
+        self.monitor = Monitor(rank, self._names, None, 0.0, self.arrivals.notify)
         self.world: Collectives = self
-        self.heads: Collectives = _Party((rank,), 0, self)
-        self.siblings: Siblings | None = None
+        self.leaders: Collectives = _Party((rank,), 0, self)
+        self.replica_group: ReplicaGroup | None = None
         if self.num_groups > 1:
             self.world = _Party(range(world_size), rank, self)
             if self.rank == 0:
-                self.heads = _Party([members[0] for members in self.layout], self.group_number, self)
+                self.leaders = _Party([members[0] for members in self.layout], self.group_number, self)
             alike = sorted(members[self.rank] for members in self.layout)
             members = _Party(alike, alike.index(rank), self)
-            self.siblings = Siblings(members, self.group_number, on_host=self._shares_devices)
+            self.replica_group = ReplicaGroup(members, self.group_number, on_host=self._shares_devices)
 
     # -- who is where ------------------------------------------------------------------------------------------------
 
@@ -180,38 +180,38 @@ class Mesh(Collectives):
 
     def connect(self) -> None:
         """Connect the processes, in the place of those of another mesh. Every process calls it; the wait is long."""
-        self.connections.open()
-        self.world.control = self.connections.join(self.world.ranks)
+        self.process_groups.open()
+        self.world.control = self.process_groups.join(self.world.ranks)
         if self.num_groups > 1:
             self._connect_groups()
         for peer in range(1, self.world_size):
-            self.connections.connect("news", 0, peer)
-            self.connections.connect("reports", 0, peer)
+            self.process_groups.connect("news", 0, peer)
+            self.process_groups.connect("reports", 0, peer)
         for peer in range(self.world_size):
             if peer != self.reader:
-                self.connections.connect("batches", self.reader, peer)
+                self.process_groups.connect("batches", self.reader, peer)
         self._connect_hops(0)
 
     def _connect_groups(self) -> None:
-        self.control = self.connections.join_in_each(range(self.world_size))
-        heads, *others = zip(*self.layout, strict=True)
-        connection = self.connections.join(heads)
+        self.control = self.process_groups.join_in_each(range(self.world_size))
+        leaders, *others = zip(*self.layout, strict=True)
+        connection = self.process_groups.join(leaders)
         if self.rank == 0:
-            self.heads.control = connection
-        self._relays = {n: self.connections.pair("relay", 0, head) for n, head in enumerate(heads) if n}
+            self.leaders.control = connection
+        self._relays = {n: self.process_groups.pair("relay", 0, head) for n, head in enumerate(leaders) if n}
         # two processes of one device meet on the host: no communicator of devices can have a device twice
-        for position, ranks in enumerate((heads, *others)):
-            connection = self.connections.join(ranks, on_host=self._shares_devices)
+        for position, ranks in enumerate((leaders, *others)):
+            connection = self.process_groups.join(ranks, on_host=self._shares_devices)
             if position == self.rank:
-                assert self.siblings is not None
-                self.siblings.members.control = connection
+                assert self.replica_group is not None
+                self.replica_group.members.control = connection
 
     def _connect_hops(self, pipeline: int) -> None:
         for k in range(self.num_stages - 1):
             a, b = self.rank_of(k), self.rank_of(k + 1)
             for direction in DIRECTIONS if a != b else ():
                 # two hops between the same processes (several stages per process) need two connections as well
-                self.connections.connect(channel_name(direction, k, pipeline), a, b, devices=True)
+                self.process_groups.connect(channel_name(direction, k, pipeline), a, b, devices=True)
 
     def open(
         self, store: dist.Store | None = None, meet: Callable[[], object] = lambda: None, keeper: str | None = None
@@ -229,8 +229,8 @@ class Mesh(Collectives):
             return
         self.arrivals = Arrivals()
         store = self._own(store)
-        self.watch = self._make_watch(store, keeper or self._names[0])
-        self.agreement = Agreement(self.world.rank, self._names, store, self.timeout.total_seconds() / 2, self.watch)
+        self.monitor = self._make_watch(store, keeper or self._names[0])
+        self.agreement = Agreement(self.world.rank, self._names, store, self.timeout.total_seconds() / 2, self.monitor)
         if self.world.world_size > 1:
 
             def connected() -> None:
@@ -238,11 +238,11 @@ class Mesh(Collectives):
                 self._reconnect()
 
             self._wait_for(connected, "waits for the other processes to connect")
-        self.news = News(
+        self.control_channel = ControlChannel(
             self.rank,
             self.num_groups,
             self._news_channels(),
-            self.watch,
+            self.monitor,
             self.wait,
             lambda request: self.when_agreed(request),  # which somebody may replace
         )
@@ -250,22 +250,26 @@ class Mesh(Collectives):
         if self.reads:
             peers = [peer for peer in range(self.world_size) if peer != self.rank]
             outboxes = {peer: self._outbox("batches", self.rank, peer, peer) for peer in peers}
-            self.feed: Feed = FeedSource(outboxes, self.news.agree, self.news.requests)
+            self.batch_stream: BatchStream = BatchSource(
+                outboxes, self.control_channel.agree, self.control_channel.requests
+            )
         else:
             inbox = self._inbox("batches", self.reader, self.rank, self.reader)
             waits = f"waits for a batch from {self._names[self.ranks[self.reader]]}"
-            self.feed = FeedSink(inbox, self.news.agree, self.device, lambda ready: self.wait(ready, waits))
+            self.batch_stream = BatchSink(
+                inbox, self.control_channel.agree, self.device, lambda ready: self.wait(ready, waits)
+            )
 
-    def _news_channels(self) -> NewsChannels:
+    def _news_channels(self) -> ControlChannels:
         peers = range(1, self.world_size)
         if self.rank != 0:
-            return NewsChannels(
+            return ControlChannels(
                 source=self._inbox("news", 0, self.rank, 0), reports_out=self._outbox("reports", 0, self.rank, 0)
             )
-        return NewsChannels(
+        return ControlChannels(
             out=[self._outbox("news", 0, peer, peer) for peer in peers],
             reports={peer: self._inbox("reports", 0, peer, peer) for peer in peers},
-            relay_out=[self._relay(NetworkOutbox, g, r) for g, r in enumerate(self.heads.ranks) if g and self.leads],
+            relay_out=[self._relay(NetworkOutbox, g, r) for g, r in enumerate(self.leaders.ranks) if g and self.leads],
             relay_source=None if self.leads else self._relay(NetworkInbox, self.group_number, 0),
         )
 
@@ -284,19 +288,19 @@ class Mesh(Collectives):
         """Stop the channels and their threads; after a failure without waiting for peers, and for good."""
         if failed:
             # rank 0 holds the store; and connections that break before the reason is known would look like one
-            self.watch.await_readers()
-            self.connections.disconnect()
+            self.monitor.await_readers()
+            self.process_groups.disconnect()
         elif self.wiring:
-            self.feed.close()
+            self.batch_stream.close()
         deadline = time.monotonic() + (_DISCONNECTED_S if failed else self.timeout.total_seconds())
         for channel in self._opened:
             channel.close(join_s=max(0.0, deadline - time.monotonic()))
         if self._collective is not None:
             self._collective.join(max(0.0, min(_DISCONNECTED_S, deadline - time.monotonic())))
-        self.watch.close()
+        self.monitor.close()
         self._opened, self.wiring = [], {}
         if failed:
-            self.connections.close()
+            self.process_groups.close()
 
     def record(self, recorder: Recorder | None) -> None:
         """From now on tell this recorder, or nobody, what executor and channels do."""
@@ -315,8 +319,8 @@ class Mesh(Collectives):
         store = store.clone() if hasattr(store, "clone") else store
         return dist.PrefixStore(f"avgpipe/runs/{next(_openings)}", store)
 
-    def _make_watch(self, store: dist.Store | None, keeper: str) -> Watch:
-        return Watch(
+    def _make_watch(self, store: dist.Store | None, keeper: str) -> Monitor:
+        return Monitor(
             self.world.rank,
             self._names,
             store,
@@ -332,7 +336,7 @@ class Mesh(Collectives):
         """Connect some processes of the group for collectives, unless they are. Every process calls it."""
         made: list[dist.ProcessGroup] = []
         doing = f"waits for the other processes to connect ranks {', '.join(map(str, ranks))}"
-        self._wait_for(lambda: made.append(self.connections.subset(ranks)), doing)
+        self._wait_for(lambda: made.append(self.process_groups.subset(ranks)), doing)
         return made[0]
 
     def _outbox(self, kind: str, a: int, b: int, peer: int) -> NetworkOutbox:
@@ -346,7 +350,7 @@ class Mesh(Collectives):
         return inbox
 
     def _wire(self, kind: str, a: int, b: int, peer: int) -> Wire:
-        on_host, on_devices = self.connections.on_host(kind, a, b), self.connections.on_devices(kind, a, b)
+        on_host, on_devices = self.process_groups.on_host(kind, a, b), self.process_groups.on_devices(kind, a, b)
         return Wire(self.ranks[peer], on_host, self.device, on_devices, self.moved)
 
     def _relay(self, kind: Callable[..., End], group: int, peer: int) -> End:
@@ -361,11 +365,11 @@ class Mesh(Collectives):
         Raises:
             PeerError: it takes too long, or another process has failed.
         """
-        self.arrivals.wait_for(ready, self.timeout.total_seconds(), lambda: doing, self.watch)
+        self.arrivals.wait_for(ready, self.timeout.total_seconds(), lambda: doing, self.monitor)
 
     def agreed(self, request: str) -> bool:
         """Whether all processes know by now of what one was asked for."""
-        return self.news.agreed(request)
+        return self.control_channel.agreed(request)
 
     def confirm(self, asked: str, where: str) -> None:
         """Wait until all processes ask for the same. Arguments and errors as of :meth:`Agreement.confirm`."""
@@ -378,7 +382,7 @@ class Mesh(Collectives):
     def broadcast(self, item: T, source: int = 0) -> T:
         """Every process gets the source's item."""
         if source == 0 and self.wiring and self.world_size > 1:
-            return pickle.loads(self.news.publish(pickle.dumps(item)))  # type: ignore[no-any-return]
+            return pickle.loads(self.control_channel.publish(pickle.dumps(item)))  # type: ignore[no-any-return]
         return super().broadcast(item, source)
 
     def together(self, what: str, collective: Callable[[], object]) -> None:
@@ -403,12 +407,12 @@ class Mesh(Collectives):
         self.arrivals.moved()
 
     def _reconnect(self) -> None:
-        if not self.connections.is_open:
+        if not self.process_groups.is_open:
             self.connect()
 
     def _wait_for(self, function: Callable[[], object], doing: str) -> None:
         """Run something that waits for other processes; meanwhile look whether one has failed."""
-        self.watch.check()
+        self.monitor.check()
         done, errors = threading.Event(), []
 
         def work() -> None:
@@ -423,20 +427,20 @@ class Mesh(Collectives):
 
         self._collective = threading.Thread(target=work, name=f"avgpipe {doing}", daemon=True)
         self._collective.start()
-        with self.watch.during(doing):
+        with self.monitor.during(doing):
             self.wait(done.is_set, doing)
             if errors:
                 if not isinstance(errors[0], RuntimeError) or isinstance(errors[0], AvgPipeError):
                     raise errors[0]
-                self.watch.look()
-                lost = f"{self.watch.name} {doing}, but a connection broke: {errors[0]}{self.watch.account().text}"
+                self.monitor.look()
+                lost = f"{self.monitor.name} {doing}, but a connection broke: {errors[0]}{self.monitor.account().text}"
                 raise PeerError(lost) from errors[0]
 
     # -- failure -----------------------------------------------------------------------------------------------------
 
     def report(self, error: BaseException) -> None:
         """Tell the other processes why this one ends."""
-        self.watch.report(error)
+        self.monitor.report(error)
 
 
 class _Party(Collectives):

@@ -1,4 +1,4 @@
-"""A watch over the processes: which one failed and why, what each of them is doing, and what they were asked to do.
+"""The monitor of the processes: which one failed and why, what each of them is doing, and what they were asked to do.
 
 Every process has two threads beside the main one. One looks at the board: so a process learns of a failure while its
 main thread computes, and one that is stuck can still say where. It waits for as long as the store does not answer. The
@@ -25,7 +25,7 @@ from lightning_avgpipe.comm.board import Answer, Board
 from lightning_avgpipe.errors import PeerError, described
 from lightning_avgpipe.utils.packages import LIGHTNING
 
-__all__ = ["Account", "Watch"]
+__all__ = ["Account", "Monitor"]
 
 _POLL_S = 0.2  # between two looks at the board
 _ASKING_POLL_S = 0.05  # while answers are awaited
@@ -53,7 +53,7 @@ class Account:
     idle_s: float = math.inf
 
 
-class Watch:
+class Monitor:
     """What the processes tell each other beside the channels.
 
     Args:
@@ -255,7 +255,7 @@ class Watch:
             except RuntimeError as error:
                 self._lose(f"{self._keeper} is gone, and with it the store that the processes share ({error})")
             except Exception as error:  # nobody would notice a failure from here on
-                self._lose(f"the watch of {self.name} failed: {described(error)}")
+                self._lose(f"the monitor of {self.name} failed: {described(error)}")
             self._round_began = None
             with self._changed:
                 self._rounds += 1

@@ -1,4 +1,4 @@
-"""Connections: what joins the processes of a mesh, pairs of them for messages and groups of them for collectives.
+"""Process groups: what joins the processes of a mesh, pairs of them for messages and groups of them for collectives.
 
 On the host both are gloo's. Everything that a process connects there shares one listening socket and the thread that
 serves it, those of torch's group of all processes. A process has the connections of one mesh at a time: the next mesh
@@ -20,13 +20,13 @@ import torch.distributed as dist
 
 from lightning_avgpipe.comm.alone import own_group
 
-__all__ = ["Connections", "Pair"]
+__all__ = ["Pair", "ProcessGroups"]
 
 _GRACE = timedelta(seconds=60)
 _NEVER_SENT = 99  # a tag of transfers
 _HOST = "avgpipe_gloo"  # backend of groups on the host
 
-_current: Connections | None = None  # of this process
+_current: ProcessGroups | None = None  # of this process
 _numbers = itertools.count()  # of what was opened; the same on all processes, which open in the same order
 
 
@@ -43,7 +43,7 @@ class Pair:
     peer: int
 
 
-class Connections:
+class ProcessGroups:
     """Connects the processes of each group alike; ranks are those within a group.
 
     Args:

@@ -1,10 +1,10 @@
-"""Siblings: the processes that host the same stages in every group, each with other parallel models.
+"""Replica groups: the processes that host the same stages in every group, each with other parallel models.
 
 ::
 
     group 0     stage 0 on rank 1     stage 1 on rank 0
     group 1     stage 0 on rank 3     stage 1 on rank 2
-                siblings 1 and 3      siblings 0 and 2
+                ranks 1 and 3         ranks 0 and 2
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 from lightning_avgpipe.comm.codec import as_bytes
 from lightning_avgpipe.comm.collectives import Collectives
 
-__all__ = ["Siblings"]
+__all__ = ["ReplicaGroup"]
 
 _BUCKET_BYTES = 64 * 1024**2
 
 _Collective = Callable[..., Any]  # of torch.distributed, on one tensor
 
 
-class Siblings:
-    """What siblings do together with tensors on their devices, in few large messages.
+class ReplicaGroup:
+    """What the processes of a replica group do together with tensors on their devices, in few large messages.
 
     Args:
         members: connected on host and device, or ``on_host`` only; the first of them is in group 0.
@@ -48,15 +48,15 @@ class Siblings:
         return self.members.world_size
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum in place over the groups. All siblings get the same bits.
+        """Sum in place over the groups. All processes get the same bits.
 
         Args:
-            tensors: the same shapes and types on all siblings.
+            tensors: the same shapes and types on all processes.
         """
         self.begin_sum(tensors)()
 
     def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to sum, and go on meanwhile. All siblings begin and end their sums in the same order.
+        """Begin to sum, and go on meanwhile. All processes begin and end their sums in the same order.
 
         Args:
             tensors: as of :meth:`sum`; not to be touched before the end.
@@ -66,7 +66,7 @@ class Siblings:
         return self._begin(tensors, "a sum over groups", dist.all_reduce)
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
-        """Take over, in place, what the sibling in group 0 has. Arguments as of :meth:`sum`."""
+        """Take over, in place, what the process in group 0 has. Arguments as of :meth:`sum`."""
         self._begin(tensors, "a copy of group 0's parameters", self._broadcast)()
 
     @torch.no_grad()

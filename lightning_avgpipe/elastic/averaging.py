@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.replica_group import Siblings
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
 
 __all__ = ["Averaging", "Elasticity", "OuterOptimizer", "average"]
 
@@ -71,7 +71,7 @@ class Averaging:
         models: N lists of tensors of the same shapes, after the local steps; of this group.
         reference: the mean of the models of all groups before those steps.
         active: models of this group that had a batch; the others are as they were.
-        siblings: in other groups; None if there are none. All of them begin at the same time, and end.
+        replica_group: processes in other groups; None if there are none. All of them begin at the same time, and end.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class Averaging:
         models: Sequence[Sequence[Tensor]],
         reference: Sequence[Tensor],
         active: int,
-        siblings: Siblings | None = None,
+        replica_group: ReplicaGroup | None = None,
     ) -> None:
         self._models = models
         self._reference = reference
-        self._count = len(models) * (1 if siblings is None else siblings.count)
+        self._count = len(models) * (1 if replica_group is None else replica_group.count)
         self._active = torch.tensor([active])
         self._parts: Iterator[_Part] = (_Part(*chunk) for chunk in _chunks(models, reference))
         self._count_active = _nothing
-        if siblings is not None:
-            self._count_active = siblings.begin_sum([self._active])
-            self._parts = iter([part.begun(siblings) for part in self._parts])
+        if replica_group is not None:
+            self._count_active = replica_group.begin_sum([self._active])
+            self._parts = iter([part.begun(replica_group) for part in self._parts])
 
     @torch.no_grad()
     def end(self, alpha: float, outer_lr: float) -> None:
@@ -155,10 +155,10 @@ class _Part:
         self._sum: list[Tensor] | None = None
         self._arrive = _nothing
 
-    def begun(self, siblings: Siblings) -> _Part:
+    def begun(self, replica_group: ReplicaGroup) -> _Part:
         """The same, whose sums are on their way to and from other groups."""
         self._sum = self._own_sum()
-        self._arrive = siblings.begin_sum(self._sum)
+        self._arrive = replica_group.begin_sum(self._sum)
         return self
 
     def drift(self, count: int) -> list[Tensor]:

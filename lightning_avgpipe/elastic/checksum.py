@@ -1,9 +1,9 @@
-"""Marks: whether hooks between two steps have changed the weights of pipeline 0, which are the ones that they see.
+"""Checksums: whether hooks between two steps have changed the weights of pipeline 0, which are the ones that they see.
 
 A hook that clamps weights after each step would leave all other models as they are, and no error would tell. What hooks
-do they do from the beginning on, or at the end of an epoch, so weights are marked after the first steps and after the
-last one of an epoch, and compared when the next begins. A mark is two numbers for each tensor: its sum, and that of its
-bits.
+do they do from the beginning on, or at the end of an epoch, so checksums are taken after the first steps and after the
+last one of an epoch, and compared when the next begins. A checksum is two numbers for each tensor: its sum, and that of
+its bits.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = ["Marks"]
+__all__ = ["Checksums"]
 
 _FIRST = 2  # steps
 _SHOWN = 3  # names in a message
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Marks:
+class Checksums:
     """Of one model's weights."""
 
     def __init__(self) -> None:

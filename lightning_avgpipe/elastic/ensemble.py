@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.replica_group import Siblings
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity
-from lightning_avgpipe.elastic.checksum import Marks
+from lightning_avgpipe.elastic.checksum import Checksums
 from lightning_avgpipe.elastic.finite import has_nonfinite
-from lightning_avgpipe.elastic.optimizer_clone import follow, twin
+from lightning_avgpipe.elastic.optimizer_clone import clone_optimizer, follow
 from lightning_avgpipe.elastic.optimizer_start import load_states, states_of_group_0
 from lightning_avgpipe.elastic.replica import Placement, Replica, alike, leaf_like
 from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
@@ -33,13 +33,13 @@ class Ensemble:
         optimizers: those of pipeline 0, as of when it is called.
         elasticity: how the models are held together.
         observers: modules that only look at values (metrics).
-        siblings: hold the parallel models of other groups; None if there are none.
+        replica_group: processes that hold the parallel models of other groups; None if there are none.
         changing: parameters that a step changes itself.
         written: other tensors that it writes into.
 
     Attributes:
         steps: averaged or not, since the last averaging.
-        marks: of pipeline 0's weights between steps.
+        checksums: of pipeline 0's weights between steps.
     """
 
     def __init__(
@@ -48,27 +48,27 @@ class Ensemble:
         optimizers: Callable[[], Sequence[Optimizer]],
         elasticity: Elasticity,
         observers: Collection[nn.Module] = (),
-        siblings: Siblings | None = None,
+        replica_group: ReplicaGroup | None = None,
         changing: Collection[str] = (),
         written: Sequence[Tensor] = (),
     ) -> None:
         self._module = module
-        self._siblings = siblings
+        self._replica_group = replica_group
         self._optimizers = optimizers
         self._elasticity = elasticity
         self._placement = Placement(module, (), observers, changing, written)
         self._replicas: list[Replica] = [self._placement.own]
-        self._twins: list[list[Optimizer]] = [[]]
+        self._clones: list[list[Optimizer]] = [[]]
         # of all parameters that are trained anywhere; what other processes hold is on meta
         self._reference: dict[str, Tensor] = {}
         self._mine: list[str] = []
         self._outer: Optimizer | None = None
         self._shown: Replica | None = None
         self.steps = 0
-        self.marks = Marks()
+        self.checksums = Checksums()
         self._active = 0
         self._begun: tuple[Averaging, Callable[[], None] | None] | None = None  # an averaging
-        self._shared = None if siblings is None else SharedBuffers(self._placement.own.buffers, siblings)
+        self._shared = None if replica_group is None else SharedBuffers(self._placement.own.buffers, replica_group)
         self.follow()
 
     @property
@@ -79,12 +79,12 @@ class Ensemble:
     @property
     def total(self) -> int:
         """The models of all groups."""
-        return self.size * (1 if self._siblings is None else self._siblings.count)
+        return self.size * (1 if self._replica_group is None else self._replica_group.count)
 
     @property
     def first(self) -> int:
         """The number that this group's model 0 has among the models of all groups."""
-        return 0 if self._siblings is None else self.size * self._siblings.number
+        return 0 if self._replica_group is None else self.size * self._replica_group.number
 
     # -- which models there are --------------------------------------------------------------------------------------
 
@@ -97,25 +97,25 @@ class Ensemble:
         if size == self.size:
             return False
         self.show_reference(False)
-        self.marks.forget()
+        self.checksums.forget()
         if self.steps:
             self._begin()
-            self.settle()
+            self.finish_averaging()
         if size < self.size:
-            del self._replicas[size:], self._twins[size:]
-            Averaging(self._models(), self._centres(), size, self._siblings).end(alpha=0.0, outer_lr=0.0)
+            del self._replicas[size:], self._clones[size:]
+            Averaging(self._models(), self._centres(), size, self._replica_group).end(alpha=0.0, outer_lr=0.0)
         if size > self.size:
             self._grow(size)
         return True
 
     def _grow(self, size: int) -> None:
         buffers, optimizers = self._mean_buffers(), self._optimizers()
-        states = None if self._siblings is None else states_of_group_0(optimizers, self._siblings)
+        states = None if self._replica_group is None else states_of_group_0(optimizers, self._replica_group)
         while self.size < size:
             self._replicas.append(self._from_reference(self.size, buffers))
             own = self._own(self._replicas[-1])
-            self._twins.append([twin(optimizer, own) for optimizer in optimizers])
-            for made, state in zip(self._twins[-1], states or (), strict=False):
+            self._clones.append([clone_optimizer(optimizer, own) for optimizer in optimizers])
+            for made, state in zip(self._clones[-1], states or (), strict=False):
                 load_states(made, state)
 
     def _from_reference(self, number: int, buffers: Mapping[str, Tensor]) -> Replica:
@@ -198,13 +198,13 @@ class Ensemble:
                 if shown.buffers[name] is not buffer:
                     buffer.copy_(shown.buffers[name])
         self._placement.put(own)
-        self._replicas, self._twins, self._shown, self._reference = [own], [[]], None, {}
+        self._replicas, self._clones, self._shown, self._reference = [own], [[]], None, {}
 
     # -- which model the module shows --------------------------------------------------------------------------------
 
     def place(self, number: int) -> None:
         """Put a parallel model into the module; in the place of number 0 the reference, if that is shown."""
-        self.settle()
+        self.finish_averaging()
         self._placement.put(self._shown if number == 0 and self._shown is not None else self._replicas[number])
 
     @contextlib.contextmanager
@@ -217,7 +217,7 @@ class Ensemble:
             finally:
                 self.place(0)
 
-    def strangers(self, number: int, buffers: Collection[str]) -> dict[str, list[Tensor]]:
+    def foreign_tensors(self, number: int, buffers: Collection[str]) -> dict[str, list[Tensor]]:
         """Which tensors are those of other models, by name, while a parallel model is in the module.
 
         Args:
@@ -233,7 +233,7 @@ class Ensemble:
 
     def show_reference(self, reference: bool) -> None:
         """From now on the module has the weights of the reference, or those of pipeline 0."""
-        self.settle()
+        self.finish_averaging()
         if reference == (self._shown is not None):
             return
         own = self._placement.own
@@ -278,14 +278,14 @@ class Ensemble:
 
     def optimizers(self, number: int) -> list[Optimizer]:
         """Those of pipeline n; of pipeline 0 those that everybody knows."""
-        return self._twins[number] if number else list(self._optimizers())
+        return self._clones[number] if number else list(self._optimizers())
 
     def follow_optimizers(self, only: Optimizer | None = None) -> None:
         """Pipelines 1..N-1 will step with the hyper-parameters that pipeline 0 has now; or ``only`` one optimizer."""
-        for replica, twins in zip(self._replicas[1:], self._twins[1:], strict=True):
-            if only is None or any(made is only for made in twins):
+        for replica, clones in zip(self._replicas[1:], self._clones[1:], strict=True):
+            if only is None or any(made is only for made in clones):
                 own = self._own(replica)
-                for made, optimizer in zip(twins, self._optimizers(), strict=True):
+                for made, optimizer in zip(clones, self._optimizers(), strict=True):
                     follow(made, optimizer, own)
 
     def clear_gradients(self) -> None:
@@ -309,8 +309,8 @@ class Ensemble:
             number: n of the model, whose gradients go.
             alike: n of one whose buffers are sound; None if there is none.
         """
-        self.settle()
-        self.marks.forget()
+        self.finish_averaging()
+        self.checksums.forget()
         self._placement.read_back()
         replica = self._replicas[number]
         for name, parameter in replica.parameters.items():
@@ -336,35 +336,35 @@ class Ensemble:
             self._begin()
 
     def _begin(self) -> None:
-        averaging = Averaging(self._models(), self._centres(), self._active, self._siblings)
+        averaging = Averaging(self._models(), self._centres(), self._active, self._replica_group)
         end_buffers = None
         if self._shared is not None:
             self._placement.read_back()
             end_buffers = self._shared.begin([replica.buffers for replica in self._replicas])
         self.steps = self._active = 0
         self._begun = averaging, end_buffers
-        if self._siblings is None:
-            self.settle()
+        if self._replica_group is None:
+            self.finish_averaging()
 
     def mark(self, last: bool) -> None:
-        """Hooks come next; ``last`` as for :meth:`Marks.set`. Where there is one model, they see all there are."""
+        """Hooks come next; ``last`` as for :meth:`Checksums.set`. Where there is one model, they see all there are."""
         if self.size > 1 and not self.averages:
-            self.marks.set(self._placement.own.parameters, last)
+            self.checksums.set(self._placement.own.parameters, last)
 
-    def check_marks(self) -> None:
+    def check_checksums(self) -> None:
         """Hooks have been; the reference is not shown.
 
         Raises:
             ConfigurationError: they have changed pipeline 0's model alone.
         """
-        self.marks.check(self._placement.own.parameters, self.size - 1)
+        self.checksums.check(self._placement.own.parameters, self.size - 1)
 
     @property
     def averages(self) -> bool:
         """Whether an averaging has begun and not ended."""
         return self._begun is not None
 
-    def settle(self) -> None:
+    def finish_averaging(self) -> None:
         """End the averaging that has begun, if one has. Whatever here shows or changes a model does so first."""
         if self._begun is None:
             return
@@ -395,7 +395,7 @@ class Ensemble:
     @property
     def outer(self) -> Optimizer | None:
         """The optimizer of the reference, over ``names``; None if it has none."""
-        self.settle()
+        self.finish_averaging()
         return self._outer
 
     @property
@@ -410,7 +410,7 @@ class Ensemble:
 
     def tensors(self, number: int) -> dict[str, Tensor]:
         """A parallel model's own tensors by name; what other processes hold is on meta. The reference is not shown."""
-        self.settle()
+        self.finish_averaging()
         self._placement.read_back()
         replica = self._replicas[number]
         parameters = {name: replica.parameters.get(name, meta) for name, meta in self._reference.items()}
@@ -419,7 +419,7 @@ class Ensemble:
     @torch.no_grad()
     def load(self, number: int, saved: Mapping[str, Tensor]) -> None:
         """Fill a parallel model's own tensors; those that are not saved stay as they are."""
-        self.marks.forget()
+        self.checksums.forget()
         for name, tensor in self.tensors(number).items():
             if name in saved and not tensor.is_meta:
                 tensor.copy_(saved[name])

@@ -1,4 +1,4 @@
-"""Twins of an optimizer: the same class and hyper-parameters, other parameters, a state of its own."""
+"""Clones of an optimizer: the same class and hyper-parameters, other parameters, a state of its own."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["follow", "twin"]
+__all__ = ["clone_optimizer", "follow"]
 
 _HOOKS = ("_hooks",)  # how the names of an optimizer's hooks end
 
 
-def twin(optimizer: Optimizer, own: Mapping[int, Tensor]) -> Optimizer:
+def clone_optimizer(optimizer: Optimizer, own: Mapping[int, Tensor]) -> Optimizer:
     """An optimizer like another one, with a copy of its state, for other parameters.
 
     ``copy.deepcopy`` alone would lose the attributes of classes that add some, and copy what hooks belong to.
 
     Args:
-        optimizer: of replica 0. Its ``step`` may be patched by a scheduler; the twin's is not.
+        optimizer: of replica 0. Its ``step`` may be patched by a scheduler; the clone's is not.
         own: id of its parameter -> the parameter that takes its place; others are shared.
     """
     memo: dict[int, Any] = {id(p): own.get(id(p), p) for group in optimizer.param_groups for p in group["params"]}
@@ -33,7 +33,7 @@ def twin(optimizer: Optimizer, own: Mapping[int, Tensor]) -> Optimizer:
 
 
 def follow(made: Optimizer, optimizer: Optimizer, own: Mapping[int, Tensor]) -> None:
-    """Give a twin the parameter groups of the optimizer as they are now: hyper-parameters, and new parameters."""
+    """Give a clone the parameter groups of the optimizer as they are now: hyper-parameters, and new parameters."""
     made.param_groups[:] = [
         {**group, "params": [own.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
     ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.replica_group import Siblings
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
 
 __all__ = ["States", "load_states", "states_of_group_0"]
 
@@ -23,21 +23,23 @@ class _Described(NamedTuple):
     on_host: bool
 
 
-def states_of_group_0(optimizers: Sequence[Optimizer], siblings: Siblings) -> list[States]:
-    """Copies of the states that group 0's optimizers have, one for each optimizer. All siblings call it.
+def states_of_group_0(optimizers: Sequence[Optimizer], replica_group: ReplicaGroup) -> list[States]:
+    """Copies of the states that group 0's optimizers have, one for each optimizer. All its processes call it.
 
     Args:
         optimizers: of the same parameters in all groups; what states they have may differ.
-        siblings: in other groups.
+        replica_group: processes in other groups.
     """
-    described = siblings.members.broadcast([_describe(optimizer) for optimizer in optimizers])
+    described = replica_group.members.broadcast([_describe(optimizer) for optimizer in optimizers])
     states: list[States] = []
     for optimizer, entries in zip(optimizers, described, strict=True):
         parameters = _parameters(optimizer)
-        states.append({i: _filled(optimizer, parameters[i], entry, siblings.number) for i, entry in entries.items()})
+        states.append(
+            {i: _filled(optimizer, parameters[i], entry, replica_group.number) for i, entry in entries.items()}
+        )
     tensors = [v for state in states for entry in state.values() for v in entry.values() if isinstance(v, Tensor)]
     for on_host in (True, False):  # which do not fit into one message
-        siblings.copy([tensor for tensor in tensors if (tensor.device.type == "cpu") == on_host])
+        replica_group.copy([tensor for tensor in tensors if (tensor.device.type == "cpu") == on_host])
     return states
 
 

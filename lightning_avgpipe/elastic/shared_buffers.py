@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.replica_group import Siblings
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.replica import alike
 from lightning_avgpipe.errors import ConfigurationError
 
@@ -23,19 +23,19 @@ class SharedBuffers:
 
     Args:
         buffers: of the module, the same in all groups when they begin.
-        siblings: in other groups.
+        replica_group: processes in other groups.
 
     Attributes:
         buffers: by name; means of what is no integer, and the other buffers of group 0's pipeline 0.
     """
 
-    def __init__(self, buffers: Mapping[str, Tensor], siblings: Siblings) -> None:
+    def __init__(self, buffers: Mapping[str, Tensor], replica_group: ReplicaGroup) -> None:
         self.buffers = {name: alike(buffer, buffer.detach().clone()) for name, buffer in buffers.items()}
-        self._siblings = siblings
+        self._replica_group = replica_group
 
     @torch.no_grad()
     def begin(self, models: Sequence[Mapping[str, Tensor]]) -> Callable[[], None]:
-        """Begin to take the mean of all groups' models; what this returns ends it. All siblings call it.
+        """Begin to take the mean of all groups' models; what this returns ends it. All its processes call it.
 
         Args:
             models: the buffers of each model of this group.
@@ -44,8 +44,8 @@ class SharedBuffers:
         """
         here = {name: centre for name, centre in self.buffers.items() if not centre.is_meta}
         sums = {name: self._sum(name, centre, models) for name, centre in here.items()}
-        arrive = self._siblings.begin_sum(list(sums.values()))
-        count = len(models) * self._siblings.count
+        arrive = self._replica_group.begin_sum(list(sums.values()))
+        count = len(models) * self._replica_group.count
 
         @torch.no_grad()
         def end() -> None:
@@ -68,7 +68,7 @@ class SharedBuffers:
                 )
         if not _has_mean(centre):  # no sum at all: of one group only
             found = models[0][name].to(torch.int64)
-            return found if self._siblings.number == 0 else torch.zeros_like(found)
+            return found if self._replica_group.number == 0 else torch.zeros_like(found)
         return sum((deviation(model[name], centre) for model in models), torch.zeros_like(_wide(centre)))
 
 

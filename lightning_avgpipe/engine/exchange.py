@@ -34,7 +34,7 @@ class Exchange:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._number = 0
-        self._group = mesh.connections.subset(range(mesh.world_size))
+        self._group = mesh.process_groups.subset(range(mesh.world_size))
 
     @property
     def rank(self) -> int:

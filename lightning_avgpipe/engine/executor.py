@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.channel import Arrivals, Inbox, Outbox
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.monitor import Watch
+from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.engine.accounting import Meter
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.recording import Recorder
@@ -111,7 +111,7 @@ def execute(
     arrivals: Arrivals,
     timeout_s: float,
     rank: int,
-    watch: Watch,
+    monitor: Monitor,
     recorder: Recorder | None = None,
     meter: Meter | None = None,
     guard: MemoryGuard | None = None,
@@ -137,13 +137,13 @@ def execute(
         if not runnable:
             with _UNRECORDED if recorder is None else recorder.waiting(_waits(pending)):
                 arrivals.wait_for(
-                    lambda: any(lane.ready() for lane in pending), timeout_s, lambda: _waits(pending), watch
+                    lambda: any(lane.ready() for lane in pending), timeout_s, lambda: _waits(pending), monitor
                 )
             continue
-        watch.check()
+        monitor.check()
         lane = min(runnable, key=Lane.urgency)
         action = lane.actions[0]
-        watch.activity = f"runs {action} of stage {_stage(lane)}"
+        monitor.activity = f"runs {action} of stage {_stage(lane)}"
         try:
             lane.advance(recorder, meter, guard)
         except StopIteration as error:  # which a loop around takes for the end of its data, in this process alone
@@ -151,7 +151,7 @@ def execute(
         except Exception as error:
             error.add_note(f"{_place(lane, rank)} failed in {action}")
             raise
-    watch.activity = ""
+    monitor.activity = ""
 
 
 def _place(lane: Lane, rank: int) -> str:

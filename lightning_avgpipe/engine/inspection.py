@@ -25,10 +25,10 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.source import source_line
 
-__all__ = ["Inspection", "Strangers"]
+__all__ = ["ForeignTensors", "Inspection"]
 
 # From names of buffers that a step changes to what other models have, by name: parameters, and these buffers.
-Strangers = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
+ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
 
 _SHOWN = 3  # names in a message
 
@@ -37,14 +37,14 @@ class Inspection(TorchDispatchMode):
     """Within this context operations are looked at that take tensors of other models.
 
     Args:
-        strangers: what other models have, by name. Memory counts, so a view or an alias of it is found as well.
+        foreign_tensors: what other models have, by name. Memory counts, so a view or an alias of it is found as well.
     """
 
-    def __init__(self, strangers: Mapping[str, Sequence[Tensor]]) -> None:
+    def __init__(self, foreign_tensors: Mapping[str, Sequence[Tensor]]) -> None:
         super().__init__()
         self._names = {
             tensor.untyped_storage()._cdata: name
-            for name, tensors in strangers.items()
+            for name, tensors in foreign_tensors.items()
             for tensor in tensors
             if _has_memory(tensor)
         }

@@ -15,12 +15,12 @@ from lightning_avgpipe.comm.channel import LocalChannel
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.executor import Lane, execute
-from lightning_avgpipe.engine.inspection import Strangers
+from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.stage import Stage, Task
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule
-from lightning_avgpipe.weights.tied import Copies, copied_parameters
+from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters
 
 __all__ = ["Outcome", "Pipeline", "run_together"]
 
@@ -47,7 +47,7 @@ class Pipeline:
         recompute: what stages repeat.
         number: n, 0-based.
         place: puts this pipeline's model into the module; None: it is there all the time.
-        strangers: tensors of other pipelines' models, which this one must not use; None: it may use everything.
+        foreign_tensors: tensors of other pipelines' models, which this one must not use; None: it may use everything.
 
     Attributes:
         number: n.
@@ -61,10 +61,10 @@ class Pipeline:
         recompute: Recompute = Recompute(),  # noqa: B008
         number: int = 0,
         place: Callable[[], None] | None = None,
-        strangers: Strangers | None = None,
+        foreign_tensors: ForeignTensors | None = None,
     ) -> None:
         self.number = number
-        self._strangers = strangers
+        self._foreign_tensors = foreign_tensors
         self._mesh = mesh
         self._module = module
         self.place = place
@@ -73,7 +73,7 @@ class Pipeline:
         self._of_units: dict[str, OwnAttributes] = {}
         self._graphs: dict[str, CallGraph] = {}
         self._cuts: dict[str, Sequence[int]] = {}
-        self._copies: dict[str, Copies] = {}
+        self._copies: dict[str, TiedParameters] = {}
         self._leaves: dict[str, dict[int, frozenset[str]]] = {}
 
     @property
@@ -96,7 +96,7 @@ class Pipeline:
         if self.place is not None:
             self.place()
         programs = stage_programs(graph, cuts)
-        copies = Copies(self._module, self._mesh, copied_parameters(programs))
+        copies = TiedParameters(self._module, self._mesh, copied_parameters(programs))
         self._graphs[graph.step] = graph
         self._cuts[graph.step] = cuts
         self._leaves[graph.step] = {
@@ -107,7 +107,7 @@ class Pipeline:
         of_units = self._of_units[graph.step] = OwnAttributes(self._module, graph.of_units, self.number == 0)
         self._stages[graph.step] = [
             Stage(
-                programs[k], self._module, self._mesh.device, copies, self._recompute, self._strangers,
+                programs[k], self._module, self._mesh.device, copies, self._recompute, self._foreign_tensors,
                 self.number == 0 and k == self._mesh.stages[-1], of_units,
             )
             for k in self._mesh.stages
@@ -142,7 +142,7 @@ class Pipeline:
             if self._cuts[step] and position <= self._cuts[step][-1]
         )
 
-    def copies(self, step: str) -> Copies:
+    def copies(self, step: str) -> TiedParameters:
         """The parameters that several stages use in a step function."""
         return self._copies[step]
 
@@ -204,7 +204,7 @@ def run_together(
         with intercepting():
             timeout_s = mesh.timeout.total_seconds()
             observers = (mesh.recorder, mesh.meter, mesh.guard)
-            execute(lanes, mesh.arrivals, timeout_s, mesh.world.rank, mesh.watch, *observers)
+            execute(lanes, mesh.arrivals, timeout_s, mesh.world.rank, mesh.monitor, *observers)
         if mesh.guard is not None:
             mesh.guard.agree(mesh.world)
         counts = [schedule.num_microbatches for schedule in schedules]

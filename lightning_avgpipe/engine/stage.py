@@ -16,7 +16,7 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.constants import Constants
 from lightning_avgpipe.engine.detour import Path
-from lightning_avgpipe.engine.inspection import Inspection, Strangers
+from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import Observations, Surroundings, UnitRepeater, overwritten, scope
 from lightning_avgpipe.engine.replay import Observe, Replayed, replay
@@ -28,7 +28,7 @@ from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.random_streams import RandomKey
-from lightning_avgpipe.weights.tied import Copies
+from lightning_avgpipe.weights.tied import TiedParameters
 
 __all__ = ["Stage", "Task"]
 
@@ -129,7 +129,7 @@ class Stage:
         device: where it computes.
         copies: parameters that other stages use as well.
         recompute: what is repeated before, or in, a backward.
-        strangers: what its first forward of training must not use; None: it may use everything.
+        foreign_tensors: what its first forward of training must not use; None: it may use everything.
         shown: whether hooks on this process see what it made of attributes of modules.
         of_units: what the units of its pipeline make of theirs.
 
@@ -145,13 +145,13 @@ class Stage:
         program: StageProgram,
         module: nn.Module,
         device: torch.device,
-        copies: Copies,
+        copies: TiedParameters,
         recompute: Recompute = Recompute(),  # noqa: B008
-        strangers: Strangers | None = None,
+        foreign_tensors: ForeignTensors | None = None,
         shown: bool = True,
         of_units: OwnAttributes | None = None,
     ) -> None:
-        self._strangers = strangers
+        self._foreign_tensors = foreign_tensors
         self.program = program
         self._copies = copies
         self._device = device
@@ -264,10 +264,10 @@ class Stage:
     @contextmanager
     def _inspected(self, task: Task) -> Iterator[Inspection | None]:
         """A forward runs within this context; the first of training is inspected."""
-        if self._strangers is None or not task.trains:
+        if self._foreign_tensors is None or not task.trains:
             yield None
             return
-        inspection, self._strangers = Inspection(self._strangers(self.program.graph.changed)), None
+        inspection, self._foreign_tensors = Inspection(self._foreign_tensors(self.program.graph.changed)), None
         try:
             with inspection:
                 yield inspection

@@ -30,7 +30,7 @@ from lightning_avgpipe.utils.placeholder import Absent
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-    from lightning_avgpipe.training.deployment import Division
+    from lightning_avgpipe.training.deployment import Deployment
 
 __all__ = ["hooks_with_results"]
 
@@ -52,7 +52,7 @@ def hooks_with_results(
     module: pl.LightningModule,
     strategy: AvgPipeStrategy,
     observers: Collection[nn.Module],
-    division: Division,
+    deployment: Deployment,
 ) -> Iterator[None]:
     """Within this context these hooks run on rank 0 of a group, and the others follow what they change.
 
@@ -60,7 +60,7 @@ def hooks_with_results(
         module: of the hooks.
         strategy: with several processes in a group.
         observers: modules that only look at values (metrics); what they hold stays where it is.
-        division: of the module among processes.
+        deployment: of the module on processes.
     """
     ignored = {id(m) for observer in observers for m in observer.modules()}
     modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
@@ -68,7 +68,7 @@ def hooks_with_results(
         for name in _HOOKS:
             if name in vars(module) or is_overridden(name, module):
                 run = _followed if strategy.mesh.hosts_last else _following
-                hook = run(name, getattr(module, name), modules, strategy, division)
+                hook = run(name, getattr(module, name), modules, strategy, deployment)
                 undo.enter_context(replaced(module, name, hook))
         yield
 
@@ -78,15 +78,15 @@ def _followed(
     hook: Callable[..., Any],
     modules: dict[str, nn.Module],
     strategy: AvgPipeStrategy,
-    division: Division,
+    deployment: Deployment,
 ) -> Callable[..., Any]:
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
         before, optimization = _Attributes(modules), _optimization(strategy)
         with _Writes(modules[""]) as writes:
             result = hook(*args, **kwargs)
-        writes.check(name, division.kept_elsewhere())
-        news = before.news(name, division.needed_elsewhere(), writes.found)
+        writes.check(name, deployment.kept_elsewhere())
+        news = before.news(name, deployment.needed_elsewhere(), writes.found)
         after = _optimization(strategy)
         strategy.mesh.broadcast((news, after if after != optimization else None))
         return result
@@ -99,7 +99,7 @@ def _following(
     hook: Callable[..., Any],
     modules: dict[str, nn.Module],
     strategy: AvgPipeStrategy,
-    division: Division,
+    deployment: Deployment,
 ) -> Callable[..., Any]:
     variables = outside(modules[""])
 

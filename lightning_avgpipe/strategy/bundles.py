@@ -1,9 +1,9 @@
-"""Groups of batches: each iteration reads one for every pipeline from one dataloader.
+"""Bundles of batches: each iteration reads one for every pipeline from one dataloader.
 
 ::
 
     dataloader    0  1  2  3  4  5  6          7 batches, N = 3 pipelines
-    iteration    |   0   |   1   | 2|          4 ... of the last group only pipeline 0 has a batch
+    iteration    |   0   |   1   | 2|          4 ... of the last bundle only pipeline 0 has a batch
     Lightning     0        3       6           sees the batch of pipeline 0, and counts iterations
 """
 
@@ -22,10 +22,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_avgpipe.strategy.progress import retotal
 from lightning_avgpipe.utils.patching import replaced
 
-__all__ = ["GroupedLoader", "grouping", "recount"]
+__all__ = ["BundledLoader", "bundling", "recount"]
 
 
-class GroupedLoader(CombinedLoader):
+class BundledLoader(CombinedLoader):
     """Yields the first batch of each group; the others wait beside it until their iteration begins.
 
     Lightning may read ahead, so groups are taken in the order in which they were read. Nothing is read beyond a group,
@@ -55,7 +55,7 @@ class GroupedLoader(CombinedLoader):
         any_ends: Callable[[bool], bool] | None = None,
         look: Callable[[Any], bool] | None = None,
         done: Callable[[], int] = int,
-    ) -> GroupedLoader:
+    ) -> BundledLoader:
         """Group the batches of a loader.
 
         Args:
@@ -68,7 +68,7 @@ class GroupedLoader(CombinedLoader):
             done: iterations of this epoch that a run before this one has done; asked when the first batch is.
         """
         kind = cls if type(loader) is CombinedLoader else type(cls.__name__, (cls, type(loader)), {})
-        made: GroupedLoader = object.__new__(kind)
+        made: BundledLoader = object.__new__(kind)
         vars(made).update(vars(loader))
         made._count, made._counts_iterations, made._any_ends = count, counts_iterations, any_ends
         made._look, made._done = look, done
@@ -177,7 +177,7 @@ class GroupedLoader(CombinedLoader):
 
 
 @contextlib.contextmanager
-def grouping(
+def bundling(
     trainer: pl.Trainer,
     count: Callable[[], int],
     any_ends: Callable[[bool], bool] | None = None,
@@ -188,18 +188,18 @@ def grouping(
     Args:
         trainer: that is about to fit.
         count: N.
-        any_ends: see :meth:`GroupedLoader.of`.
+        any_ends: see :meth:`BundledLoader.of`.
         look: see there.
     """
     source = trainer.fit_loop._data_source
     request = source.dataloader
 
-    def dataloader() -> GroupedLoader:
+    def dataloader() -> BundledLoader:
         loader = request()
         if not isinstance(loader, CombinedLoader):
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning does
         counts_iterations = isinstance(trainer.limit_train_batches, int)
-        return GroupedLoader.of(loader, count, counts_iterations, any_ends, look, partial(_done, trainer))
+        return BundledLoader.of(loader, count, counts_iterations, any_ends, look, partial(_done, trainer))
 
     with replaced(source, "dataloader", dataloader):
         yield
@@ -212,7 +212,7 @@ def _done(trainer: pl.Trainer) -> int:
 def recount(trainer: pl.Trainer) -> None:
     """Tell Lightning how many iterations the epoch has, now that N is another."""
     loop = trainer.fit_loop
-    if isinstance(loop._combined_loader, GroupedLoader):
+    if isinstance(loop._combined_loader, BundledLoader):
         loop._combined_loader.relimit()
     if loop._combined_loader is None or loop.max_batches == float("inf"):
         return

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "backend",
     "contents",
-    "loss",
-    "loss_in",
     "optimizers",
     "options",
     "processes",
@@ -240,35 +238,3 @@ def same_options(options: Sequence[Mapping[str, Any]]) -> None:
                     f"{name} is {options[0][name]!r} on rank 0, but {value!r} on rank {rank}; give AvgPipeStrategy the "
                     "same options in all processes"
                 )
-
-
-def loss(result: Any) -> torch.Tensor:
-    """The loss in what training_step returned for a micro-batch, from which a backward can start.
-
-    Raises:
-        ConfigurationError: there is none, it is no single number, or it needs no gradient.
-    """
-    found = loss_in(result)
-    if found.numel() != 1:
-        raise ConfigurationError(
-            f"training_step returned a loss of shape {tuple(found.shape)}, and a backward starts from one number; "
-            "reduce it, for instance by loss.mean()"
-        )
-    if not found.requires_grad:
-        raise ConfigurationError(
-            "training_step returned a loss that needs no gradient, so that nothing would be trained: it was detached "
-            "(.detach(), .item(), torch.no_grad()), or no parameter that it depends on has requires_grad=True. Return "
-            "the loss with its graph and unfreeze what is to be trained, or return None to skip the batch"
-        )
-    return found
-
-
-def loss_in(result: Any) -> torch.Tensor:
-    """The loss in what training_step returned, as it is."""
-    found = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(found, torch.Tensor):
-        raise ConfigurationError(
-            f"training_step returned {type(result).__name__} without a loss for one micro-batch; it must return a "
-            "tensor, or a dict with the key 'loss', or None to skip it"
-        )
-    return found

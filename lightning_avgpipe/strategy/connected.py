@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 
-from lightning_avgpipe.comm.device_layout import Arrangement
+from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.strategy import checks, launch
 from lightning_avgpipe.strategy.options import Options
@@ -86,21 +86,21 @@ class ConnectedStrategy(ParallelStrategy):
         return self._options.timeout
 
     @property
-    def arrangement(self) -> Arrangement:
+    def device_layout(self) -> DeviceLayout:
         """Of all processes on devices."""
         devices = len(self.parallel_devices) if self.parallel_devices is not None else 1
-        return Arrangement(devices, self.num_nodes, self.processes_per_device)
+        return DeviceLayout(devices, self.num_nodes, self.processes_per_device)
 
     @property
     def num_processes(self) -> int:
         """Processes of this node."""
-        return self.arrangement.node_size
+        return self.device_layout.node_size
 
     @property
     def num_stages(self) -> int:
         """K."""
         wanted = self._options.num_stages
-        return self.arrangement.num_devices if wanted == "auto" else wanted
+        return self.device_layout.num_devices if wanted == "auto" else wanted
 
     @property
     def plain(self) -> bool:
@@ -108,7 +108,7 @@ class ConnectedStrategy(ParallelStrategy):
 
         Then nothing is captured, split, replaced or refused: all is as with Lightning's strategy for one device.
         """
-        one_model = self.arrangement.world_size == self._options.num_pipelines == 1
+        one_model = self.device_layout.world_size == self._options.num_pipelines == 1
         return one_model and (self.undivided or (self.whole is not None and not self._options.splits))
 
     @property
@@ -124,19 +124,19 @@ class ConnectedStrategy(ParallelStrategy):
     @property
     def num_groups(self) -> int:
         """Groups of processes that host all K stages."""
-        return len(self.arrangement.groups(self.num_stages))
+        return len(self.device_layout.groups(self.num_stages))
 
     @property
     def group_number(self) -> int:
         """Which group this process is in, 0-based."""
-        groups = enumerate(self.arrangement.groups(self.num_stages))
+        groups = enumerate(self.device_layout.groups(self.num_stages))
         return next(number for number, ranks in groups if self.global_rank in ranks)
 
     @property
     def root_device(self) -> torch.device:
         """The device of this process."""
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.arrangement.device_of(self.local_rank)]
+        return self.parallel_devices[self.device_layout.device_of(self.local_rank)]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        checks.processes(self.num_stages, self.arrangement.num_devices)
+        checks.processes(self.num_stages, self.device_layout.num_devices)
         self._launcher = launch.launcher(self, self._options.start_method)
         if self.plain and self.undivided:
             rank_zero_info(
@@ -212,8 +212,8 @@ class ConnectedStrategy(ParallelStrategy):
                 device,
                 timeout,
                 device_backend=backend if device.type == "cuda" else None,
-                reader=self.arrangement.group_size(self.num_stages) - 1 if self._options.reader == "first" else 0,
-                arrangement=self.arrangement,
+                reader=self.device_layout.group_size(self.num_stages) - 1 if self._options.reader == "first" else 0,
+                device_layout=self.device_layout,
                 deaths=parent.deaths,
             )
         assert self.lightning_module is not None

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from lightning_avgpipe.capture.batch_use import leaf_names
-from lightning_avgpipe.comm.batch_stream import Feed, Needs, Passed
+from lightning_avgpipe.comm.batch_stream import BatchStream, Needs, Passed
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.sample_layout import Expected
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
 
-__all__ = ["Shipping", "batches_wanted", "expected_batches", "expected_now", "has_transfer_hooks", "mirror"]
+__all__ = ["Distributor", "batches_wanted", "expected_batches", "expected_now", "has_transfer_hooks", "mirror"]
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -48,29 +48,31 @@ def batches_wanted(trainer: pl.Trainer, dataloader: Any) -> float:
     return next((limit for one, limit in limits if one is dataloader), float("inf"))
 
 
-class Shipping:
+class Distributor:
     """How batches of one run of the trainer come to the processes that do not read.
 
     Args:
-        feed: to or from the other processes.
+        batch_stream: to or from the other processes.
         needs: which tensors each process gets.
         sends: whether this process reads for others.
         early: whether batches travel when they are read, one ahead of the work; else after the user's transfer hooks.
         wanted: dataloader -> how many of its batches the loop takes.
     """
 
-    def __init__(self, feed: Feed, needs: Needs, sends: bool, early: bool, wanted: Callable[[Any], float]) -> None:
-        self.feed = feed
+    def __init__(
+        self, batch_stream: BatchStream, needs: Needs, sends: bool, early: bool, wanted: Callable[[Any], float]
+    ) -> None:
+        self.batch_stream = batch_stream
         self.needs = needs
         self.early = early
         self.wanted = wanted
         self._sends = sends
-        self._stream = feed.begin()
+        self._stream = batch_stream.begin()
         self._sealed: list[list[tuple[Tensor, int]]] = []  # by pipeline
 
     def pass_on(self, batch: Any) -> Any:
         """The reader's batch, after its transfer hooks."""
-        return self.feed.accept(self.feed.pass_on(self._stream, batch, self.needs))
+        return self.batch_stream.accept(self.batch_stream.pass_on(self._stream, batch, self.needs))
 
     def seal(self, batch: Any, pipeline: int = 0) -> Any:
         """From now on this batch must not change: it may be under way to other processes."""
@@ -127,7 +129,7 @@ def expected_now(trainer: pl.Trainer, dataloader_idx: int, changed: bool) -> Exp
     return replace(expected, changed=changed)
 
 
-def mirror(dataloader: Any, mesh: Mesh, shipping: Callable[[], Shipping]) -> Any:
+def mirror(dataloader: Any, mesh: Mesh, distributor: Callable[[], Distributor]) -> Any:
     """What a process iterates over in place of its dataloader.
 
     Random order, collation and augmentation happen once, so inputs and labels agree on all stages, and an iterable
@@ -147,13 +149,13 @@ def mirror(dataloader: Any, mesh: Mesh, shipping: Callable[[], Shipping]) -> Any
             "which would not know it; use reader='last'"
         )
     if mesh.reads:
-        mirrored = _SizedReader(dataloader, shipping) if length is not None else _Reader(dataloader, shipping)
+        mirrored = _SizedReader(dataloader, distributor) if length is not None else _Reader(dataloader, distributor)
         vars(mirrored).update(expected_batches=expected)
         if resumable:
             # as attributes of its own: Python 3.12 does not ask __getattr__ whether an object follows a protocol
             vars(mirrored).update(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
         return mirrored
-    follower = _SizedFollower(shipping, length) if length is not None else _Follower(shipping)
+    follower = _SizedFollower(distributor, length) if length is not None else _Follower(distributor)
     vars(follower).update(expected_batches=expected)
     if resumable:  # Lightning compares the number of such loaders with that in the checkpoint, on every rank
         vars(follower).update(state_dict=dict, load_state_dict=_ignore)
@@ -167,35 +169,35 @@ def _ignore(state: Any) -> None:
 class _Reader:
     """The reader's dataloader; passes each batch on, and the end. Everything else is the dataloader's."""
 
-    def __init__(self, dataloader: Any, shipping: Callable[[], Shipping]) -> None:
-        vars(self).update(_dataloader=dataloader, _shipping=shipping, _stream=None)
+    def __init__(self, dataloader: Any, distributor: Callable[[], Distributor]) -> None:
+        vars(self).update(_dataloader=dataloader, _distributor=distributor, _stream=None)
 
     def __iter__(self) -> Iterator[Any]:
         # made at once, as on one device: that alone starts workers and draws random numbers
         return self._passed_on(iter(self._dataloader))
 
     def _passed_on(self, batches: Iterator[Any]) -> Iterator[Any]:
-        shipping: Shipping = vars(self)["_shipping"]()
-        stream = vars(self)["_stream"] = shipping.feed.begin(vars(self)["_stream"])
+        distributor: Distributor = vars(self)["_distributor"]()
+        stream = vars(self)["_stream"] = distributor.batch_stream.begin(vars(self)["_stream"])
 
         def pass_on(batch: Any) -> tuple[Any, Passed]:
-            if batch is _End or not shipping.early:
-                return batch, shipping.feed.pass_on(stream, _End if batch is _End else _Later)
-            return batch, shipping.feed.pass_on(stream, batch, shipping.needs)
+            if batch is _End or not distributor.early:
+                return batch, distributor.batch_stream.pass_on(stream, _End if batch is _End else _Later)
+            return batch, distributor.batch_stream.pass_on(stream, batch, distributor.needs)
 
         # a dataloader that can be saved must not be ahead of the training when that happens
-        ahead = shipping.early and not hasattr(self._dataloader, "state_dict")
+        ahead = distributor.early and not hasattr(self._dataloader, "state_dict")
         # nor read what nobody wants: that would draw random numbers which one device does not draw
-        limit = shipping.wanted(self) if ahead else 0
+        limit = distributor.wanted(self) if ahead else 0
         batch, passed = pass_on(next(batches, _End))
         for number in itertools.count(1):
             if batch is _End:
                 break
             following = pass_on(next(batches, _End)) if number < limit else None
-            shipping.feed.accept(passed)
+            distributor.batch_stream.accept(passed)
             yield batch
             batch, passed = following or pass_on(next(batches, _End))
-        shipping.feed.accept(passed)
+        distributor.batch_stream.accept(passed)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -214,23 +216,23 @@ class _SizedReader(_Reader):
 class _Follower:
     """What other processes iterate over: the reader's batches as far as they need them, or None for each of them."""
 
-    def __init__(self, shipping: Callable[[], Shipping]) -> None:
-        self._shipping = shipping
+    def __init__(self, distributor: Callable[[], Distributor]) -> None:
+        self._distributor = distributor
         self._stream: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        shipping = self._shipping()
-        stream = self._stream = shipping.feed.begin(self._stream)
+        distributor = self._distributor()
+        stream = self._stream = distributor.batch_stream.begin(self._stream)
         while True:
-            item = shipping.feed.accept(shipping.feed.pass_on(stream))
+            item = distributor.batch_stream.accept(distributor.batch_stream.pass_on(stream))
             if item is _End:
                 return
             yield None if item is _Later else item
 
 
 class _SizedFollower(_Follower):
-    def __init__(self, shipping: Callable[[], Shipping], length: int) -> None:
-        super().__init__(shipping)
+    def __init__(self, distributor: Callable[[], Distributor], length: int) -> None:
+        super().__init__(distributor)
         self._length = length
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Shares: each group of processes trains on its own part of the data, and evaluates on all of it.
+"""Data sharding: each group of processes trains on its own part of the data, and evaluates on all of it.
 
 ::
 

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
-from lightning_avgpipe.comm.device_layout import Arrangement
+from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.utils.attempt import fresh
 from lightning_avgpipe.utils.parent import needing_starter, started, starting
@@ -63,7 +63,7 @@ def launcher(strategy: ConnectedStrategy, start_method: Any) -> _Launcher | None
     """
     environment = strategy.cluster_environment
     assert environment is not None
-    _check_started(environment, strategy.arrangement)
+    _check_started(environment, strategy.device_layout)
     processes = strategy.num_processes
     if processes * strategy.num_nodes == 1:
         return None
@@ -85,22 +85,22 @@ def launcher(strategy: ConnectedStrategy, start_method: Any) -> _Launcher | None
     return _MultiProcessingLauncher(strategy, start_method=start_method)
 
 
-def _check_started(environment: ClusterEnvironment, arrangement: Arrangement) -> None:
+def _check_started(environment: ClusterEnvironment, device_layout: DeviceLayout) -> None:
     """Check that processes which exist already are as many as are needed, and in their places."""
-    found, needed, each = environment.world_size(), arrangement.world_size, arrangement.node_size
+    found, needed, each = environment.world_size(), device_layout.world_size, device_layout.node_size
     name = type(environment).__name__
     if found != needed:
         raise ConfigurationError(
-            f"{name} says that {found} processes were started, but {arrangement} need {needed}: start {each} on each "
+            f"{name} says that {found} processes were started, but {device_layout} need {needed}: start {each} on each "
             f"node (torchrun --nproc_per_node={each}, SLURM --ntasks-per-node={each}), or change devices, num_nodes or "
             "processes_per_device"
         )
     node, local = environment.node_rank(), environment.local_rank()
-    if arrangement.sharing > 1 and environment.global_rank() != node * each + local:
+    if device_layout.sharing > 1 and environment.global_rank() != node * each + local:
         raise ConfigurationError(
             f"{name} says that process {local} of node {node} has rank {environment.global_rank()}, but with "
-            f"processes_per_device={arrangement.sharing} it must have rank {node * each + local}: number the processes "
-            "node by node (SLURM --distribution=block)"
+            f"processes_per_device={device_layout.sharing} it must have rank {node * each + local}: number the "
+            "processes node by node (SLURM --distribution=block)"
         )
 
 

@@ -65,7 +65,7 @@ def adapted(
         undo.enter_context(replaced(module, "print", looking_on(module.print, rehearsed=False)))
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         undo.enter_context(
-            local_metrics(metrics, step_log.batch_values, strategy.mesh.heads, lambda: bool(trainer.training))
+            local_metrics(metrics, step_log.batch_values, strategy.mesh.leaders, lambda: bool(trainer.training))
         )
         if fitting:
             undo.enter_context(_optimization(trainer, strategy))
@@ -75,9 +75,9 @@ def adapted(
         if strategy.world_size > 1:
             undo.enter_context(_several_processes(trainer, module, strategy))
             if strategy.mesh.world_size > 1:
-                division = strategy._division
-                assert division is not None
-                undo.enter_context(hooks_with_results(module, strategy, metrics, division))
+                deployment = strategy._deployment
+                assert deployment is not None
+                undo.enter_context(hooks_with_results(module, strategy, metrics, deployment))
             for owner, name in _clipping_hooks(trainer, module) if strategy.mesh.world_size > 1 else ():
                 undo.enter_context(replaced(owner, name, _with_norms(getattr(owner, name), module, strategy)))
             undo.enter_context(_known_at_epoch_end(trainer, module))
@@ -172,8 +172,8 @@ def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
         undo.enter_context(_without_comparing_contents())
-        assert strategy._division is not None
-        undo.enter_context(averaging_parts(trainer, module, strategy._division))
+        assert strategy._deployment is not None
+        undo.enter_context(averaging_parts(trainer, module, strategy._deployment))
         if not strategy.mesh.leads:
             for writer in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(writer, BasePredictionWriter):

@@ -1,4 +1,4 @@
-"""Metrics: what micro-batches log becomes what the batch would log, and all ranks know it."""
+"""The log: what micro-batches log becomes what the batch would log, and all ranks know it."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ class StepLog:
         listener: is told each name and value that a step logs for its batch.
     """
 
-    def __init__(self, module: pl.LightningModule, hosts_last: bool, heads: Collectives) -> None:
+    def __init__(self, module: pl.LightningModule, hosts_last: bool, leaders: Collectives) -> None:
         self.batch_values = BatchValues()
-        self._heads = heads
+        self._leaders = leaders
         self._module = module
         self._log = module.log  # which the user's class may have overridden
         self._hosts_last = hosts_last
@@ -188,7 +188,7 @@ class StepLog:
 
     def issue(self, over_groups: bool = False) -> None:
         """Log what was collected, once per name; ``over_groups`` with what other groups have collected."""
-        if over_groups and self._hosts_last and self._heads.world_size > 1:
+        if over_groups and self._hosts_last and self._leaders.world_size > 1:
             self._collected = self._of_all_groups()
         entries: dict[str, list[_Entry]] = {}
         for entry in sorted(self._collected, key=lambda entry: entry.position):
@@ -221,7 +221,7 @@ class StepLog:
             value, size = self._merged(logged, False)
             numbers.append(replace(logged[-1], value=value, size=size, given=size, metric=None, weight=None))
         reduce = self._module.trainer.strategy.reduce
-        for group in self._heads.exchange_objects([_portable(entry) for entry in numbers]):
+        for group in self._leaders.exchange_objects([_portable(entry) for entry in numbers]):
             for entry in group:
                 known = options.get(entry.name, {**entry.options, "sync_dist_fn": reduce})
                 found.append(replace(entry, options=known))
@@ -326,7 +326,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def local_metrics(
-    metrics: list[Metric], values: BatchValues, heads: Collectives, training: Callable[[], bool]
+    metrics: list[Metric], values: BatchValues, leaders: Collectives, training: Callable[[], bool]
 ) -> Iterator[None]:
     """Within this context metric objects live where the last stage is.
 
@@ -342,11 +342,11 @@ def local_metrics(
     """
 
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return [other.to(tensor.device) for other in heads.exchange_objects(tensor.detach().cpu())]
+        return [other.to(tensor.device) for other in leaders.exchange_objects(tensor.detach().cpu())]
 
     saved = [(metric, dict(vars(metric))) for metric in metrics]
     for metric in metrics:
-        metric.distributed_available_fn = lambda: heads.world_size > 1 and training()
+        metric.distributed_available_fn = lambda: leaders.world_size > 1 and training()
         metric.dist_sync_fn = gather
         object.__setattr__(metric, "update", _observed(metric.update))
         object.__setattr__(metric, "forward", _observed(_noted(metric, metric.forward, values)))
@@ -414,7 +414,7 @@ class SyncedLoggerConnector(_LoggerConnector):
     def sync(self) -> None:
         """Tell all ranks the metrics as of now, and those of before. Every rank calls it."""
         snapshot = self.snapshot()  # for which metric objects may talk to those of other groups
-        (metrics, before), _ = self._mesh.news.relay((snapshot, dict(self.callback_metrics)))
+        (metrics, before), _ = self._mesh.control_channel.relay((snapshot, dict(self.callback_metrics)))
         self.accept(metrics)
         self._callback_metrics.update(before)
 

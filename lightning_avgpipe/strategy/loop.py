@@ -53,20 +53,22 @@ class PipelineOptimization(_AutomaticOptimization):
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Run one iteration; on every rank the same loss and metrics are known afterwards."""
         result = super().run(optimizer, batch_idx, kwargs)
-        advancing, connector = self._strategy.advancing, self.trainer._logger_connector
-        assert advancing is not None
-        decided = advancing.finish()
+        schedule_control, connector = self._strategy.schedule_control, self.trainer._logger_connector
+        assert schedule_control is not None
+        decided = schedule_control.finish()
         if isinstance(connector, SyncedLoggerConnector):  # several processes
             news: Any = None
             if self._strategy.is_global_zero:
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
-            news, decided = self._strategy.mesh.news.relay(news, decided)  # advances are decided in each group
+            news, decided = self._strategy.mesh.control_channel.relay(
+                news, decided
+            )  # advances are decided in each group
             connector.accept(news["metrics"])
             if news["loss"] is not None:
                 result = {**result, "loss": news["loss"]}
-        self._strategy.settle_models()  # when rank 0's news, for which other stages wait, have left
-        advancing.accept(decided)
-        advancing.log(self.trainer)
+        self._strategy.finish_averaging_if_observed()  # when rank 0's news, for which other stages wait, have left
+        schedule_control.accept(decided)
+        schedule_control.log(self.trainer)
         self._strategy.end_iteration()
         return result
 

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from lightning_avgpipe.elastic.finite import first_nonfinite, has_nonfinite, may_have_nonfinite
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError, NonFiniteError
-from lightning_avgpipe.strategy.bundles import GroupedLoader
-from lightning_avgpipe.strategy.data import Shipping
+from lightning_avgpipe.strategy.bundles import BundledLoader
+from lightning_avgpipe.strategy.data import Distributor
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.strategy.stateful import StatefulStrategy
 from lightning_avgpipe.utils.patching import replaced
@@ -41,7 +41,7 @@ class ParallelModelsStrategy(StatefulStrategy):
     """
 
     _log: StepLog | None
-    _shipping: Shipping
+    _distributor: Distributor
 
     def forget_models(self) -> None:
         """Begin a run of the trainer."""
@@ -71,14 +71,14 @@ class ParallelModelsStrategy(StatefulStrategy):
         module = self.lightning_module
         assert module is not None
         self.dataloader_idx = dataloader_idx
-        if self._mesh is None or self._division is None:
+        if self._mesh is None or self._deployment is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         if module.trainer.training:
             self.end_iteration()  # of a batch that a hook has skipped
             self.in_iteration = True
         batch = self._to_device(batch, device, dataloader_idx, 0)
         loader = module.trainer.fit_loop._combined_loader
-        if module.trainer.training and isinstance(loader, GroupedLoader):
+        if module.trainer.training and isinstance(loader, BundledLoader):
             self._beside = [
                 self._to_device(self._converted(other), device, dataloader_idx, n)
                 for n, other in enumerate(loader.take(), 1)
@@ -103,10 +103,10 @@ class ParallelModelsStrategy(StatefulStrategy):
         assert self._mesh is not None
         if self._mesh.reads:
             batch = super().batch_to_device(batch, device, dataloader_idx)
-        if self._mesh.world_size > 1 and not self._shipping.early:
-            batch = self._shipping.pass_on(batch)
+        if self._mesh.world_size > 1 and not self._distributor.early:
+            batch = self._distributor.pass_on(batch)
         batch = batch if self._mesh.reads else move_data_to_device(batch, self.root_device)
-        return self._shipping.seal(batch, pipeline)
+        return self._distributor.seal(batch, pipeline)
 
     def hand_out(self, batches: Sequence[Any]) -> Any:
         """The next training step has these batches, which are on the device, one for each pipeline.
@@ -114,7 +114,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         Returns:
             That of pipeline 0, which the step takes as its argument.
         """
-        sealed = [self._shipping.seal(batch, n) for n, batch in enumerate(batches)]
+        sealed = [self._distributor.seal(batch, n) for n, batch in enumerate(batches)]
         self._beside = sealed[1:]
         return sealed[0]
 
@@ -125,17 +125,17 @@ class ParallelModelsStrategy(StatefulStrategy):
 
     def pipelines_for(self, step: str, count: int) -> list[Pipeline]:
         """Those that run a step function, which is prepared, on so many batches. Every process calls it."""
-        division = self._division
-        assert division is not None
+        deployment = self._deployment
+        assert deployment is not None
         if step != "training_step":
-            division.show_reference(True)
-            return [division.pipeline]
-        self._settle()
-        division.show_reference(False)
-        if division.ensemble is not None:
-            division.ensemble.check_marks()
-        saved = division.saved_models
-        pipelines = division.parallel(self.num_pipelines)
+            deployment.show_reference(True)
+            return [deployment.pipeline]
+        self._finish_averaging()
+        deployment.show_reference(False)
+        if deployment.ensemble is not None:
+            deployment.ensemble.check_checksums()
+        saved = deployment.saved_models
+        pipelines = deployment.parallel(self.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
             several = self.num_models > self.num_pipelines
             groups = f" in each of {self.num_models // self.num_pipelines} groups" if several else ""
@@ -143,13 +143,13 @@ class ParallelModelsStrategy(StatefulStrategy):
                 f"num_pipelines={self.num_pipelines}{groups}, but the checkpoint holds "
                 f"{f'{saved} parallel models' if saved else 'one model'}: all pipelines start from its weights"
             )
-        division.show_reference(False)
+        deployment.show_reference(False)
         self._fed = max(self._fed, count)
         return pipelines[:count]
 
     def tensors_beside(self) -> list[torch.Tensor]:
         """What parallel models have of their own that are not in the module."""
-        ensemble = None if self._division is None else self._division.ensemble
+        ensemble = None if self._deployment is None else self._deployment.ensemble
         return [] if ensemble is None else [t for n in range(1, ensemble.size) for t in ensemble.tensors(n).values()]
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -159,22 +159,22 @@ class ParallelModelsStrategy(StatefulStrategy):
 
         They log for pipeline 0. A batch that was skipped had no backward.
         """
-        module, division, step_log = self.lightning_module, self._division, self._log
-        assert module is not None and division is not None and step_log is not None
+        module, deployment, step_log = self.lightning_module, self._deployment, self._log
+        assert module is not None and deployment is not None and step_log is not None
         if 0 not in self.skipped:
             self.precision_plugin.post_backward(loss, module)
         for n in range(1, count):
             if n in self.skipped:
                 continue
-            assert division.ensemble is not None
-            with division.ensemble.placed(n), step_log.muted():
+            assert deployment.ensemble is not None
+            with deployment.ensemble.placed(n), step_log.muted():
                 self.precision_plugin.post_backward(loss, module)
 
     def clear_gradients(self) -> None:
         """Lightning clears the gradients of pipeline 0; here go those of the others."""
         self._fed = 0
-        if self._division is not None and self._division.ensemble is not None:
-            self._division.ensemble.clear_gradients()
+        if self._deployment is not None and self._deployment.ensemble is not None:
+            self._deployment.ensemble.clear_gradients()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure, step, let the other pipelines' optimizers step, and average."""
@@ -194,15 +194,15 @@ class ParallelModelsStrategy(StatefulStrategy):
 
         with _noticing(optimizer) as steps:
             result = super().optimizer_step(optimizer, run, model, **kwargs)
-        if self._division is not None and self._division.ensemble is not None:
+        if self._deployment is not None and self._deployment.ensemble is not None:
             with self._recorded("step"):
                 others = self._step_others(results, kwargs)
             if steps or others:
                 with self._recorded("averaging"):
-                    self._division.ensemble.stepped(self._fed - len(self._left_out))
+                    self._deployment.ensemble.stepped(self._fed - len(self._left_out))
             if is_overridden("optimizer_step", self.lightning_module):  # whose code after the step may look
-                self._settle()
-            self._division.ensemble.mark(self._ends_epoch)
+                self._finish_averaging()
+            self._deployment.ensemble.mark(self._ends_epoch)
         return result
 
     def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -223,7 +223,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         return run
 
     def _gradients(self, number: int) -> dict[str, torch.Tensor]:
-        ensemble = None if self._division is None else self._division.ensemble
+        ensemble = None if self._deployment is None else self._deployment.ensemble
         if ensemble is not None:
             return ensemble.gradients(number)
         assert self.lightning_module is not None
@@ -270,8 +270,8 @@ class ParallelModelsStrategy(StatefulStrategy):
         )
 
     def _restart(self, bad: Sequence[int], alike: int | None) -> None:
-        assert self.lightning_module is not None and self._division is not None
-        ensemble, trainer = self._division.ensemble, self.lightning_module.trainer
+        assert self.lightning_module is not None and self._deployment is not None
+        ensemble, trainer = self._deployment.ensemble, self.lightning_module.trainer
         for n in bad:
             if ensemble is not None:
                 ensemble.restart(n, alike)
@@ -289,18 +289,18 @@ class ParallelModelsStrategy(StatefulStrategy):
         assert self.lightning_module is not None
         return bool(self.lightning_module.trainer.is_last_batch)
 
-    def settle_models(self) -> None:
+    def finish_averaging_if_observed(self) -> None:
         """Wait for the models of other groups, if a hook may look at them; else the next step does, when it begins."""
-        ensemble = None if self._division is None else self._division.ensemble
+        ensemble = None if self._deployment is None else self._deployment.ensemble
         if self.observed and ensemble is not None and ensemble.averages:
-            self._settle()
+            self._finish_averaging()
             ensemble.mark(self._ends_epoch)
 
-    def _settle(self) -> None:
-        ensemble = None if self._division is None else self._division.ensemble
+    def _finish_averaging(self) -> None:
+        ensemble = None if self._deployment is None else self._deployment.ensemble
         if ensemble is not None and ensemble.averages:
             with self._recorded("averaging"):
-                ensemble.settle()
+                ensemble.finish_averaging()
 
     def _recorded(self, kind: Literal["step", "averaging"]) -> AbstractContextManager[None]:
         recorder = None if self._mesh is None else self._mesh.recorder
@@ -308,9 +308,9 @@ class ParallelModelsStrategy(StatefulStrategy):
 
     def _step_others(self, results: list[Any], kwargs: dict[str, Any]) -> bool:
         """Step the optimizers of pipelines 1..; tells whether one has."""
-        module, division, step_log = self.lightning_module, self._division, self._log
-        assert module is not None and division is not None and step_log is not None
-        ensemble = division.ensemble
+        module, deployment, step_log = self.lightning_module, self._deployment, self._log
+        assert module is not None and deployment is not None and step_log is not None
+        ensemble = deployment.ensemble
         assert ensemble is not None
         loss = next((result for result in results if result is not None), torch.zeros((), device=self.root_device))
         stepped = False
@@ -325,11 +325,15 @@ class ParallelModelsStrategy(StatefulStrategy):
 
     def together_with(self, optimizer: Optimizer) -> list[Optimizer]:
         """The optimizers of other pipelines that step in this iteration, if this is that of pipeline 0."""
-        division = self._division
-        if division is None or division.ensemble is None or not any(optimizer is known for known in self.optimizers):
+        deployment = self._deployment
+        if (
+            deployment is None
+            or deployment.ensemble is None
+            or not any(optimizer is known for known in self.optimizers)
+        ):
             return []
         stepping = (n for n in range(1, self._fed) if n not in self.skipped)
-        return [made for n in stepping for made in division.ensemble.optimizers(n)]
+        return [made for n in stepping for made in deployment.ensemble.optimizers(n)]
 
     def follow_optimizers(self, optimizer: Optimizer) -> None:
         """The other pipelines' optimizers take over the hyper-parameters of pipeline 0's, before any of them steps.
@@ -337,9 +341,9 @@ class ParallelModelsStrategy(StatefulStrategy):
         Args:
             optimizer: that is about to step: pipeline 0's, which all follow, or one whose hooks may have changed it.
         """
-        if self._division is not None and self._division.ensemble is not None:
+        if self._deployment is not None and self._deployment.ensemble is not None:
             known = any(optimizer is first for first in self.optimizers)
-            self._division.ensemble.follow_optimizers(None if known else optimizer)
+            self._deployment.ensemble.follow_optimizers(None if known else optimizer)
 
     @contextlib.contextmanager
     def trying(self, batch: Any) -> Iterator[Any]:
@@ -352,10 +356,10 @@ class ParallelModelsStrategy(StatefulStrategy):
         Returns:
             A copy on the device, after its transfer hooks.
         """
-        division, step_log = self._division, self._log
-        assert division is not None and step_log is not None
+        deployment, step_log = self._deployment, self._log
+        assert deployment is not None and step_log is not None
         beside, fed = self._beside, self._fed
-        with step_log.unheard(), division.trying():
+        with step_log.unheard(), deployment.trying():
             try:
                 yield self._to_device(self._converted(copy.deepcopy(batch)), None, 0, 0)
             finally:
@@ -365,8 +369,8 @@ class ParallelModelsStrategy(StatefulStrategy):
 
     def show_reference(self, reference: bool) -> None:
         """From now on the module has the weights of the reference, or those of pipeline 0."""
-        if self._division is not None:
-            self._division.show_reference(reference)
+        if self._deployment is not None:
+            self._deployment.show_reference(reference)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[nn.Module]:
@@ -376,7 +380,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         and checkpoints use the reference. With one pipeline they are the same.
         """
         module = self._connected_module("reference()")
-        with contextlib.nullcontext() if self._division is None else self._division.showing_reference():
+        with contextlib.nullcontext() if self._deployment is None else self._deployment.showing_reference():
             yield module
 
     @contextlib.contextmanager
@@ -391,7 +395,7 @@ class ParallelModelsStrategy(StatefulStrategy):
         module = self._connected_module(f"parallel_model({number!r})")
         if not isinstance(number, int):
             raise ConfigurationError(f"parallel_model({number!r}): must be the number of a pipeline, from 0")
-        ensemble = None if self._division is None else self._division.ensemble
+        ensemble = None if self._deployment is None else self._deployment.ensemble
         size = 1 if ensemble is None else ensemble.size
         if not 0 <= number < size:
             raise ConfigurationError(
@@ -399,7 +403,7 @@ class ParallelModelsStrategy(StatefulStrategy):
                 "training and end with it"
             )
         if ensemble is not None:
-            ensemble.marks.forget()
+            ensemble.checksums.forget()
         with contextlib.nullcontext() if ensemble is None else ensemble.placed(number):
             yield module
 

@@ -1,4 +1,4 @@
-"""Bars: progress bars that were begun learn how many iterations their epoch has by now."""
+"""Progress bars that were begun learn how many iterations their epoch has by now."""
 
 from __future__ import annotations
 

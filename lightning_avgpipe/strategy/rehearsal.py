@@ -39,7 +39,7 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.model_memory import Holding, holdings
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.strategy.data import has_transfer_hooks
-from lightning_avgpipe.strategy.schedule_control import Advancing
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.patching import replaced
@@ -54,7 +54,7 @@ class _Prepared(Exception):
     """Ends an iteration before its first action: the stages are made."""
 
 
-class _Trials(Advancing):
+class _Trials(ScheduleControl):
     """Gives trial iterations their schedule, and what measures them; knows nothing of those of training."""
 
     captured = 1  # micro-batches of the batch from which the plan was made

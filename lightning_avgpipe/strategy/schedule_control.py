@@ -1,9 +1,9 @@
-"""Advancing: which schedule an iteration of training runs with, and what is measured to choose it.
+"""Schedule control: which schedule an iteration of training runs with, and what is measured to choose it.
 
 ::
 
     every rank    iteration 7 ....... report: time, memory          accept: from iteration 8 on advance 2
-    rank 0        iteration 7 ....... reports of 6 and 7, if there, decide: 2, to all with the news of iteration 7
+    rank 0        iteration 7 ....... reports of 6 and 7, if there, decide: 2, to all after iteration 7
 
 Nobody waits for a report: what comes late counts later. All ranks learn of a decision with what rank 0 publishes after
 every iteration anyway, so all switch at the same one.
@@ -38,12 +38,12 @@ from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decisio
 from lightning_avgpipe.schedule.timeline import peak_stash
 from lightning_avgpipe.utils import tree
 
-__all__ = ["Advancing", "News"]
+__all__ = ["Decisions", "ScheduleControl"]
 
 _log = logging.getLogger(__name__)
 
 # Of advances, by shape, and measured peaks, by stage; None if there is nothing new.
-News = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]] | None
+Decisions = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]] | None
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Iteration:
     counts: bool
 
 
-class Advancing:
+class ScheduleControl:
     """Gives each iteration of one run of the trainer its schedule, and adapts the advance where that is asked for.
 
     A shape begins with advance 0, which needs the least memory. That iteration is measured; what it kept tells what
@@ -193,13 +193,13 @@ class Advancing:
             if meter is None and self._adapts and shape not in self._footprints:
                 self._estimate(plan, shape, schedule)
 
-    def finish(self) -> News:
+    def finish(self) -> Decisions:
         """After an iteration: hand in what was measured; on rank 0, decide. Every rank calls it."""
         if not self._adapts and not self._report:
             return None  # the same on every rank
         laps, measured = self._stopwatch.finished(), self._report
         self._report = []
-        for rank, (times, footprints) in self._mesh.news.hand_in((laps, measured)):
+        for rank, (times, footprints) in self._mesh.control_channel.hand_in((laps, measured)):
             for number, seconds in times:
                 self._times[number][rank] = seconds
             for number, stage, *values in footprints:
@@ -207,7 +207,7 @@ class Advancing:
                 self._measured[stage] = values[0]
         return self._decide() if self._mesh.rank == 0 else None
 
-    def accept(self, news: News) -> None:
+    def accept(self, news: Decisions) -> None:
         """Every rank takes rank 0's decisions on, after the same iteration."""
         if news is not None:
             self._chosen.update({IterationShape(*values): advance for *values, advance in news[0]})
@@ -264,7 +264,7 @@ class Advancing:
         schedule, footprints = self._schedule_of(shape, advance), self._footprints[shape]
         return [footprints[k].predicted(schedule[k]) for k in range(shape.num_stages)]
 
-    def _decide(self) -> News:
+    def _decide(self) -> Decisions:
         """Take in what has arrived from all ranks, in order; what is new goes to all of them."""
         while len(times := self._times.get(self._next, {})) == self._mesh.world_size:
             self._observe(self._iterations[self._next], max(times.values()))

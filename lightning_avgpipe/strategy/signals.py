@@ -68,12 +68,12 @@ class _FirstToKnow(Callback):
 
 def _note(strategy: ConnectedStrategy, request: str, signum: Any = None, frame: Any = None) -> None:
     """All that a signal handler does: nothing that could wait for what it has interrupted."""
-    strategy.mesh.watch.requests.add(request)
+    strategy.mesh.monitor.requests.add(request)
 
 
 def _on_sigterm(strategy: ConnectedStrategy, signum: Any, frame: Any) -> None:
     """Note the signal, and pass it on to the processes that this one has started."""
-    if _STOP not in strategy.mesh.watch.requests and strategy.launcher is not None:
+    if _STOP not in strategy.mesh.monitor.requests and strategy.launcher is not None:
         strategy.launcher.kill(signum)
     _note(strategy, _STOP)
 

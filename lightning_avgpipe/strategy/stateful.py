@@ -24,8 +24,8 @@ from lightning_avgpipe.strategy.checkpoint_files import (
     with_local_files,
 )
 from lightning_avgpipe.strategy.connected import ConnectedStrategy
-from lightning_avgpipe.strategy.schedule_control import Advancing
-from lightning_avgpipe.training.deployment import Division
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.state import (
     full_optimizer_state,
     full_state_dict,
@@ -35,7 +35,7 @@ from lightning_avgpipe.training.state import (
     scattered_owners,
 )
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
-from lightning_avgpipe.weights.lending import Lender
+from lightning_avgpipe.weights.on_demand import OnDemandGather
 
 __all__ = ["StatefulStrategy"]
 
@@ -51,8 +51,8 @@ class StatefulStrategy(ConnectedStrategy):
     """
 
     seed: int = 0
-    advancing: Advancing | None = None
-    _division: Division | None
+    schedule_control: ScheduleControl | None = None
+    _deployment: Deployment | None
     _loaded_weights: Mapping[str, Tensor] | None = None
 
     @property
@@ -87,7 +87,9 @@ class StatefulStrategy(ConnectedStrategy):
         """Give everything on meta its contents, in a process that is alone."""
         if on_meta(module):
             self.choose_seed(mesh)
-            Lender(module, mesh, self.take_origin(module)).bring([name for name, _ in module.named_parameters()])
+            OnDemandGather(module, mesh, self.take_origin(module)).bring(
+                [name for name, _ in module.named_parameters()]
+            )
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -116,8 +118,8 @@ class StatefulStrategy(ConnectedStrategy):
         module = self.lightning_module
         assert module is not None
         whole = not self.save_distributed_checkpoint
-        if self._division is not None:
-            return self._division.state_dict(whole)
+        if self._deployment is not None:
+            return self._deployment.state_dict(whole)
         mesh = self._mesh
         if mesh is None:
             return module.state_dict()
@@ -149,9 +151,9 @@ class StatefulStrategy(ConnectedStrategy):
         """Write a checkpoint: a file, or a folder of shards. Every rank calls it."""
         if checkpoint.get("optimizer_states") and not self.plain:
             checkpoint[_KEY] = {"seed": self.seed}
-            if self.advancing is not None and (state := self.advancing.state_dict()) is not None:
+            if self.schedule_control is not None and (state := self.schedule_control.state_dict()) is not None:
                 checkpoint[_KEY]["advance"] = state
-            models = self._division.ensemble_state() if self.save_replicas and self._division is not None else None
+            models = self._deployment.ensemble_state() if self.save_replicas and self._deployment is not None else None
             if models is not None:
                 checkpoint[_KEY]["ensemble"] = models
         if not self.save_distributed_checkpoint:
@@ -179,8 +181,8 @@ class StatefulStrategy(ConnectedStrategy):
         """Load the weights; those for parameters on meta are kept in mind until it is known who needs them."""
         module = self.lightning_module
         assert module is not None
-        if self._division is not None:
-            self._division.dissolve(average=False)  # parallel models begin anew, from what is loaded
+        if self._deployment is not None:
+            self._deployment.dissolve(average=False)  # parallel models begin anew, from what is loaded
         if on_meta(module):
             self._loaded_weights = dict(checkpoint["state_dict"])
         with warnings.catch_warnings():
@@ -192,8 +194,8 @@ class StatefulStrategy(ConnectedStrategy):
         assert self.lightning_module is not None
         states = [{"state": {}, **state} for state in checkpoint["optimizer_states"]]
         if on_meta(self.lightning_module):
-            assert self._division is not None
-            self._division.load_later(states)
+            assert self._deployment is not None
+            self._deployment.load_later(states)
             states = [{**state, "state": {}} for state in states]
         for optimizer, state in zip(self.optimizers, states, strict=False):
             optimizer.load_state_dict(state)
@@ -201,7 +203,7 @@ class StatefulStrategy(ConnectedStrategy):
                 move_state(optimizer, self.root_device)
         ours = checkpoint.get(_KEY, {})
         self.seed = ours.get("seed", self.seed)
-        if self.advancing is not None:
-            self.advancing.load_state_dict(ours.get("advance"))
-        if self._division is not None:
-            self._division.load_models_later(ours.get("ensemble", {}))
+        if self.schedule_control is not None:
+            self.schedule_control.load_state_dict(ours.get("advance"))
+        if self._deployment is not None:
+            self._deployment.load_models_later(ours.get("ensemble", {}))

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_avgpipe.comm.alone import alone
+from lightning_avgpipe.engine.loss import loss_in, trainable_loss
 from lightning_avgpipe.engine.microbatch import MicroBatch, fewest_samples, mean, merge, split, split_with, whole
 from lightning_avgpipe.engine.pipeline import Outcome, run_together
 from lightning_avgpipe.engine.sample_layout import Seen
@@ -31,15 +32,13 @@ from lightning_avgpipe.strategy.lightning_changes import quiet_hooks
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.strategy.options import SplitBatch
 from lightning_avgpipe.strategy.parallel import ParallelModelsStrategy
-from lightning_avgpipe.strategy.schedule_control import Advancing
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.strategy.whole import WholeSteps
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.option_types import Count, Natural
 from lightning_avgpipe.utils.random_streams import RandomKey
+from lightning_avgpipe.verify import Verifier
 from lightning_avgpipe.weights.initialisation import on_meta
-
-if TYPE_CHECKING:
-    from lightning_avgpipe.verify import Verifier
 
 __all__ = ["SteppingStrategy"]
 
@@ -76,7 +75,7 @@ class SteppingStrategy(ParallelModelsStrategy):
         wait for; of several pipelines all that they have, and their reference. Empty before training, and on a CPU with
         ``costs="flops"``.
         """
-        return {} if self.advancing is None else dict(self.advancing.peaks)
+        return {} if self.schedule_control is None else dict(self.schedule_control.peaks)
 
     def reconfigure(
         self,
@@ -132,8 +131,8 @@ class SteppingStrategy(ParallelModelsStrategy):
             )
         changed = asked.get("num_pipelines", self.num_pipelines) != self.num_pipelines
         self._options = replace(self._options, **asked)
-        if "advance" in asked and self.advancing is not None:
-            self.advancing.fix(asked["advance"])
+        if "advance" in asked and self.schedule_control is not None:
+            self.schedule_control.fix(asked["advance"])
         module = self.lightning_module
         if changed and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             recount(module.trainer)
@@ -183,14 +182,14 @@ class SteppingStrategy(ParallelModelsStrategy):
     @contextlib.contextmanager
     def trying(self, batch: Any) -> Iterator[Any]:
         """Within this context steps are on trial, see :meth:`ParallelModelsStrategy.trying` and :meth:`try_next`."""
-        options, advancing = self._options, self.advancing
+        options, schedule_control = self._options, self.schedule_control
         try:
             with super().trying(batch) as here:
                 yield here
         finally:
-            self._options, self.advancing = options, advancing
+            self._options, self.schedule_control = options, schedule_control
 
-    def try_next(self, batches: Sequence[Any], num_microbatches: int, advancing: Advancing) -> Any:
+    def try_next(self, batches: Sequence[Any], num_microbatches: int, schedule_control: ScheduleControl) -> Any:
         """While steps are on trial: what the next one runs with.
 
         Args:
@@ -201,7 +200,7 @@ class SteppingStrategy(ParallelModelsStrategy):
             The batch of pipeline 0, which the step takes as its argument.
         """
         self._options = replace(self._options, num_pipelines=len(batches), num_microbatches=num_microbatches)
-        self.advancing = advancing
+        self.schedule_control = schedule_control
         return self.hand_out(batches)
 
     def num_samples(self, batch: Any) -> int:
@@ -219,7 +218,7 @@ class SteppingStrategy(ParallelModelsStrategy):
         if self.plain or self.whole_steps is not None:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
-        assert self._division is not None
+        assert self._deployment is not None
         module, precision = self.lightning_module, self.precision_plugin
         batches = [args[0], *self.take_beside()]
         works = [self._split(batch, n) for n, batch in enumerate(batches)]
@@ -238,7 +237,7 @@ class SteppingStrategy(ParallelModelsStrategy):
                 zero_grad()
             if result is None or (averages and not works[n][i].weight):  # a mean over nothing is not a number
                 return None
-            loss = checks.loss(result)
+            loss = trainable_loss(result)
             if accumulate > 1:
                 loss = loss / accumulate
             # a batch deserves its hooks once: with the first micro-batch's loss, before anything else is known
@@ -263,10 +262,10 @@ class SteppingStrategy(ParallelModelsStrategy):
             result = self._merge_training(outcomes[0].results, works[0])
         if trains:
             if not module.trainer.fit_loop._should_accumulate():
-                self._division.sum_copied_gradients()
+                self._deployment.sum_copied_gradients()
             if self.verifier is not None and self.verifier.active:
                 self.verifier.compare()
-            loss = torch.zeros((), device=self.root_device) if result is None else checks.loss_in(result)
+            loss = torch.zeros((), device=self.root_device) if result is None else loss_in(result)
             self.after_backwards(loss, len(works))
         return None if 0 in self.skipped else result
 
@@ -300,8 +299,8 @@ class SteppingStrategy(ParallelModelsStrategy):
         finish: Callable[[int, int, Any], Tensor | None] | None,
     ) -> list[Outcome]:
         """Run the micro-batches of one pipeline or several; returns nothing if a first batch is skipped altogether."""
-        module, division, step_log = self.lightning_module, self._division, self._log
-        assert module is not None and division is not None and step_log is not None
+        module, deployment, step_log = self.lightning_module, self._deployment, self._log
+        assert module is not None and deployment is not None and step_log is not None
 
         def run(n: int, i: int, *args: Any) -> Any:
             part, total = works[n][i], sum(part.size for part in works[n])
@@ -318,12 +317,12 @@ class SteppingStrategy(ParallelModelsStrategy):
         schedules = [self._schedule(parts, training=finish is not None) for parts in works]
         examples = [(part.data, *rest) for parts in works for part in parts]
         trains = self.num_pipelines if step == "training_step" else 1
-        if division.prepare(step, partial(run, 0, 0), examples, decides, schedules[0], trains):
-            self._announce(division.plan)
-        if step not in division.pipeline.steps:
+        if deployment.prepare(step, partial(run, 0, 0), examples, decides, schedules[0], trains):
+            self._announce(deployment.plan)
+        if step not in deployment.pipeline.steps:
             self._run_skipped(module, step, context, works, run, rest)
             return []
-        self.plan = division.plan
+        self.plan = deployment.plan
         pipelines = self.pipelines_for(step, len(works))
         step_log.begin(sum(map(len, works)))
         iteration = self._iteration(step)
@@ -338,14 +337,14 @@ class SteppingStrategy(ParallelModelsStrategy):
             )
             for n, parts in enumerate(works)
         ]
-        assert self.advancing is not None and self.plan is not None
-        self.advancing.beside = self.tensors_beside
-        with self.advancing.iteration(tasks[0], works, self.plan, schedules[0], self.num_pipelines):
+        assert self.schedule_control is not None and self.plan is not None
+        self.schedule_control.beside = self.tensors_beside
+        with self.schedule_control.iteration(tasks[0], works, self.plan, schedules[0], self.num_pipelines):
             try:
                 outcomes = run_together(pipelines, step, schedules, tasks)
             finally:
-                if division.ensemble is not None:
-                    division.ensemble.place(0)
+                if deployment.ensemble is not None:
+                    deployment.ensemble.place(0)
         with context():  # which may decide what a number is
             step_log.issue(over_groups=step == "training_step")
         return outcomes
@@ -366,7 +365,7 @@ class SteppingStrategy(ParallelModelsStrategy):
             )
 
     def _split(self, batch: Any, pipeline: int = 0, weighs: bool = True) -> list[MicroBatch]:
-        self._shipping.check_seal(batch, pipeline)
+        self._distributor.check_seal(batch, pipeline)
         parts = self._parts(batch)
         if not (weighs and self.mesh.hosts_last and len(parts) > 1):  # elsewhere there is no loss
             return parts
@@ -398,7 +397,7 @@ class SteppingStrategy(ParallelModelsStrategy):
             return split_with(splitter, batch, count)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        expected = expected_now(trainer, self.dataloader_idx, changed=not self._shipping.early)
+        expected = expected_now(trainer, self.dataloader_idx, changed=not self._distributor.early)
         stage = "" if trainer.state.stage is None else trainer.state.stage.value
         first = (stage, self.dataloader_idx) not in self._seen
         seen = self._seen.setdefault((stage, self.dataloader_idx), Seen())
@@ -458,9 +457,9 @@ class SteppingStrategy(ParallelModelsStrategy):
         return getattr(self.lightning_module, "split_batch", None) or self._options.split_batch
 
     def _schedule(self, parts: Sequence[MicroBatch], training: bool) -> Schedule:
-        assert self.advancing is not None
+        assert self.schedule_control is not None
         return (
-            self.advancing.schedule(parts, self.num_pipelines)
+            self.schedule_control.schedule(parts, self.num_pipelines)
             if training
             else build("forward", self.num_stages, len(parts))
         )
@@ -471,7 +470,7 @@ class SteppingStrategy(ParallelModelsStrategy):
         if not given:
             return None
         detached = [tree.map_tensors(Tensor.detach, output) for output, _ in given]
-        losses, (sizes, weights) = [checks.loss_in(output) for output in detached], self._counts([p for _, p in given])
+        losses, (sizes, weights) = [loss_in(output) for output in detached], self._counts([p for _, p in given])
         loss = torch.stack(losses).sum(0) if self._options.loss_reduction == "sum" else mean(losses, weights)
         if not all(isinstance(output, Mapping) for output in detached):
             return loss

@@ -24,16 +24,16 @@ from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import chosen
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.strategy import checks, launch
-from lightning_avgpipe.strategy.bundles import grouping
-from lightning_avgpipe.strategy.data import Shipping, batches_wanted, has_transfer_hooks, mirror
+from lightning_avgpipe.strategy.bundles import bundling
+from lightning_avgpipe.strategy.data import Distributor, batches_wanted, has_transfer_hooks, mirror
 from lightning_avgpipe.strategy.data_sharding import check_alike, sharing
 from lightning_avgpipe.strategy.lightning_changes import adapted, adapted_to_whole_steps
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.strategy.options import ALLOWED, Options, SplitBatch
-from lightning_avgpipe.strategy.schedule_control import Advancing
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.strategy.stepping import SteppingStrategy
 from lightning_avgpipe.strategy.whole import WholeSteps
-from lightning_avgpipe.training.deployment import Division
+from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.allowed import documented
 from lightning_avgpipe.utils.durations import duration
 from lightning_avgpipe.utils.option_types import Count, Duration, Natural
@@ -239,7 +239,7 @@ class AvgPipeStrategy(SteppingStrategy):
     def _forget(self) -> None:
         """Set everything that belongs to one run of the trainer."""
         self.plan = None
-        self._division: Division | None = None
+        self._deployment: Deployment | None = None
         self.failed = False
         self._log: StepLog | None = None
         self.whole_steps = None
@@ -279,30 +279,32 @@ class AvgPipeStrategy(SteppingStrategy):
         checks.contents(module)
         super().setup(trainer)
         self.choose_seed(self.mesh)
-        self._division = self._divided(module)
+        self._deployment = self._divided(module)
         sends = self.mesh.reads and self.mesh.world_size > 1
         early = not has_transfer_hooks(trainer)
-        self._shipping = Shipping(self.mesh.feed, self._needs, sends, early, partial(batches_wanted, trainer))
+        self._distributor = Distributor(
+            self.mesh.batch_stream, self._needs, sends, early, partial(batches_wanted, trainer)
+        )
         if why is not None:
             request.refuse(self._options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
             self.whole_steps = WholeSteps(trainer, module, self, partial(self._settled, module))
             self._undo.enter_context(adapted_to_whole_steps(trainer, module, self, self.whole_steps))
             return
-        self._log = StepLog(module, self.mesh.hosts_last, self.mesh.heads)
+        self._log = StepLog(module, self.mesh.hosts_last, self.mesh.leaders)
         options = self._options
-        self.advancing = Advancing(
+        self.schedule_control = ScheduleControl(
             options.schedule, options.advance, self.mesh, self.memory_per_stage(), module, lambda: self.optimizers
         )
         self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))
 
     def _settled(self, module: pl.LightningModule) -> dict[str, int]:
         """Divide a module whose steps run whole, by the size of its parts; returns who owns what."""
-        assert self._division is not None
+        assert self._deployment is not None
         held = memory_of(module, build("afab", 1, 1), state_copies(self.optimizers), 0).held
         limit = limit_of(self._options.memory_limit, self.root_device, self._sharing())
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         plan = divide_by_size(module, self.num_stages, held, self._options.split_points, limit, metrics)
-        owner = self._division.settle(plan)
+        owner = self._deployment.place_parameters(plan)
         self.plan = plan
         self._announce(plan)
         return owner
@@ -311,10 +313,10 @@ class AvgPipeStrategy(SteppingStrategy):
         """Before the optimizers are made, for which the number of iterations may be asked."""
         ends = self.ends if self.num_groups > 1 else None
         count = partial(getattr, self, "num_pipelines")  # which can be pickled, as a trainer can
-        self._undo.enter_context(grouping(trainer, count, ends, self.tuner))
+        self._undo.enter_context(bundling(trainer, count, ends, self.tuner))
         self._undo.enter_context(sharing(trainer, self.mesh))
 
-    def _divided(self, module: pl.LightningModule) -> Division:
+    def _divided(self, module: pl.LightningModule) -> Deployment:
         options, observers = self._options, [m for m in module.modules() if isinstance(m, Metric)]
         planner = Planner(
             module,
@@ -328,15 +330,15 @@ class AvgPipeStrategy(SteppingStrategy):
             chosen(module, options.recompute),
         )
         origin = self.take_origin(module)
-        return Division(module, self.mesh, planner, lambda: self.optimizers, origin, options.elasticity, observers)
+        return Deployment(module, self.mesh, planner, lambda: self.optimizers, origin, options.elasticity, observers)
 
     def replan(self) -> None:
         """With the next batch of training divide the module for what is configured by then, where that is possible.
 
         Every rank calls it, before training has begun.
         """
-        if self._division is not None:
-            self._division.replan()
+        if self._deployment is not None:
+            self._deployment.replan()
 
     def memory_per_stage(self, limit: MemoryLimit = None) -> float:
         """Bytes that each stage may use: by this limit, or else ``memory_limit``, or else 90 % of the device."""
@@ -367,15 +369,15 @@ class AvgPipeStrategy(SteppingStrategy):
     def teardown(self) -> None:
         """Give every process the whole module back, and stop the channels."""
         try:
-            if self._division is not None and not self.failed:
-                self._division.restore()
-            elif self._division is not None:
-                self._division.abandon()
+            if self._deployment is not None and not self.failed:
+                self._deployment.restore()
+            elif self._deployment is not None:
+                self._deployment.abandon()
             if self._mesh is not None:
                 self._mesh.close(self.failed)
         finally:
             self._undo.close()
-            self._division = None
+            self._deployment = None
             if self.failed:
                 self._mesh = None  # its connections are closed for good
         module = self._lightning_module
@@ -385,32 +387,32 @@ class AvgPipeStrategy(SteppingStrategy):
             self._lightning_module = None
         super().teardown()
         self._lightning_module = module
-        request.end_of_run(self)
+        request.end_of_run(self.verifier)
 
     # -- batches and steps -------------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
         """In each group one process reads, the others follow."""
-        mirrored = mirror(dataloader, self.mesh, lambda: self._shipping)
+        mirrored = mirror(dataloader, self.mesh, lambda: self._distributor)
         check_alike(mirrored, self.mesh, self.num_pipelines)
         return mirrored
 
     @property
     def ships_early(self) -> bool:
         """Whether batches travel when they are read; else after the user's transfer hooks."""
-        return self._shipping.early
+        return self._distributor.early
 
     def _needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         """The tensors of a batch for a process; None is all of them."""
         assert self.lightning_module is not None
         if self._options.send_batch == "all" or self._splitter is not None:
             return None
-        if self.whole_steps is not None or self._division is None:
+        if self.whole_steps is not None or self._deployment is None:
             return None
         stage = self.lightning_module.trainer.state.stage
         if self.loss_weight is not None and rank == self.mesh.rank_of(self.num_stages - 1):
             return None  # which weighs micro-batches
-        return None if stage is None else self._division.pipeline.leaves(_STEPS[stage], rank, batch)
+        return None if stage is None else self._deployment.pipeline.leaves(_STEPS[stage], rank, batch)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the closure and step."""
@@ -418,8 +420,8 @@ class AvgPipeStrategy(SteppingStrategy):
             return self.whole_steps.optimizer_step(super().optimizer_step, *args, **kwargs)
         with contextlib.nullcontext() if self.verifier is None else self.verifier.stepping():
             result = super().optimizer_step(*args, **kwargs)
-        if self._options.verify_copies and self._division is not None:
-            self._division.verify_copies()
+        if self._options.verify_copies and self._deployment is not None:
+            self._deployment.verify_copies()
         return result
 
     @classmethod
@@ -429,6 +431,8 @@ class AvgPipeStrategy(SteppingStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # a module that was trained knows its trainer, and must be one that torch.save can save
-        names = ("_mesh", "_division", "_log", "_shipping", "advancing", "tuner", "whole_steps", "verifier")
+        names = (
+            "_mesh", "_deployment", "_log", "_distributor", "schedule_control", "tuner", "whole_steps", "verifier",
+        )  # fmt: skip
         of_a_run = dict.fromkeys(names)
         return {**super().__getstate__(), **of_a_run, "_undo": contextlib.ExitStack()}

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import checks
-from lightning_avgpipe.training.deployment import Division
+from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import give_up, take_back
@@ -22,20 +22,20 @@ __all__ = ["averaging_parts"]
 
 
 @contextlib.contextmanager
-def averaging_parts(trainer: pl.Trainer, module: nn.Module, division: Division) -> Iterator[None]:
+def averaging_parts(trainer: pl.Trainer, module: nn.Module, deployment: Deployment) -> Iterator[None]:
     """Within this context averages of weights are divided as the weights are, and saved whole."""
     with contextlib.ExitStack() as undo:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, StochasticWeightAveraging):
                 for name in ("update_parameters", "transfer_weights"):
                     undo.enter_context(replaced(callback, name, _on_parts(getattr(callback, name), module)))
-                undo.enter_context(replaced(callback, "state_dict", _whole(callback, division)))
+                undo.enter_context(replaced(callback, "state_dict", _whole(callback, deployment)))
             elif isinstance(callback, checks.weight_averaging()):
-                _average_parts(undo, callback, module, division)
+                _average_parts(undo, callback, module, deployment)
         yield
 
 
-def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module, division: Division) -> None:
+def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module, deployment: Deployment) -> None:
     """The average that a callback keeps beside the weights gives up what they give up; what is on meta stays there.
 
     When training ends the callback copies the average to the module, which is whole again after that, and so is the
@@ -73,7 +73,7 @@ def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module,
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
         _Part(average.module, module)
         own = {name: buffer for name, buffer in average.named_buffers() if not name.startswith("module.")}
-        return own | {f"module.{name}": value for name, value in division.collected(average.module).items()}
+        return own | {f"module.{name}": value for name, value in deployment.collected(average.module).items()}
 
     for name in ("_swap_models", "_copy_average_to_current"):
         ends = name != "_swap_models"
@@ -108,13 +108,13 @@ def _on_parts(function: Callable[..., Any], module: nn.Module) -> Callable[..., 
     return run
 
 
-def _whole(callback: StochasticWeightAveraging, division: Division) -> Callable[[], dict[str, Any]]:
+def _whole(callback: StochasticWeightAveraging, deployment: Deployment) -> Callable[[], dict[str, Any]]:
     state_dict = callback.state_dict
 
     def run() -> dict[str, Any]:
         state = state_dict()
         if callback._average_model is not None:
-            state["average_model_state"] = division.collected(callback._average_model)
+            state["average_model_state"] = deployment.collected(callback._average_model)
         return state
 
     return run

@@ -112,7 +112,7 @@ class WholeSteps:
             undo.enter_context(intercepting())
             undo.enter_context(replaced(module, "log", functools.partial(self._log, module.log)))
             undo.enter_context(replaced(module, "clip_gradients", functools.partial(self._clip, module.clip_gradients)))
-            undo.enter_context(local_metrics(metrics, BatchValues(), self._strategy.mesh.heads, lambda: False))
+            undo.enter_context(local_metrics(metrics, BatchValues(), self._strategy.mesh.leaders, lambda: False))
             for optimization in (loop.automatic_optimization, loop.manual_optimization):
                 undo.enter_context(replaced(optimization, "run", functools.partial(self._run, optimization.run)))
             for name in _HOOKS:
@@ -138,7 +138,7 @@ class WholeSteps:
             result = run(*args, **kwargs)
         connector = self._trainer._logger_connector
         if isinstance(connector, SyncedLoggerConnector):
-            metrics, _ = self._strategy.mesh.news.relay(connector.snapshot(), None)
+            metrics, _ = self._strategy.mesh.control_channel.relay(connector.snapshot(), None)
             connector.accept(metrics)
         return result
 

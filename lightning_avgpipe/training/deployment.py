@@ -1,4 +1,4 @@
-"""The division of a module among processes: from its first batch until every process holds all of it again."""
+"""The deployment of a module on processes: from its first batch until every process holds all of it again."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from lightning_avgpipe.training.state import (
 )
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.weights.initialisation import Origin
-from lightning_avgpipe.weights.lending import Lender
+from lightning_avgpipe.weights.on_demand import OnDemandGather
 from lightning_avgpipe.weights.ownership import give_up, take_back
 
-__all__ = ["Division"]
+__all__ = ["Deployment"]
 
 
-class Division:
+class Deployment:
     """Plans the stages of a module, and moves parameters and optimizer states to where the plan wants them.
 
     Args:
@@ -82,7 +82,7 @@ class Division:
         self._mesh = mesh
         self._planner = planner
         self._optimizers = optimizers
-        self._lender = Lender(module, mesh, origin)
+        self._gather = OnDemandGather(module, mesh, origin)
         self._scattered = origin is not None  # no process may hold the whole module
         self._unloaded: Sequence[Mapping[str, Any]] = ()  # states for optimizers whose parameters have no contents yet
         self._final = False
@@ -147,7 +147,7 @@ class Division:
                 return None
 
         for args in examples:
-            made = self._lender.on_rank_zero(partial(attempt, args))
+            made = self._gather.on_rank_zero(partial(attempt, args))
             if made is not None:
                 return made
         return None
@@ -174,7 +174,7 @@ class Division:
         self.pipeline.unload()
         self.plan, self._final = plan, final
         self._owner = owners(self._module, self._mesh, plan.stages_of)
-        self._settle()
+        self._place_parameters()
         self._begin_alike()
         self.pipeline.load(plan.graph, plan.cuts)
         for graph in others:
@@ -187,7 +187,7 @@ class Division:
                 pass  # it needs finer units: a new capture is made when it is run
         return True
 
-    def settle(self, plan: Plan) -> dict[str, int]:
+    def place_parameters(self, plan: Plan) -> dict[str, int]:
         """Divide the module by a plan of which it is only known who owns what. Every process calls it.
 
         Returns:
@@ -195,15 +195,15 @@ class Division:
         """
         self.plan, self._final = plan, True
         self._owner = owners(self._module, self._mesh, plan.stages_of)
-        self._settle()
+        self._place_parameters()
         return {name: self._owner[name] for name in plan.stages_of if name in self._owner}
 
     def _begin_alike(self) -> None:
         """All groups begin with the weights and buffers of the first."""
-        siblings = self._mesh.siblings
-        if siblings is not None:
+        replica_group = self._mesh.replica_group
+        if replica_group is not None:
             parameters = [p.detach() for p in self._module.parameters() if not p.is_meta]
-            siblings.copy([*parameters, *self._module.buffers()])
+            replica_group.copy([*parameters, *self._module.buffers()])
 
     # -- parallel models ---------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Division:
                 self._optimizers,
                 self._elasticity,
                 self._observers,
-                self._mesh.siblings,
+                self._mesh.replica_group,
                 self.plan.graph.changed,
                 self._written(),
             )
@@ -238,7 +238,7 @@ class Division:
                     self._planner.recompute,
                     n,
                     partial(ensemble.place, n),
-                    partial(ensemble.strangers, n),
+                    partial(ensemble.foreign_tensors, n),
                 )
                 for n in range(1, num_pipelines)
             ]
@@ -312,10 +312,10 @@ class Division:
 
     # -- who holds what ----------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _place_parameters(self) -> None:
         """Bring the own stages to the device; if the plan is final, give the others' parameters up."""
         device, foreign = self._mesh.device, self._foreign()
-        self._lender.bring([name for name, _ in self._module.named_parameters() if name not in foreign])
+        self._gather.bring([name for name, _ in self._module.named_parameters() if name not in foreign])
         for name, parameter in self._module.named_parameters():
             if name not in foreign and parameter.device != device:
                 parameter.data = parameter.data.to(device)

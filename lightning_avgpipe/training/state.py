@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.weights.lending import Lender
+from lightning_avgpipe.weights.on_demand import OnDemandGather
 
 __all__ = [
     "full_ensemble_state",
@@ -63,7 +63,7 @@ def scattered_owners(module: nn.Module, mesh: Mesh) -> dict[str, int]:
     Raises:
         ConfigurationError: no process has contents for a parameter yet.
     """
-    holders = Lender(module, mesh, None).holders()
+    holders = OnDemandGather(module, mesh, None).holders()
     canonical = {id(p): name for name, p in module.named_parameters()}
     owner = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -141,7 +141,7 @@ def _joined(state: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """On rank 0 of all processes the states of all groups."""
     rest = {"models", "optimizers", "active"}
     brought = {name: pytree.tree_map_only(Tensor, lambda t: t.cpu(), state[name]) for name in rest}
-    groups = mesh.heads.gather_objects(brought)
+    groups = mesh.leaders.gather_objects(brought)
     models = [model for group in groups for model in group["models"]]
     optimizers = [states for group in groups for states in group["optimizers"]]
     active = sum(group["active"] for group in groups)

@@ -1,4 +1,4 @@
-"""The starter: the process that started this one, by running the script again as the launcher of ddp does, or a copy.
+"""The parent: the process that started this one, by running the script again as the launcher of ddp does, or a copy.
 
 A started process ends with its starter: before the processes are connected nobody else could end it, and it would wait
 for its starter until the timeout. The starter notices when one that it has started dies, and ends those that are stuck.

@@ -1,4 +1,4 @@
-"""Something else in the place of an attribute, for a while."""
+"""Patches: something else in the place of an attribute, for a while."""
 
 from __future__ import annotations
 

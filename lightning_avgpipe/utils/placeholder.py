@@ -1,4 +1,4 @@
-"""Absent values: what lives on another stage, as far as its description goes."""
+"""Placeholders: what lives on another stage, as far as its description goes."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_avgpipe.capture.snapshot import random_state
+from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.weighting import LossWeight, counts_for
-from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.verify.plain_draws import drawing_as_promised
 from lightning_avgpipe.verify.state import attributes, clone
@@ -112,7 +112,7 @@ class PlainRun:
                     after_first(module)
                 if result is None:  # skipped
                     continue
-                loss = checks.loss_in(result)
+                loss = loss_in(result)
                 losses[f"micro-batch {i}"] = loss.detach().clone()
                 if self.mean and not weight:  # a mean over nothing
                     continue

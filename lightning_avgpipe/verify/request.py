@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -13,10 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.memory_limit import free_bytes
+from lightning_avgpipe.verify.subject import Subject
 from lightning_avgpipe.verify.verifier import Verifier
-
-if TYPE_CHECKING:
-    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
 __all__ = ["REPORT", "STEPS", "end_of_run", "nothing_to_verify", "refuse", "verifier"]
 
@@ -27,7 +24,7 @@ _DEFAULT = 2
 _COPIES = 4  # of the weights, while a step is compared: weights, gradients, and two states of an optimizer
 
 
-def verifier(strategy: AvgPipeStrategy, verify: bool | int) -> Verifier | None:
+def verifier(strategy: Subject, verify: bool | int) -> Verifier | None:
     """What verifies a run of the trainer that fits; None if nobody asks for it.
 
     Raises:
@@ -61,9 +58,9 @@ def refuse(verify: bool | int, reason: str) -> None:
         raise ConfigurationError(f"verify compares micro-batches with plain ones, but {reason}; use verify=False")
 
 
-def end_of_run(strategy: AvgPipeStrategy) -> None:
+def end_of_run(verifier: Verifier | None) -> None:
     """After a run has been torn down that the command asked for: the script ends here."""
-    if STEPS in os.environ and strategy.verifier is not None and strategy.verifier.succeeded:
+    if STEPS in os.environ and verifier is not None and verifier.succeeded:
         raise SystemExit(0)
 
 
@@ -71,7 +68,7 @@ def _go_on(text: str) -> None:
     """Training goes on."""
 
 
-def _end(strategy: AvgPipeStrategy) -> Callable[[str], None]:
+def _end(strategy: Subject) -> Callable[[str], None]:
     def end(text: str) -> None:
         if strategy.is_global_zero:
             _report(text)
@@ -87,7 +84,7 @@ def _report(text: str) -> None:
         Path(path).write_text(text)
 
 
-def _check_memory(strategy: AvgPipeStrategy) -> None:
+def _check_memory(strategy: Subject) -> None:
     module = strategy.lightning_module
     assert module is not None
     size = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))

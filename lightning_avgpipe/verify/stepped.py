@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from lightning_avgpipe.elastic.optimizer_clone import twin
+from lightning_avgpipe.elastic.optimizer_clone import clone_optimizer
 from lightning_avgpipe.verify.comparison import Difference, first_difference
 from lightning_avgpipe.verify.state import clone
 
@@ -72,7 +72,7 @@ class PlainStep:
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], device: torch.device) -> None:
         own = {id(p): _room(p, device) for group in optimizer.param_groups for p in group["params"]}
-        self._optimizer = twin(optimizer, own)
+        self._optimizer = clone_optimizer(optimizer, own)
         self._parameters = {names[i]: p for i, p in own.items()}
 
     def check(self, notes: StepNotes, clipping: Clipping | None, skips: bool) -> Iterator[Difference | None]:

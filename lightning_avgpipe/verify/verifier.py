@@ -6,7 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_avgpipe.capture.outside import outside
+from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import VerificationError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify.advice import advice
@@ -29,9 +29,7 @@ from lightning_avgpipe.verify.duplicate import duplicate
 from lightning_avgpipe.verify.plain import Outcome, PlainRun, notify_zero_grad
 from lightning_avgpipe.verify.state import attributes, clone
 from lightning_avgpipe.verify.stepped import Clipping, PlainStep, StepNotes
-
-if TYPE_CHECKING:
-    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
+from lightning_avgpipe.verify.subject import Subject
 
 __all__ = ["Verifier"]
 
@@ -50,7 +48,7 @@ class Verifier:
         done: called after the last of them.
     """
 
-    def __init__(self, strategy: AvgPipeStrategy, iterations: int, done: Callable[[str], None]) -> None:
+    def __init__(self, strategy: Subject, iterations: int, done: Callable[[str], None]) -> None:
         self._strategy = strategy
         self._left = self._wanted = iterations
         self._done = done
@@ -111,7 +109,7 @@ class Verifier:
                 state = self._collected()
                 if self._leads:
                     self._check_capture(state)
-                    with mesh.watch.during("runs the step plainly, to verify it"):
+                    with mesh.monitor.during("runs the step plainly, to verify it"):
                         self._expected.append(self._plain(n, first + n, parts, rest, context, iteration, state, clears))
         self._carried = [dict(outcome.gradients) for outcome in self._expected]
         step_log = strategy.step_log
@@ -119,7 +117,7 @@ class Verifier:
 
         def noted(n: int, i: int, result: Any) -> Tensor | None:
             if result is not None:
-                self._found[n].losses[f"micro-batch {i}"] = checks.loss_in(result).detach().clone()
+                self._found[n].losses[f"micro-batch {i}"] = loss_in(result).detach().clone()
             return finish(n, i, result)
 
         return noted

@@ -1,4 +1,4 @@
-"""Copies: parameters that several stages use, such as tied embeddings. Each stage has its own; gradients are summed.
+"""Tied parameters: several stages use them, each has a copy of its own, and their gradients are summed.
 
 ::
 
@@ -24,7 +24,7 @@ from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
 
-__all__ = ["Copies", "copied_parameters"]
+__all__ = ["TiedParameters", "copied_parameters"]
 
 
 def copied_parameters(programs: Sequence[StageProgram]) -> dict[str, tuple[int, ...]]:
@@ -50,7 +50,7 @@ class _Copy:
     places: tuple[tuple[nn.Module, str], ...]
 
 
-class Copies:
+class TiedParameters:
     """The parameters of one step function that several stages use.
 
     Args:

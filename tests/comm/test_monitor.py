@@ -1,4 +1,4 @@
-"""A watch says why processes end, whatever the reason is made of, and who is silent, also if it keeps the store."""
+"""A monitor says why processes end, whatever the reason is made of, and who is silent, also if it keeps the store."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from lightning_avgpipe.comm.channel import Arrivals
-from lightning_avgpipe.comm.monitor import Watch
+from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.errors import PeerError, described
 
 NAMES = ("rank 0 (stage 1)", "rank 1 (stage 0)")
 LIMIT_S = 20.0
 
-Watching = Callable[..., Watch]
+Watching = Callable[..., Monitor]
 
 
 class Unprintable(Exception):
@@ -42,18 +42,18 @@ class Stopped:
 def watching() -> Iterator[Watching]:
     with ExitStack() as undo:
 
-        def start(rank: int, store: Any, **options: Any) -> Watch:
-            watch = Watch(rank, NAMES, store, LIMIT_S, wake=lambda: None, keeper=NAMES[0], **options)
-            undo.callback(watch.close)
-            return watch
+        def start(rank: int, store: Any, **options: Any) -> Monitor:
+            monitor = Monitor(rank, NAMES, store, LIMIT_S, wake=lambda: None, keeper=NAMES[0], **options)
+            undo.callback(monitor.close)
+            return monitor
 
         yield start
 
 
-def failure_of(watch: Watch) -> str:
+def failure_of(monitor: Monitor) -> str:
     """What the main thread of a process is told while it waits."""
     with pytest.raises(PeerError) as caught:
-        Arrivals().wait_for(lambda: False, LIMIT_S, lambda: "waits", watch)
+        Arrivals().wait_for(lambda: False, LIMIT_S, lambda: "waits", monitor)
     return str(caught.value)
 
 
@@ -87,24 +87,24 @@ def test_an_exception_without_a_text_is_described() -> None:
 
 def test_bytes_of_a_stranger_in_the_store_end_the_run_with_an_error(watching: Watching) -> None:
     store = dist.HashStore()
-    watch = watching(0, store)
+    monitor = watching(0, store)
     store.set("failure", b"\xff\xfe\xfd")  # type: ignore[arg-type]
-    assert r"\xff\xfe\xfd" in failure_of(watch)
+    assert r"\xff\xfe\xfd" in failure_of(monitor)
 
 
 def test_answers_of_a_stranger_are_shown(watching: Watching) -> None:
     store = dist.HashStore()
-    watch = watching(0, store)
+    monitor = watching(0, store)
     store.set("answer/1/1", b"\xff is no number")  # type: ignore[arg-type]
-    assert rf"{NAMES[1]} \xff is no number" in watch.account().text
+    assert rf"{NAMES[1]} \xff is no number" in monitor.account().text
 
 
-def test_a_watch_that_fails_itself_says_so(watching: Watching) -> None:
+def test_a_monitor_that_fails_itself_says_so(watching: Watching) -> None:
     class Broken(dist.HashStore):
         def __getattribute__(self, name: str) -> Any:
             raise TypeError("not a store")
 
-    assert f"the watch of {NAMES[0]} failed: TypeError: not a store" in failure_of(watching(0, Broken()))
+    assert f"the monitor of {NAMES[0]} failed: TypeError: not a store" in failure_of(watching(0, Broken()))
 
 
 def test_who_does_not_answer_is_named(watching: Watching) -> None:
@@ -115,15 +115,15 @@ def test_who_does_not_answer_is_named(watching: Watching) -> None:
 
 def test_a_keeper_of_the_store_that_is_stopped_is_named_and_nobody_waits_for_it(watching: Watching) -> None:
     store = Stopped()
-    watch = watching(1, store)
+    monitor = watching(1, store)
     begin = time.monotonic()
-    account = watch.account().text
+    account = monitor.account().text
     assert re.search(rf"{re.escape(NAMES[0])}, which keeps the store .* has not answered for [345]\.\d s", account)
     silent = time.monotonic()
     assert silent - begin < 5
-    watch.report(ValueError("of no use"))
-    watch.await_readers()
-    watch.close()
+    monitor.report(ValueError("of no use"))
+    monitor.await_readers()
+    monitor.close()
     assert time.monotonic() - silent < 1
     store.released.set()
 
@@ -153,7 +153,7 @@ def test_a_wait_in_which_bytes_flow_is_not_silence(moves: str, watching: Watchin
     store = dist.HashStore()
     idle = {"elsewhere": 0.0, "here": float("inf")}[moves]
     arrivals, flowing = Arrivals(), threading.Event()
-    watch = watching(0, store)
+    monitor = watching(0, store)
     watching(1, store, idle_s=lambda: float("inf") if flowing.is_set() else idle)
 
     def flow() -> None:
@@ -165,6 +165,6 @@ def test_a_wait_in_which_bytes_flow_is_not_silence(moves: str, watching: Watchin
     threading.Timer(1.0, flowing.set).start()
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"rank 0 \(stage 1\) waits, and nothing arrived for 0\.5 s"):
-        arrivals.wait_for(lambda: False, 0.5, lambda: "waits", watch)
+        arrivals.wait_for(lambda: False, 0.5, lambda: "waits", monitor)
     thread.join()
     assert time.monotonic() - begin >= 1.0

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 
-from lightning_avgpipe.elastic.checksum import Marks
+from lightning_avgpipe.elastic.checksum import Checksums
 from lightning_avgpipe.errors import ConfigurationError
 from tests.elastic.models import Net, train
 from tests.models import MLP, loader
@@ -101,7 +101,7 @@ def test_a_mark_tells_any_bit() -> None:
     }  # fmt: skip
     weights["b"][0] = torch.nan
     for name in weights:
-        marks = Marks()
+        marks = Checksums()
         marks.set(weights, last=False)
         marks.check(weights, 1)
         marks.set(weights, last=False)

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
-from lightning_avgpipe.comm.control import News
+from lightning_avgpipe.comm.control import ControlChannel
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity, average
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.strategy.loop import PipelineOptimization
@@ -50,12 +50,12 @@ class Twins:
         self.begin_sum(tensors)()
 
 
-def stepped(siblings: Any, **options: Any) -> Ensemble:
+def stepped(replica_group: Any, **options: Any) -> Ensemble:
     """A model whose local step is done, and the ensemble of which it is one."""
     torch.manual_seed(0)
     model = Net()
     optimizer: Any = model.configure_optimizers()
-    ensemble = Ensemble(model, lambda: [optimizer], Elasticity(**options), siblings=siblings)
+    ensemble = Ensemble(model, lambda: [optimizer], Elasticity(**options), replica_group=replica_group)
     ensemble.place(0)
     torch._foreach_add_([p.detach() for p in model.parameters()], 0.1)
     model.first[1].running_mean.add_(1.0)
@@ -67,8 +67,8 @@ def test_two_groups_average_as_one_with_all_models() -> None:
     torch.manual_seed(0)
     mine, reference = [[torch.randn(5)]], [torch.randn(5)]
     both, centre = [[t.clone() for t in mine[0]] for _ in range(2)], [reference[0].clone()]
-    siblings: Any = Twins()
-    Averaging(mine, reference, 1, siblings).end(0.3, 2.0)
+    replica_group: Any = Twins()
+    Averaging(mine, reference, 1, replica_group).end(0.3, 2.0)
     average(both, centre, 0.3, 2.0, 2)
     assert torch.equal(reference[0], centre[0])
     assert torch.equal(mine[0][0], both[0][0])
@@ -89,29 +89,29 @@ def test_two_groups_average_as_one_with_all_models() -> None:
     ids=["place", "show_reference", "tensors", "load", "resize", "follow", "dissolve", "outer"],
 )
 def test_whoever_looks_waits_for_the_other_groups(look: Callable[[Ensemble], Any]) -> None:
-    siblings = Twins()
-    ensemble = stepped(siblings)
-    begun = siblings.begun
+    replica_group = Twins()
+    ensemble = stepped(replica_group)
+    begun = replica_group.begun
     assert ensemble.averages
-    assert siblings.ended == 0 < begun
+    assert replica_group.ended == 0 < begun
     look(ensemble)
-    assert siblings.ended >= begun
+    assert replica_group.ended >= begun
 
 
 def test_what_has_been_begun_ends_with_the_averages() -> None:
     # the mean of two equal groups is one of them
-    ensemble, expected = (stepped(siblings, outer_lr=1.0) for siblings in (Twins(), None))
+    ensemble, expected = (stepped(replica_group, outer_lr=1.0) for replica_group in (Twins(), None))
     found = ensemble.tensors(0)
     assert not ensemble.averages
     assert_equal(found, expected.tensors(0))
 
 
 def test_after_a_failure_nobody_waits() -> None:
-    siblings = Twins()
-    ensemble = stepped(siblings)
+    replica_group = Twins()
+    ensemble = stepped(replica_group)
     ensemble.abandon()
     ensemble.dissolve()
-    assert siblings.ended == 0
+    assert replica_group.ended == 0
 
 
 class Watching(L.Callback):
@@ -124,13 +124,13 @@ class Watching(L.Callback):
 def events_of(rank: int, callbacks: list[L.Callback], patch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Tensor]]:
     """What happens in a group of one process, in order, and with which weights it ends."""
     events: list[str] = []
-    settle, relay, run = Ensemble.settle, News.relay, PipelineOptimization.run
+    settle, relay, run = Ensemble.finish_averaging, ControlChannel.relay, PipelineOptimization.run
 
     def settling(ensemble: Ensemble) -> None:
         events.extend(["met"] * ensemble.averages)
         settle(ensemble)
 
-    def relaying(news: News, *args: Any) -> Any:
+    def relaying(news: ControlChannel, *args: Any) -> Any:
         events.append("news")
         return relay(news, *args)
 
@@ -138,8 +138,8 @@ def events_of(rank: int, callbacks: list[L.Callback], patch: pytest.MonkeyPatch)
         events.append("step")
         return run(loop, *args)
 
-    patch.setattr(Ensemble, "settle", settling)
-    patch.setattr(News, "relay", relaying)
+    patch.setattr(Ensemble, "finish_averaging", settling)
+    patch.setattr(ControlChannel, "relay", relaying)
     patch.setattr(PipelineOptimization, "run", running)
     torch.manual_seed(4)
     model = Net("adamw")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_avgpipe.elastic.optimizer_clone import follow, twin
+from lightning_avgpipe.elastic.optimizer_clone import clone_optimizer, follow
 
 
 class Own(torch.optim.SGD):
@@ -45,7 +45,7 @@ def test_a_twin_steps_like_the_original_and_leaves_it_alone() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     steps: list[Any] = []
     optimizer.register_step_post_hook(lambda stepped, *_: steps.append(stepped))
-    made = twin(optimizer, own)
+    made = clone_optimizer(optimizer, own)
     assert type(made) is Own and made.signs == [-1.0] and made.signs is not optimizer.signs
 
     before = [p.detach().clone() for p in first]
@@ -68,7 +68,7 @@ def test_a_twin_follows_new_groups_and_shares_what_is_not_its_own() -> None:
     first, second, frozen = leaves(), leaves(), nn.Parameter(torch.ones(1), requires_grad=False)
     optimizer = torch.optim.Adam([first[0], frozen])
     own = {id(a): b for a, b in zip(first, second, strict=True)}
-    made = twin(optimizer, own)
+    made = clone_optimizer(optimizer, own)
     assert made.param_groups[0]["params"][0] is second[0]
     assert made.param_groups[0]["params"][1] is frozen
     optimizer.add_param_group({"params": [first[1]], "lr": 0.5})

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_avgpipe import AvgPipeStrategy
-from lightning_avgpipe.comm.replica_group import Siblings
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.errors import ConfigurationError
 from tests.elastic.models import Batches, Net, assert_equal, state
 from tests.models import loader
@@ -49,7 +49,7 @@ class Places(L.Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         strategy = trainer.strategy
-        place = [strategy.group_number, strategy.arrangement.device_of(trainer.local_rank), *strategy.mesh.stages]
+        place = [strategy.group_number, strategy.device_layout.device_of(trainer.local_rank), *strategy.mesh.stages]
         (self.folder / f"place-{trainer.global_rank}").write_text(json.dumps(place))
 
 
@@ -162,7 +162,7 @@ def test_what_processes_of_one_device_sum_meets_on_the_host(dtype: torch.dtype, 
 
     monkeypatch.setattr(torch.distributed, "all_reduce", twice)
     members: Any = Together()
-    Siblings(members, 0, on_host=True).sum(tensors)
+    ReplicaGroup(members, 0, on_host=True).sum(tensors)
     assert places == [Tensor]
     assert tensors[0].tolist() == [0, 2, 4, 6]
     assert tensors[1].tolist() == [[2, 2], [2, 2]]

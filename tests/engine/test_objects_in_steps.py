@@ -20,7 +20,7 @@ from lightning_avgpipe.capture.units import initial_units
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.stage import Stage, Task
 from lightning_avgpipe.planning.program import stage_programs
-from lightning_avgpipe.weights.tied import Copies
+from lightning_avgpipe.weights.tied import TiedParameters
 
 WIDTH = 4
 
@@ -358,7 +358,7 @@ def trained(
     programs = stage_programs(graph, cuts)
     mesh = Mesh(len(programs), 0, 1, torch.device("cpu"), timedelta(seconds=10))
     modules = [copy.deepcopy(module) if apart else module for _ in programs]
-    stages = [Stage(p, m, mesh.device, Copies(m, mesh, {})) for p, m in zip(programs, modules, strict=True)]
+    stages = [Stage(p, m, mesh.device, TiedParameters(m, mesh, {})) for p, m in zip(programs, modules, strict=True)]
     tasks = [Task(lambda i, x, m=m: m.training_step(x), [(x,) for x in samples], lambda i, loss: loss) for m in modules]
 
     def passed(message: Any) -> Any:

@@ -49,7 +49,7 @@ def test_a_scheduler_of_accumulation_is_followed() -> None:
     assert_same_parameters(plain, piped)
 
 
-class Watch(L.Callback):
+class Monitor(L.Callback):
     """Gradients before and after a validation that comes while batches accumulate."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Watch(L.Callback):
 
 
 def test_a_validation_between_accumulated_batches_leaves_the_gradients_alone() -> None:
-    watch = Watch()
+    watch = Monitor()
     validated, plain = twins(MLP)
     options = {"num_sanity_val_steps": 0, "max_epochs": 1, "accumulate": 4}
     staged(**options).fit(plain, loader(MLP, 64, 8))

@@ -311,7 +311,9 @@ def test_what_is_read_before_a_later_unit_changes_it_is_not_cut_off() -> None:
             return (self.d(self.c(y)) - batch[1]).square().mean()
 
     assert_same(piped(Carried(), 3, costs="flops"), by_hand(Carried()))
-    with pytest.raises(PartitionError, match=r"'state' is read at test_attributes_of_steps.py:\d+ .* and its contents are changed"):
+    with pytest.raises(
+        PartitionError, match=r"'state' is read at test_attributes_of_steps.py:\d+ .* and its contents are changed"
+    ):
         piped(Carried(), 4, costs="flops")
 
 
@@ -349,7 +351,9 @@ def test_a_tensor_without_a_name_that_a_step_changes_is_refused() -> None:
             self.center[0].mul_(0.9)
             return (self.through(batch[0]) - self.center[0]).square().mean()
 
-    with pytest.raises(PartitionError, match=r"mul_\(\) at test_attributes_of_steps.py:\d+ .* lives on .* register_buffer"):
+    with pytest.raises(
+        PartitionError, match=r"mul_\(\) at test_attributes_of_steps.py:\d+ .* lives on .* register_buffer"
+    ):
         piped(Hidden(), 2)
 
 
@@ -457,7 +461,9 @@ class CountingLate(Layers):
 
 
 def test_a_count_that_is_read_before_it_is_counted_on_another_stage_is_refused_by_name() -> None:
-    with pytest.raises(PartitionError, match=r"'count' is read at test_attributes_of_steps.py:\d+ .* and its contents are changed"):
+    with pytest.raises(
+        PartitionError, match=r"'count' is read at test_attributes_of_steps.py:\d+ .* and its contents are changed"
+    ):
         piped(CountingLate(), 2, costs="flops")
     assert_same(piped(CountingLate(), 1, costs="flops"), by_hand(CountingLate()))
 

@@ -15,12 +15,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_avgpipe.comm.control import News
+from lightning_avgpipe.comm.control import ControlChannel
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.schedule.adaptive import DROPPED, WINDOW, Frozen
 from lightning_avgpipe.strategy import schedule_control
-from lightning_avgpipe.strategy.schedule_control import Advancing
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, Regression, loader
@@ -54,21 +54,21 @@ class MadeUp:
 def forced(alone: bool) -> Iterator[list[int]]:
     """Within this context times are made up, and one process adapts too; yields the advance of every iteration."""
     used: list[int] = []
-    lanes, init = Pipeline.lanes, Advancing.__init__
+    lanes, init = Pipeline.lanes, ScheduleControl.__init__
 
     def noted(self: Pipeline, step: str, schedule: Any, task: Any) -> Any:
         if task.trains:
             used.append(max(a - b for a, b in zip(schedule.warm_up, schedule.warm_up[1:], strict=False)) - 1)
         return lanes(self, step, schedule, task)
 
-    def begun(self: Advancing, *args: Any, **kwargs: Any) -> None:
+    def begun(self: ScheduleControl, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self._adapts = self._adapts or alone
 
     MadeUp.used = used
     with (
         mock.patch.object(Pipeline, "lanes", noted),
-        mock.patch.object(Advancing, "__init__", begun),
+        mock.patch.object(ScheduleControl, "__init__", begun),
         mock.patch.object(schedule_control, "Stopwatch", MadeUp),
     ):
         yield used
@@ -149,7 +149,7 @@ def test_a_resumed_run_goes_on_with_its_advance_after_one_iteration(tmp_path: Pa
     assert (state["kind"], state["state"]["best"]["advance"]) == ("Frozen", 1)
     again, used = fit(MLP(), ENOUGH + 15, ckpt_path=path)
     assert used == [0] + [1] * 14
-    (resumed,) = again.strategy.advancing.state_dict()["states"]
+    (resumed,) = again.strategy.schedule_control.state_dict()["states"]
     assert resumed["state"]["best"] == state["state"]["best"]
 
 
@@ -182,7 +182,7 @@ def limited(limit: float | None) -> tuple[list[int], Any]:
     options = {"costs": "measured", "costs_cache": None, "memory_limit": limit, "split_points": ["layers.8"]}
     runner, used = fit(Wide(), strategy=options)
     assert set(runner.strategy.peak_memory_bytes) == {0, 1}
-    return used, runner.strategy.advancing
+    return used, runner.strategy.schedule_control
 
 
 def test_memory_is_measured_before_a_step_and_the_limit_never_exceeded() -> None:
@@ -213,13 +213,13 @@ def test_what_other_ranks_measured_may_come_an_iteration_late() -> None:
 
     held: list[tuple[int, Any]] = []
 
-    def late(self: News, item: Any) -> list[tuple[int, Any]]:
+    def late(self: ControlChannel, item: Any) -> list[tuple[int, Any]]:
         arrived, held[:] = list(held), [(self._rank, item)]
         return arrived
 
     runner = pipeline(
         2, 1, {**SPLIT, "costs": "measured", "costs_cache": None, "advance": 0}, max_steps=4, callbacks=[Changing()]
     )
-    with mock.patch.object(News, "hand_in", late):
+    with mock.patch.object(ControlChannel, "hand_in", late):
         runner.fit(MLP(), loader(MLP, BATCH * 4, BATCH))
     assert runner.strategy.peak_memory_bytes.keys() == {0, 1}

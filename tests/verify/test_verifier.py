@@ -19,7 +19,7 @@ from lightning_avgpipe.errors import ConfigurationError, VerificationError
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify import verifier as verifying
-from lightning_avgpipe.weights.tied import Copies
+from lightning_avgpipe.weights.tied import TiedParameters
 from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
@@ -162,12 +162,12 @@ def equal_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unsummed_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_only(copies: Copies) -> None:
+    def first_only(copies: TiedParameters) -> None:
         for stages in copies._stand_ins.values():
             for copy in stages.values():
                 copy.parameter.grad = copy.stand_in.grad
 
-    monkeypatch.setattr(Copies, "sum_gradients", first_only)
+    monkeypatch.setattr(TiedParameters, "sum_gradients", first_only)
 
 
 def mean_of_logged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from lightning_avgpipe.strategy.log import StepLog, local_metrics
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.weights.ownership import give_up
-from lightning_avgpipe.weights.tied import Copies
+from lightning_avgpipe.weights.tied import TiedParameters
 
 TRAINING, VALIDATION = "training_step", "validation_step"
 
@@ -66,8 +66,8 @@ class Subject:
         self.module.trainer = self.trainer
         # what Lightning's does in the end
         self.module.log = lambda name, value, **options: results.log("", name, value, **options)  # type: ignore
-        self.heads = SimpleNamespace(world_size=1)
-        self.log = StepLog(self.module, hosts_last=True, heads=self.heads)
+        self.leaders = SimpleNamespace(world_size=1)
+        self.log = StepLog(self.module, hosts_last=True, leaders=self.leaders)
         self.module.log = self.log  # type: ignore[method-assign]
         self.metrics = [m for m in self.module.modules() if isinstance(m, Metric)]
 
@@ -78,7 +78,7 @@ class Subject:
         return split_with(splitter, batch, self.num_microbatches)
 
     def call(self, step: str, part: MicroBatch, *args: Any) -> Any:
-        alone = local_metrics(self.metrics, self.log.batch_values, self.heads, lambda: True)
+        alone = local_metrics(self.metrics, self.log.batch_values, self.leaders, lambda: True)
         with alone, self.log.micro_batch(part.size), mode(step):
             return getattr(self.module, step)(*args)
 
@@ -185,7 +185,7 @@ def apart(
 
     def run(step: str, batch: Any, iteration: int) -> Iterable[Any]:
         stages = [
-            Stage(program, subject.module, mesh.device, Copies(subject.module, mesh, {}))
+            Stage(program, subject.module, mesh.device, TiedParameters(subject.module, mesh, {}))
             for program, subject in zip(programs[step], subjects, strict=True)
         ]
         parts = subjects[0].parts(batch)

@@ -1,4 +1,4 @@
-"""Parameters that a process does not hold, lent for one operation at a time.
+"""Parameters that a process does not hold, gathered on demand for one operation at a time.
 
 Rank 0 follows a step function through all stages, though it holds at most one. Whenever an operation takes a parameter
 without contents, they are fetched, used and dropped: from the process that holds them or, before anybody does, from
@@ -26,10 +26,10 @@ from lightning_avgpipe.errors import CaptureError
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.ownership import take_back
 
-__all__ = ["Lender"]
+__all__ = ["OnDemandGather"]
 
 
-class Lender:
+class OnDemandGather:
     """Knows which process holds what, and brings it to where it is needed.
 
     Args:
@@ -56,12 +56,12 @@ class Lender:
         mesh, holders = self._mesh, self.holders()
         if mesh.rank == 0:
             absent = {id(p): name for name, p in self._module.named_parameters() if p.is_meta}
-            with mesh.watch.during("follows a step to divide it into stages"):
+            with mesh.monitor.during("follows a step to divide it into stages"):
                 made = pickle.dumps(self._make(make, absent, holders) if absent else make())
-            mesh.news.publish((None, made))
+            mesh.control_channel.publish((None, made))
             return pickle.loads(made)
         while True:
-            news: Any = mesh.news.publish()
+            news: Any = mesh.control_channel.publish()
             name, made = news
             if name is None:
                 return pickle.loads(made)
@@ -111,12 +111,12 @@ class Lender:
 
     def _fetch(self, name: str, holders: Mapping[str, int]) -> dict[str, Tensor]:
         if name in holders:
-            self._mesh.news.publish((name, None))
+            self._mesh.control_channel.publish((name, None))
             return {name: self._exchange(name, holders)[name].to(self._mesh.device)}
         assert self._origin is not None
         path = name.rpartition(".")[0]
-        siblings = [f"{path}.{leaf}" if path else leaf for leaf in self._module.get_submodule(path)._parameters]
-        return self._origin.tensors([full for full in siblings if full == name or full not in holders])
+        replica_group = [f"{path}.{leaf}" if path else leaf for leaf in self._module.get_submodule(path)._parameters]
+        return self._origin.tensors([full for full in replica_group if full == name or full not in holders])
 
     def _exchange(self, name: str, holders: Mapping[str, int]) -> dict[str, Tensor]:
         return self._mesh.collect({name: self._module.get_parameter(name).detach()}, lambda n: holders[n])
