@@ -287,8 +287,10 @@ class Monitor:
         if self._wants_account and self._question is None:
             self._question = board.ask(), time.monotonic() + _ANSWER_S
         if (asked := board.asked()) > self._answered:
+            answer = Answer(self._doing(), self._idle_s())
+            for question in range(self._answered + 1, asked + 1):  # several may ask at the same time
+                board.answer(question, answer)
             self._answered = asked
-            board.answer(asked, Answer(self._doing(), self._idle_s()))
         if self._question is not None:
             self._collect(board, *self._question)
 
@@ -307,9 +309,8 @@ class Monitor:
         lines = [
             f"  {name} {answers[rank].doing if rank in answers else silent}" for rank, name in enumerate(self._names)
         ]
-        self._account = Account(
-            ". What the processes do:\n" + "\n".join(lines), min(answer.idle_s for answer in answers.values())
-        )
+        idle_s = min((answer.idle_s for answer in answers.values()), default=math.inf)
+        self._account = Account(". What the processes do:\n" + "\n".join(lines), idle_s)
         self._question, self._wants_account = None, False
 
     def _doing(self) -> str:

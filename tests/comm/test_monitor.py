@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_avgpipe.comm.board import Board
 from lightning_avgpipe.comm.channel import Arrivals
 from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.errors import PeerError, described
@@ -111,6 +112,16 @@ def test_who_does_not_answer_is_named(watching: Watching) -> None:
     account = watching(0, dist.HashStore()).account().text
     assert re.search(rf"{re.escape(NAMES[0])} is not in a step \(at test_monitor.py:\d+ in test_who", account)
     assert re.search(rf"{re.escape(NAMES[1])} does not answer within 1\.5 s: it is gone, stopped or stuck", account)
+
+
+def test_questions_that_are_asked_at_the_same_time_are_all_answered(watching: Watching) -> None:
+    store = dist.HashStore()
+    board = Board(store, 1, 2)
+    before, after = board.ask(), board.ask()
+    watching(0, store)
+    deadline = time.monotonic() + LIMIT_S
+    while not (board.answers(before) and board.answers(after)):
+        assert time.monotonic() < deadline
 
 
 def test_a_keeper_of_the_store_that_is_stopped_is_named_and_nobody_waits_for_it(watching: Watching) -> None:
