@@ -1,16 +1,4 @@
-"""The mesh: which process hosts which stage, and everything that connects the processes.
-
-::
-
-    K = 4 stages on 2 processes      rank 1: stages 0, 2       rank 0: stages 1, 3
-    the last stage is always on rank 0, and so are the loss, the loggers and the dataloader
-
-    K = 2 stages on 4 processes       group 0: stage 0 on rank 1, stage 1 on rank 0
-                                      group 1: stage 0 on rank 3, stage 1 on rank 2
-    ranks of a mesh are those within its group; ``world`` connects all groups
-
-Processes that share devices are in different groups, so that no connection between devices has one of them twice.
-"""
+"""The mesh: everything that connects the processes."""
 
 from __future__ import annotations
 
@@ -36,11 +24,12 @@ from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.comm.process_groups import Pair, ProcessGroups
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.comm.wiring import DIRECTIONS, Wiring, channel_name, wire
 from lightning_avgpipe.engine.accounting import Meter
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.recording import Recorder
-from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, PeerError
+from lightning_avgpipe.errors import AvgPipeError, PeerError
 
 __all__ = ["Mesh"]
 
@@ -68,6 +57,7 @@ class Mesh(Collectives):
     All processes open it at the same time. With one process nothing is connected.
 
     Attributes:
+        stage_map: which process hosts which stage.
         group_number: which group this is; the group's mesh is all that its processes know, but for the following.
         num_groups: how many groups there are.
         layout: the ranks of each group among all processes.
@@ -93,17 +83,10 @@ class Mesh(Collectives):
         deaths: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         device_layout = device_layout or DeviceLayout(world_size)
-        devices = device_layout.num_devices
-        if num_stages % devices and devices % num_stages:
-            raise ConfigurationError(
-                f"num_stages={num_stages} on {devices} devices: the number of stages must be a multiple of the "
-                f"number of devices; use num_stages={max(1, num_stages // devices) * devices}"
-            )
-        self.layout = device_layout.groups(num_stages)
-        self.num_groups = len(self.layout)
-        self.group_number = next(number for number, ranks in enumerate(self.layout) if rank in ranks)
-        ranks = self.layout[self.group_number]
-        super().__init__(ranks, ranks.index(rank))
+        self.stage_map = StageMap.on(device_layout, num_stages, reader)
+        self.layout, self.num_groups = self.stage_map.layout, self.stage_map.num_groups
+        self.group_number, position = self.stage_map.position(rank)
+        super().__init__(self.layout[self.group_number], position)
         self.num_stages = num_stages
         self.device = device
         self.timeout = timeout
@@ -112,7 +95,7 @@ class Mesh(Collectives):
         self.links: tuple[Link, ...] | None = None  # of the hops, once they are measured
         # told of a request to all processes, at the same point of the program on each of them
         self.when_agreed: Callable[[str], None] = lambda request: None
-        self._names = self._make_names()
+        self._names = [self.stage_map.name(other) for other in range(world_size)]
         self._shares_devices = device_layout.sharing > 1
         self._deaths = deaths
         self._collective: threading.Thread | None = None
@@ -140,16 +123,16 @@ class Mesh(Collectives):
 
     def rank_of(self, stage: int) -> int:
         """The process that hosts a stage."""
-        return (self.num_stages - 1 - stage) % self.world_size
+        return self.stage_map.owner(stage)
 
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages of this process."""
-        return self.stages_of(self.rank)
+        return self.stage_map.stages(self.rank)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a process."""
-        return tuple(k for k in range(self.num_stages) if self.rank_of(k) == rank)
+        return self.stage_map.stages(rank)
 
     @property
     def reads(self) -> bool:
@@ -165,16 +148,6 @@ class Mesh(Collectives):
     def leads(self) -> bool:
         """Whether this is rank 0 of all processes, which logs and writes."""
         return self.hosts_last and self.group_number == 0
-
-    def _make_names(self) -> list[str]:
-        """Of all processes, by their ranks among all."""
-        names = {}
-        for number, members in enumerate(self.layout):
-            group = f" of group {number}" if self.num_groups > 1 else ""
-            for position, rank in enumerate(members):
-                stages = self.stages_of(position)
-                names[rank] = f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}{group})"
-        return [names[rank] for rank in sorted(names)]
 
     # -- connections and channels ------------------------------------------------------------------------------------
 

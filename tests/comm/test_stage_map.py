@@ -1,0 +1,45 @@
+"""The stage map says who hosts what, in one group or several."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.errors import ConfigurationError
+
+LAYOUTS = [
+    StageMap.on(DeviceLayout(2), 4), StageMap.on(DeviceLayout(4), 2), StageMap.on(DeviceLayout(2, sharing=2), 4),
+    StageMap.on(DeviceLayout(1), 3), StageMap.on(DeviceLayout(2, nodes=2, sharing=3), 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage_map", LAYOUTS, ids=str)
+def test_every_stage_has_its_processes_and_every_process_its_stages(stage_map: StageMap) -> None:
+    for stage in range(stage_map.num_stages):
+        assert stage_map.owner(stage) == stage_map.ranks(stage)[0]
+        hosts = [rank for rank in range(stage_map.group_size) if stage in stage_map.stages(rank)]
+        assert sorted(stage_map.ranks(stage)) == hosts
+    ranks = [rank for members in stage_map.layout for rank in members]
+    assert sorted(ranks) == list(range(stage_map.world_size))
+    assert all(stage_map.layout[n][p] == rank for rank in ranks for n, p in [stage_map.position(rank)])
+
+
+@pytest.mark.parametrize("stage_map", LAYOUTS, ids=str)
+def test_the_last_stage_is_on_rank_zero(stage_map: StageMap) -> None:
+    assert stage_map.leader == 0
+    assert stage_map.layout[0][stage_map.leader] == 0
+
+
+def test_names_tell_stages_and_groups() -> None:
+    assert StageMap.on(DeviceLayout(2), 4).name(1) == "rank 1 (stages 0, 2)"
+    assert StageMap.on(DeviceLayout(4), 2).name(3) == "rank 3 (stage 0 of group 1)"
+
+
+def test_a_map_is_a_value() -> None:
+    assert StageMap.on(DeviceLayout(2), 2) == StageMap(2, ((0, 1),))
+
+
+def test_a_number_of_stages_that_does_not_fit_the_devices_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"num_stages=3 on 2 devices: .* use num_stages=2"):
+        StageMap.on(DeviceLayout(2), 3)
