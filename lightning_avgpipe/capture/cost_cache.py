@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import platform
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.utils.device import port_of
 
 __all__ = ["CostCache", "default_directory", "fingerprint"]
 
@@ -139,10 +139,9 @@ def fingerprint(graph: CallGraph, module: nn.Module, device: torch.device) -> tu
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):  # Linux tells more there than platform does
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return f"{device.type}: {name}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    port = port_of(device)
+    return (
+        port.name
+        if port.runs_ahead
+        else (f"{device.type}: {port.name}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}")
+    )

@@ -35,6 +35,7 @@ from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_a
 from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 
@@ -391,19 +392,7 @@ class _Timer(StepTracer):
             return self._timed(backward)[1]
 
     def _timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
-        if self._device.type != "cuda":
-            # On one thread the time for which it computed: what other processes take is not the node's.
-            clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-            begin = clock()
-            result = work()
-            return result, clock() - begin
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self._device)
-        begun.record()
-        result = work()
-        ended.record()
-        ended.synchronize()
-        return result, begun.elapsed_time(ended) / 1e3
+        return port_of(self._device).timed(work)
 
     # -- what stays -------------------------------------------------------------------------------------------------
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import random
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_avgpipe.capture.tracer import CallWatcher
+from lightning_avgpipe.utils.random_streams import generators
 
 __all__ = ["DrawWatch", "random_bits"]
 
 
-def random_bits(device: torch.device | None) -> Tensor:
-    """State of torch's generators that units and glue draw from."""
-    state = torch.get_rng_state()
-    if device is not None and device.type == "cuda":
-        state = torch.cat([state, torch.cuda.get_rng_state(device)])
-    return state
+def random_bits(device: torch.device | None) -> tuple[bytes, ...]:
+    """State of torch's generators that units and glue draw from; without an operation, since those are watched."""
+    with torch._C.DisableTorchFunction():
+        states = [generator.get_state() for generator in generators(device or torch.device("cpu"))]
+        return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
 
 
 class DrawWatch(CallWatcher):
@@ -69,7 +70,7 @@ class DrawWatch(CallWatcher):
     def look(self) -> None:
         """See whether generators have moved since the last event."""
         state, host_state = random_bits(self._device), _host_bits()
-        if not torch.equal(state, self._state):
+        if state != self._state:
             self.drawing.add(self._stack[-1])
         if host_state != self._host_state:
             self.host_drawing.add(self._stack[-1])

@@ -257,7 +257,7 @@ class _Recorder(StepTracer):
             with self.mutations.elsewhere(), provenance, Flops() as counter:
                 result = run(*args, **kwargs)
             changes = self._changed(before)
-        draws = not torch.equal(random_before, random_bits(self._device))
+        draws = random_before != random_bits(self._device)
         used = self._provenance.used
         states = self._states([*module.parameters(), *module.buffers(), *used], changes)
         result = self._provenance.followed(result, (args, kwargs), module.modules() if exports else ())
@@ -328,7 +328,7 @@ class _Recorder(StepTracer):
             len(self.nodes), "region", ", ".join(names) or "a function", source_line(),
             self._inputs([*tensors, *used]), parameters=self._parameters(used), states=self._states(used, changes),
             changes=tuple(changes),
-            draws=not torch.equal(random_before, random_bits(self._device)), drawn=tuple(self.watch.calls[calls:]),
+            draws=random_before != random_bits(self._device), drawn=tuple(self.watch.calls[calls:]),
             flops=float(counter.get_total_flops()) + sum(t.numel() for t in given),
         )  # fmt: skip
         self._taken([*tensors, *used])
@@ -402,7 +402,7 @@ class _Recorder(StepTracer):
             return result
         states = tuple(dict.fromkeys((*changed, *(name for name in parameters if name in self.glue_states))))
         parameters = tuple(name for name in parameters if name not in self._buffers)
-        draws = not torch.equal(random_before, random_bits(self._device))
+        draws = random_before != random_bits(self._device)
         if name in ("backward", "grad"):
             self.pinned.append((0, _ANYWHERE, f"the step calls {name}() itself at {source_line()}"))
         self._taken(tensors)

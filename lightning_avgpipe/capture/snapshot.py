@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.changes import put_back
 from lightning_avgpipe.capture.outside import outside
+from lightning_avgpipe.utils.device import all_generators
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.packages import LIGHTNING
 
@@ -29,16 +30,15 @@ _LIBRARIES = ("torch", *LIGHTNING, "torchmetrics", "builtins", "abc", "typing")
 @contextlib.contextmanager
 def random_state() -> Iterator[None]:
     """Put the generators of torch (all devices), NumPy and Python back as they were."""
-    state = (torch.get_rng_state(), np.random.get_state(), random.getstate())
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    of_torch = [(generator, generator.get_state()) for generator in all_generators()]
+    of_numpy, of_python = np.random.get_state(), random.getstate()
     try:
         yield
     finally:
-        torch.set_rng_state(state[0])
-        np.random.set_state(state[1])
-        random.setstate(state[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        for generator, state in of_torch:
+            generator.set_state(state)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from lightning_avgpipe.utils.device import port_of
+
 __all__ = ["Visit"]
 
 
@@ -14,7 +16,7 @@ class Visit:
     """Tensors are on a device within this context, and at home after it."""
 
     def __init__(self, tensors: Collection[Tensor], device: torch.device | None) -> None:
-        moves = device is not None and device.type != "cpu"
+        moves = device is not None and not port_of(device).is_host
         # what has no contents here is lent, if it is needed
         self._tensors = [t for t in tensors if moves and t.device != device and not t.is_meta]
         self._device = device

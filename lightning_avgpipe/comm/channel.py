@@ -28,6 +28,7 @@ from lightning_avgpipe.comm.process_groups import Pair
 from lightning_avgpipe.comm.transfer import transfer
 from lightning_avgpipe.engine.recording import Recorder
 from lightning_avgpipe.errors import PeerError
+from lightning_avgpipe.utils.device import port_of
 
 __all__ = ["Arrivals", "Inbox", "LocalChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "Wire"]
 
@@ -184,7 +185,8 @@ class Wire:
         self._on_devices = on_devices
         self._moved = moved
         # transfers are queued on a stream of their own, so that they overlap with compute
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.port = port_of(device)
+        self.stream = self.port.new_stream()
 
     def broken(self, error: Exception, doing: str) -> PeerError:
         """What to say when the other end is gone."""
@@ -193,7 +195,7 @@ class Wire:
         return lost
 
     @property
-    def transfer_stream(self) -> torch.cuda.Stream | None:
+    def transfer_stream(self) -> Any:
         """The stream on which tensors travel; None if the host moves them."""
         return None if self._on_devices is None else self.stream
 
@@ -203,27 +205,27 @@ class Wire:
     def receive_host(self, tensor: Tensor) -> None:
         transfer(lambda part: self._on_host.group.recv([part], self._on_host.peer, _TAG), tensor, self._moved)
 
-    def send(self, tensor: Tensor, ready: torch.cuda.Event | None) -> None:
-        if tensor.device.type == "cpu" or self._on_devices is None:
+    def send(self, tensor: Tensor, ready: Any) -> None:
+        if tensor.is_cpu or self._on_devices is None:
             if ready is not None:
                 ready.synchronize()
             self.send_host(as_bytes(tensor.cpu()))
             return
         assert self.stream is not None and ready is not None
-        with torch.cuda.stream(self.stream):
+        with self.port.on_stream(self.stream):
             self.stream.wait_event(ready)
             flat = as_bytes(tensor)
             dist.send(flat, self.peer, group=self._on_devices.group)
             flat.record_stream(self.stream)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, on_host: bool) -> tuple[Tensor, Any]:
-        """Returns the tensor and, on CUDA, the event after which it may be read."""
+        """Returns the tensor and, on an accelerator, the event after which it may be read."""
         if on_host or self._on_devices is None:
             tensor = torch.empty(shape, dtype=dtype)
             self.receive_host(as_bytes(tensor))
             return (tensor if on_host else tensor.to(self.device)), None
         assert self.stream is not None
-        with torch.cuda.stream(self.stream):
+        with self.port.on_stream(self.stream):
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
             dist.recv(as_bytes(tensor), self.peer, group=self._on_devices.group)
             return tensor, self.stream.record_event()
@@ -253,8 +255,7 @@ class NetworkOutbox:
 
     def put(self, message: Message) -> None:
         """Send; returns at once."""
-        stream = self._wire.stream
-        ready = torch.cuda.current_stream(stream.device).record_event() if stream is not None else None
+        ready = self._wire.port.event()
         if (recorder := self.recorder) is not None:
             recorder.queued()
         self._queue.put((message, ready, recorder))
@@ -325,11 +326,11 @@ class NetworkInbox:
         return bool(self._arrived)
 
     def get(self) -> Message:
-        """Take the oldest message; on CUDA the current stream waits for its transfer, the host does not."""
+        """Take the oldest message; on an accelerator the current stream waits for its transfer, the host does not."""
         message, events = self._arrived.popleft()
         for tensor, event in zip(message.tensors, events, strict=True):
             if event is not None:
-                current = torch.cuda.current_stream()
+                current = self._wire.port.current_stream()
                 current.wait_event(event)
                 assert tensor is not None
                 tensor.record_stream(current)

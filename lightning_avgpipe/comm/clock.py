@@ -7,13 +7,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["ClockOffset", "DeviceClock", "Moment", "Stopwatch", "estimate_offset", "host_now"]
+from lightning_avgpipe.utils.device import Moment, port_of
 
-# A time of this process's clock, or on CUDA an event that will have one.
-Moment = float | torch.cuda.Event
+__all__ = ["ClockOffset", "DeviceClock", "Stopwatch", "estimate_offset", "host_now"]
 
 host_now = time.perf_counter
 
@@ -40,71 +40,49 @@ def estimate_offset(rounds: Iterable[tuple[float, float, float]]) -> ClockOffset
 
 
 class DeviceClock:
-    """Reads times where work happens: on the host at once, on CUDA by events that nothing waits for.
+    """Reads times where work happens: on the host at once, on an accelerator by events that nothing waits for.
 
-    On CUDA an anchor ties the events to the host's clock. Making it waits for the device once, and so does reading the
+    There an anchor ties the events to the host's clock. Making it waits for the device once, and so does reading the
     first event afterwards; in between the host never waits.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            torch.cuda.synchronize(device)
-            self._anchor = self._event(torch.cuda.current_stream(device))
-            self._anchor.synchronize()
+        self._port = port_of(device)
+        self._port.synchronize()
+        self._anchor = self._port.moment()
+        self._port.synchronize()
         self._anchored_s = host_now()
 
-    def now(self, stream: torch.cuda.Stream | None = None) -> Moment:
+    def now(self, stream: Any = None) -> Moment:
         """The moment at which a stream gets here; default: the current stream, or on the host this instant."""
-        if not self._cuda:
-            return host_now()
-        return self._event(torch.cuda.current_stream(self._device) if stream is None else stream)
+        return self._port.moment(stream)
 
     def seconds(self, moment: Moment) -> float:
         """When it was, on the host's clock."""
-        if isinstance(moment, float):
-            return moment
-        moment.synchronize()
-        return self._anchored_s + self._anchor.elapsed_time(moment) / 1e3
-
-    @staticmethod
-    def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
+        return moment if isinstance(moment, float) else self._anchored_s + self._port.seconds(self._anchor, moment)
 
 
 class Stopwatch:
     """Times laps on a device; the host waits neither for their ends nor for the results."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._port = port_of(device)
         self._laps: deque[tuple[int, Moment, Moment]] = deque()
 
     @contextlib.contextmanager
     def lap(self, number: int) -> Iterator[None]:
         """What is queued or done within this context is one lap; one that raises is none."""
-        begin = self._now()
+        begin = self._port.moment()
         yield
-        self._laps.append((number, begin, self._now()))
+        self._laps.append((number, begin, self._port.moment()))
 
     def finished(self) -> list[tuple[int, float]]:
         """Number and seconds of each lap that has ended on the device since the last call, in order."""
         found = []
         while self._laps:
             number, begin, end = self._laps[0]
-            if isinstance(begin, float) or isinstance(end, float):
-                seconds = end - begin  # type: ignore[operator]
-            elif end.query():
-                seconds = begin.elapsed_time(end) / 1e3
-            else:
+            if not self._port.has_passed(end):
                 break
             self._laps.popleft()
-            found.append((number, seconds))
+            found.append((number, self._port.seconds(begin, end)))
         return found
-
-    def _now(self) -> Moment:
-        if self._device.type != "cuda":
-            return host_now()
-        return DeviceClock._event(torch.cuda.current_stream(self._device))

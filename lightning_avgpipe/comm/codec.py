@@ -63,7 +63,7 @@ class TensorForm(NamedTuple):
             order = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
             if not tensor.permute(order).is_contiguous():
                 order = None
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu", order)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, order)
 
     @property
     def is_empty(self) -> bool:

@@ -11,6 +11,7 @@ from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.comm.channel import Inbox
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.utils.device import port_of
 
 __all__ = ["measure_links"]
 
@@ -69,11 +70,11 @@ def _round_trip_s(mesh: Mesh, hop: int, size: int) -> float:
     probe = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
     seconds = []
     for _ in range(1 + _REPETITIONS):  # the first one warms up
-        _synchronize(mesh.device)
+        port_of(mesh.device).synchronize()
         begin = time.perf_counter()
         wiring.to_next.put(Message(0, (probe,), (False,), ("probe", "echo")))
         _receive(mesh, wiring.gradients, hop)
-        _synchronize(mesh.device)
+        port_of(mesh.device).synchronize()
         seconds.append(time.perf_counter() - begin)
         if seconds[0] > _LONG_S and len(seconds) > 1:
             break
@@ -91,8 +92,3 @@ def _receive(mesh: Mesh, inbox: Inbox, hop: int) -> Message:
     inbox.expect(1)
     mesh.wait(inbox.ready, f"waits for its neighbour while the link between stages {hop} and {hop + 1} is timed")
     return inbox.get()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

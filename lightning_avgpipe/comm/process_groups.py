@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_avgpipe.comm.alone import own_group
+from lightning_avgpipe.utils.device import backends
 
 __all__ = ["Pair", "ProcessGroups"]
 
@@ -62,7 +63,7 @@ class ProcessGroups:
         timeout: timedelta,
         device_backend: str | None = None,
     ) -> None:
-        self._both = f"cpu:{_HOST},cuda:{device_backend}" if device_backend else _HOST
+        self._both = backends(_HOST, device_backend) if device_backend else _HOST
         self._layout = layout
         self._number = number
         self._rank = rank

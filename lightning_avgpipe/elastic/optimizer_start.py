@@ -39,7 +39,7 @@ def states_of_group_0(optimizers: Sequence[Optimizer], replica_group: ReplicaGro
         )
     tensors = [v for state in states for entry in state.values() for v in entry.values() if isinstance(v, Tensor)]
     for on_host in (True, False):  # which do not fit into one message
-        replica_group.copy([tensor for tensor in tensors if (tensor.device.type == "cpu") == on_host])
+        replica_group.copy([tensor for tensor in tensors if tensor.is_cpu == on_host])
     return states
 
 
@@ -62,7 +62,7 @@ def _describe(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
 
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _Described(tuple(value.shape), value.dtype, value.device.type == "cpu")
+        return _Described(tuple(value.shape), value.dtype, value.is_cpu)
     return value
 
 

@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_avgpipe.planning.model_memory import Holding
 from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.placeholder import Absent
 
 __all__ = ["DeviceMeter", "Footprint", "HostMeter", "Meter"]
@@ -213,14 +214,14 @@ class DeviceMeter(Meter):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device = device
-        torch.cuda.reset_peak_memory_stats(device)
-        self._base = self._highest = torch.cuda.memory_allocated(device)
+        self._port = port_of(device)
+        self._port.reset_peak()
+        self._base = self._highest = self._port.allocated_bytes()
         self._own: dict[int, int] = defaultdict(int)  # what the actions of each stage have added by now
         self._began = 0
 
     def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
-        passing = torch.cuda.max_memory_allocated(self._device) - self._highest
+        passing = self._port.peak_bytes() - self._highest
         here = {stage: holding.total - holding.coming for stage, holding in holdings.items()}
         total = sum(here.values())
         found = {}
@@ -234,12 +235,12 @@ class DeviceMeter(Meter):
         return found
 
     def _before(self, stage: int) -> int:
-        self._began = torch.cuda.memory_allocated(self._device)
+        self._began = self._port.allocated_bytes()
         self._highest = max(self._highest, self._began)
         return self._own[stage]
 
     def _after(self, stage: int, action: Action, pipeline: int) -> None:
-        now = torch.cuda.memory_allocated(self._device)
+        now = self._port.allocated_bytes()
         self._highest = max(self._highest, now)
         self._own[stage] += now - self._began
 

@@ -16,6 +16,7 @@ from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.comm.message import Message, pack, unpack
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.source import source_line
 
 __all__ = ["Exchange"]
@@ -77,8 +78,7 @@ class Exchange:
 
     def _broadcast(self, source: int, header: bytes, size: int, tensors: Sequence[Tensor]) -> Any:
         mesh, first = self._mesh, self._mesh.ranks[source]
-        if mesh.device.type == "cuda":
-            torch.cuda.set_device(mesh.device)  # of this thread
+        port_of(mesh.device).enter_thread()
         mine = source == mesh.rank
         frame = torch.frombuffer(bytearray(header), dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
         dist.broadcast(frame, first, group=mesh.control)

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.errors import MemoryShortage
 from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.utils.device import is_out_of_memory
 
 __all__ = ["MemoryGuard"]
 
 _SPOILT = "spoilt"
-_HOST_ALLOCATOR = "DefaultCPUAllocator"  # of torch, which raises a RuntimeError
 
 
 class MemoryGuard:
@@ -64,7 +62,7 @@ class MemoryGuard:
 
     def _note(self, where: str, error: Exception) -> None:
         """Keep the text only, since the traceback holds tensors; what is no lack of memory is raised again."""
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and _HOST_ALLOCATOR not in str(error):
+        if not is_out_of_memory(error):
             raise error
         self._spoilt = True
         self._account = f"{where}: {str(error) or type(error).__name__}"

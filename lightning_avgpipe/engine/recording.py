@@ -9,14 +9,15 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from lightning_avgpipe.comm.clock import ClockOffset, DeviceClock, Moment, host_now
+from lightning_avgpipe.comm.clock import ClockOffset, DeviceClock, host_now
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.schedule import Action, Activity, Span, Timeline, Transfer
 from lightning_avgpipe.schedule.timeline import peak_stash
+from lightning_avgpipe.utils.device import Moment
 
 __all__ = ["Recorder", "Recording", "assemble"]
 
@@ -89,7 +90,7 @@ class Recorder:
             self._unsent += 1
 
     @contextlib.contextmanager
-    def sending(self, channel: str, micro_batch: int, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    def sending(self, channel: str, micro_batch: int, stream: Any) -> Iterator[None]:
         """A queued message is sent within this context: on a stream, or None: by the host."""
         begin = self._there(stream)
         yield
@@ -98,7 +99,7 @@ class Recorder:
             self._unsent -= 1
             self._all_sent.notify_all()
 
-    def arrived(self, channel: str, micro_batch: int, stream: torch.cuda.Stream | None) -> None:
+    def arrived(self, channel: str, micro_batch: int, stream: Any) -> None:
         """A message is there: when its stream gets here, or None: now."""
         self._arrived[channel, micro_batch] = self._there(stream)
 
@@ -124,7 +125,7 @@ class Recorder:
             {message: at(moment) for message, moment in self._arrived.items()},
         )
 
-    def _there(self, stream: torch.cuda.Stream | None) -> Moment:
+    def _there(self, stream: Any) -> Moment:
         return host_now() if stream is None else self._clock.now(stream)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from lightning_avgpipe.engine.recording import Recorder
 from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.utils.device import port_of
 
 __all__ = ["BusyRecorder", "Kernel", "KernelTrace", "sampling_device", "tracing_kernels"]
 
@@ -87,13 +88,13 @@ class KernelTrace:
 
 @contextlib.contextmanager
 def tracing_kernels(device: torch.device) -> Iterator[KernelTrace]:
-    """Within this context torch's profiler watches a CUDA device; the trace is there at its end."""
-    from torch.profiler import ProfilerActivity, profile
+    """Within this context torch's profiler watches a device; the trace is there at its end."""
+    from torch.profiler import profile, supported_activities
 
     trace = KernelTrace()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=supported_activities()) as profiler:
         yield trace
-        torch.cuda.synchronize(device)
+        port_of(device).synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -113,7 +114,7 @@ def sampling_device(device: torch.device) -> Iterator[list[float]]:
     def sample() -> None:
         try:
             while not ended.wait(_SAMPLE_S):
-                samples.append(torch.cuda.utilization(device) / 100)
+                samples.append(port_of(device).utilization())
         except Exception as error:  # NVML's own errors have names only where it is installed
             _log.info("NVML does not say how busy %s is: %s", device, error)
             samples.clear()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 
 import torch
 
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["MemoryLimit", "free_bytes", "limit_of", "parse_limit"]
+__all__ = ["MemoryLimit", "limit_of", "parse_limit"]
 
 MemoryLimit = str | int | float | None
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -49,20 +49,4 @@ def limit_of(limit: MemoryLimit, device: torch.device, sharing: int) -> float:
         sharing: stages that share the device.
     """
     number = parse_limit(limit)
-    return number * _total(device) / sharing if number <= 1 else number
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory of a device that nobody uses now; on a host that does not tell, all of it."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except ValueError:
-        return _total(device)
-
-
-def _total(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return number * port_of(device).total_bytes() / sharing if number <= 1 else number

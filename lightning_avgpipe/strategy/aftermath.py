@@ -293,7 +293,7 @@ class _Pickler(pickle.Pickler):
         if self._left < 0:
             raise pickle.PicklingError("the tensors that it holds are too large")
         numbers = as_bytes(obj.detach().cpu()).numpy().tobytes()
-        return "tensor", (numbers, obj.dtype, tuple(obj.shape), obj.device.type == "cpu")
+        return "tensor", (numbers, obj.dtype, tuple(obj.shape), obj.is_cpu)
 
 
 class _Unpickler(pickle.Unpickler):

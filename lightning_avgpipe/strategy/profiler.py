@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from lightning_avgpipe.planning.model_memory import ModelBytes, model_bytes
 from lightning_avgpipe.strategy.rehearsal import BusyRecording, Rehearsal
 from lightning_avgpipe.tuning import Curve, Device, HopProfile, OtherSize, Profile, Setting, StageMemory, StageProfile
 from lightning_avgpipe.tuning.trials import Budget, busy_curve, durations, trial_sizes
+from lightning_avgpipe.utils.device import port_of
 
 __all__ = ["Profiler"]
 
@@ -144,14 +144,14 @@ class Profiler:
 
     def _durations(self, runs: Sequence[BusyRecording]) -> dict[tuple[int, str], float]:
         spans = [(s.stage, s.action.kind, s.end_s - s.begin_s) for run in runs for s in run.recording.spans]
-        if self._mesh.device.type == "cuda":  # what the host does between actions, the device does not wait for
+        if port_of(self._mesh.device).runs_ahead:  # what the host does between actions, the device does not wait for
             return durations(spans)
         return durations(spans, [(run.busy_s, _within_s(run)) for run in runs])
 
     def _curves(
         self, setting: Setting, runs: Sequence[BusyRecording], seconds: dict[tuple[int, str], float]
     ) -> dict[tuple[int, str], Curve]:
-        if self._mesh.device.type == "cuda":
+        if port_of(self._mesh.device).runs_ahead:
             return self._kernel_curves(setting, seconds)
         curves: dict[tuple[int, str], Curve] = {}
         for (stage, kind), length in seconds.items():
@@ -199,10 +199,10 @@ class Profiler:
 
     def _memory(self, setting: Setting, tick: Callable[[], object]) -> tuple[dict[int, StageMemory], float]:
         """Bytes of each stage here, and seconds of the optimizers' steps."""
-        strategy, device, captured = self._rehearsal.strategy, self._mesh.device, self._rehearsal.captured
+        strategy, port, captured = self._rehearsal.strategy, port_of(self._mesh.device), self._rehearsal.captured
         plan, module = strategy.plan, strategy.lightning_module
         assert plan is not None and module is not None
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+        before = port.allocated_bytes() if port.counts_memory else None
         kept = self._rehearsal.kept(setting)
         tick()
         models: dict[int, ModelBytes] = {}
@@ -211,7 +211,7 @@ class Profiler:
                 model_bytes(plan, self._mesh.stages, module, strategy.optimizers, captured, self._mesh.num_groups)
             )
         )
-        context = _context_bytes(device) // len(self._mesh.stages)
+        context = port.other_bytes() // len(self._mesh.stages)
         held = sum(k.holding.total - k.holding.coming for k in kept.values()) if kept else 0
         # what lies on the device that nobody accounts for is there at any setting
         other = max(0, before - held) // len(self._mesh.stages) if before is not None and kept else 0
@@ -294,15 +294,6 @@ def _clock_shift(run: BusyRecording, trace: KernelTrace) -> float | None:
     return statistics.median(shifts) if shifts and trace.kernels else None
 
 
-def _context_bytes(device: torch.device) -> int:
-    """What is used of a device besides what the allocator has reserved."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, total - free - torch.cuda.memory_reserved(device))
-
-
 def _device(device: torch.device) -> Device:
-    on_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_cuda else platform.processor() or platform.machine()
-    return Device(name, int(limit_of(1.0, device, 1)), in_turns=not on_cuda)
+    port = port_of(device)
+    return Device(port.name, int(limit_of(1.0, device, 1)), in_turns=not port.runs_ahead)

@@ -42,6 +42,7 @@ from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning import Setting
+from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.patching import replaced
 
 __all__ = ["Rehearsal", "rehearsing"]
@@ -236,8 +237,7 @@ class Rehearsal:
             parameter.grad = None
 
     def _now(self) -> float:
-        if self.strategy.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.strategy.mesh.device)
+        port_of(self.strategy.mesh.device).synchronize()
         return time.perf_counter()
 
 

@@ -37,6 +37,7 @@ from lightning_avgpipe.schedule import Schedule, build, first_advance, from_warm
 from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
 from lightning_avgpipe.schedule.timeline import peak_stash
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.device import port_of
 
 __all__ = ["Decisions", "ScheduleControl"]
 
@@ -245,7 +246,7 @@ class ScheduleControl:
 
     def _meter(self, task: Task, plan: Plan, works: Sequence[Sequence[MicroBatch]] = ()) -> Meter | None:
         """None where it cannot be measured: a step whose costs were not measured may not bear to be watched."""
-        if self._mesh.device.type == "cuda":
+        if port_of(self._mesh.device).counts_memory:
             return DeviceMeter(self._mesh.device)
         if not plan.measured:
             return None

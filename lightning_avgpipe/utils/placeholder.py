@@ -28,7 +28,7 @@ class TensorMeta(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
         """Describe a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu", tensor.requires_grad)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, tensor.requires_grad)
 
 
 class Absent(Tensor):

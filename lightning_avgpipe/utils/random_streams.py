@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lightning_avgpipe.utils.device import port_of
+
 __all__ = ["RandomKey", "generators", "host_stream", "seed_all", "stream"]
 
 
@@ -40,9 +42,7 @@ class RandomKey:
 @functools.cache
 def generators(device: torch.device) -> tuple[torch.Generator, ...]:
     """Those that draws on this device may use."""
-    if device.type == "cuda":
-        return torch.default_generator, torch.cuda.default_generators[device.index or 0]
-    return (torch.default_generator,)
+    return port_of(device).generators
 
 
 def seed_all(seed: int, device: torch.device) -> None:

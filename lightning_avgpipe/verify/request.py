@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory import nbytes
-from lightning_avgpipe.planning.memory_limit import free_bytes
+from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.verify.subject import Subject
 from lightning_avgpipe.verify.verifier import Verifier
 
@@ -88,7 +88,7 @@ def _check_memory(strategy: Subject) -> None:
     module = strategy.lightning_module
     assert module is not None
     size = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
-    needed, free = _COPIES * size, free_bytes(strategy.root_device)
+    needed, free = _COPIES * size, port_of(strategy.root_device).free_bytes()
     if strategy.mesh.rank == 0 and needed > free:
         raise ConfigurationError(
             f"verify runs the whole model on rank 0, which takes {nbytes(needed)} ({_COPIES} times its {nbytes(size)} "

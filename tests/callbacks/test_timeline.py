@@ -18,6 +18,7 @@ from lightning_avgpipe.comm.clock import ClockOffset, DeviceClock, estimate_offs
 from lightning_avgpipe.engine.recording import Recorder, Recording, assemble
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.schedule import Action, Activity, Span, Transfer, build
+from lightning_avgpipe.utils.device import AcceleratorPort, DevicePort, Moment
 from tests import processes
 from tests.driver import Engine
 from tests.models import MLP, loader
@@ -54,9 +55,21 @@ class Event:
         return other.milliseconds - self.milliseconds
 
 
-def test_events_are_placed_on_the_hosts_clock_by_their_distance_from_the_anchor() -> None:
+class Distant(DevicePort):
+    """An accelerator on which the anchor passes at 0.1 s."""
+
+    seconds = AcceleratorPort.seconds
+
+    def moment(self, stream: object = None) -> Moment:
+        return Event(100.0)  # type: ignore[return-value]
+
+
+def test_events_are_placed_on_the_hosts_clock_by_their_distance_from_the_anchor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lightning_avgpipe.comm.clock.port_of", Distant)
+    monkeypatch.setattr("lightning_avgpipe.comm.clock.host_now", lambda: 7.0)
     clock = DeviceClock(CPU)
-    clock._anchor, clock._anchored_s = Event(100.0), 7.0  # type: ignore[assignment]
     assert clock.seconds(Event(350.0)) == pytest.approx(7.25)  # type: ignore[arg-type]
     assert clock.seconds(3.5) == 3.5
 

@@ -25,6 +25,7 @@ from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.strategy import profiler
 from lightning_avgpipe.tuning import Corrected, Prediction, Profile, Result, Setting
+from lightning_avgpipe.utils.device import DevicePort
 from tests import processes
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
@@ -299,19 +300,19 @@ def test_a_limit_that_nothing_fits_says_what_is_missing_on_which_stage(tmp_path:
         mlp(AvgPipeTuner(1, memory_limit=1000, dirpath=tmp_path))
 
 
-def driver(device: torch.device) -> int:
-    return 25
+def driver(port: DevicePort) -> float:
+    return 0.25
 
 
-def no_driver(device: torch.device) -> int:
+def no_driver(port: DevicePort) -> float:
     raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
 
 
 @pytest.mark.parametrize("utilization", [driver, no_driver])
 def test_where_no_kernels_are_seen_the_driver_is_asked(
-    utilization: Callable[[torch.device], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    utilization: Callable[[DevicePort], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setattr(DevicePort, "utilization", utilization)
     monkeypatch.setattr(profiler, "_SAMPLED_S", 0.2)
     monkeypatch.setattr(
         profiler.Profiler, "_curves", lambda self, setting, _, times: self._sampled_curves(setting, times)

@@ -49,7 +49,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     fake = SimpleNamespace(perf_counter=clock.perf_counter, thread_time=clock.perf_counter)
-    monkeypatch.setattr("lightning_avgpipe.capture.measure.time", fake)
+    for module in ("capture.measure", "utils.device"):
+        monkeypatch.setattr(f"lightning_avgpipe.{module}.time", fake)
     return clock
 
 

@@ -17,6 +17,7 @@ from lightning_avgpipe.engine import microbatch, randomness
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import ConfigurationError, VerificationError
 from lightning_avgpipe.strategy.log import StepLog
+from lightning_avgpipe.utils.device import DevicePort
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify import verifier as verifying
 from lightning_avgpipe.weights.tied import TiedParameters
@@ -112,7 +113,7 @@ def test_one_stage_needs_no_verification() -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_avgpipe.verify.request.free_bytes", lambda device: 100)
+    monkeypatch.setattr(DevicePort, "free_bytes", lambda port: 100)
     with pytest.raises(ConfigurationError, match="100 B are free on cpu"):
         fit(MLP())
 

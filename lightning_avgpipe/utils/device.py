@@ -1,0 +1,264 @@
+"""The device port: all that differs between the host and an accelerator, whose work outlasts the calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+__all__ = [
+    "AcceleratorPort",
+    "DevicePort",
+    "Event",
+    "Moment",
+    "all_generators",
+    "backends",
+    "is_out_of_memory",
+    "port_of",
+]
+
+_HOST_ALLOCATOR = "DefaultCPUAllocator"  # of torch, which raises a RuntimeError
+
+T = TypeVar("T")
+
+
+class Event(Protocol):
+    """A place in the work of a stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has got there."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from here to there."""
+
+
+Moment = float | Event  # a time of this process's clock, or on an accelerator an event that will have one
+
+
+@functools.cache
+def port_of(device: torch.device) -> DevicePort:
+    """What to ask about a device."""
+    return (AcceleratorPort if device.type == "cuda" else DevicePort)(device)
+
+
+def all_generators() -> list[torch.Generator]:
+    """Torch's generators, of all devices that are in use."""
+    accelerators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *accelerators]
+
+
+def backends(host: str, accelerator: str) -> str:
+    """Names for torch.distributed what connects hosts, and what connects accelerators."""
+    return f"cpu:{host},cuda:{accelerator}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host, had too little memory."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _HOST_ALLOCATOR in str(error)
+
+
+class DevicePort:
+    """A device whose work is done when a call returns, as the host's; its memory is the host's.
+
+    Args:
+        device: the device.
+
+    Attributes:
+        runs_ahead: whether calls return before their work is done.
+        counts_memory: whether its allocator says what is allocated.
+    """
+
+    runs_ahead = False
+    counts_memory = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def is_host(self) -> bool:
+        """Whether tensors there are in the host's memory."""
+        return self.device.type == "cpu"
+
+    @property
+    def name(self) -> str:
+        """Of the model of device."""
+        with contextlib.suppress(OSError):  # Linux tells more there than platform does
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        return platform.processor() or platform.machine()
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Those that draws on this device may use."""
+        return (torch.default_generator,)
+
+    # -- streams and time ----------------------------------------------------------------------------------------------
+
+    def enter_thread(self) -> None:
+        """Make it the current device of this thread."""
+
+    def synchronize(self) -> None:
+        """Wait until all of its work is done."""
+
+    def new_stream(self) -> Any:
+        """A stream beside the current one; None where there are none."""
+        return None
+
+    def current_stream(self) -> Any:
+        """The stream on which this thread puts its work; None where there are none."""
+        return None
+
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Work within this context goes to a stream."""
+        return contextlib.nullcontext()
+
+    def event(self) -> Any:
+        """The place where the current stream is; None where its work is done."""
+        return None
+
+    def moment(self, stream: Any = None) -> Moment:
+        """When a stream gets here, by default the current one."""
+        return time.perf_counter()
+
+    def has_passed(self, moment: Moment) -> bool:
+        """Whether it has got there."""
+        return True
+
+    def seconds(self, begin: Moment, end: Moment) -> float:
+        """Between two moments; waits for the end."""
+        return end - begin  # type: ignore[operator]
+
+    def timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        """Do some work; its result, and the seconds that it took."""
+        # On one thread the time for which it computed: what other processes take is not its own.
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        begin = clock()
+        result = work()
+        return result, clock() - begin
+
+    def utilization(self) -> float:
+        """Which part of the time it was busy lately, 0..1.
+
+        Raises:
+            Exception: of any kind, where that cannot be told.
+        """
+        raise NotImplementedError(f"{self.device} does not tell how busy it is")
+
+    # -- memory, in bytes ----------------------------------------------------------------------------------------------
+
+    def total_bytes(self) -> int:
+        """All that it has."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def free_bytes(self) -> int:
+        """What nobody uses now; on a host that does not tell, all of it."""
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        except ValueError:
+            return self.total_bytes()
+
+    def other_bytes(self) -> int:
+        """What is used besides what the allocator has reserved."""
+        return 0
+
+    def allocated_bytes(self) -> int:
+        """What tensors of this process use now; 0 where this is not counted."""
+        return 0
+
+    def peak_bytes(self) -> int:
+        """The most that they used since the last :meth:`reset_peak`."""
+        return 0
+
+    def reset_peak(self) -> None:
+        """Begin anew to look for the peak."""
+
+
+class AcceleratorPort(DevicePort):
+    """A device with streams and an allocator of its own, behind torch's module for it, such as ``torch.cuda``."""
+
+    runs_ahead = True
+    counts_memory = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._torch: Any = torch.get_device_module(device)
+
+    @property
+    def name(self) -> str:
+        return str(self._torch.get_device_name(self.device))
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        self._torch.init()
+        return torch.default_generator, self._torch.default_generators[self.device.index or 0]
+
+    def enter_thread(self) -> None:
+        self._torch.set_device(self.device)
+
+    def synchronize(self) -> None:
+        self._torch.synchronize(self.device)
+
+    def new_stream(self) -> Any:
+        return self._torch.Stream(self.device)
+
+    def current_stream(self) -> Any:
+        return self._torch.current_stream(self.device)
+
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return self._torch.stream(stream)  # type: ignore[no-any-return]
+
+    def event(self) -> Any:
+        return self.current_stream().record_event()
+
+    def moment(self, stream: Any = None) -> Moment:
+        event = self._torch.Event(enable_timing=True)
+        event.record(self.current_stream() if stream is None else stream)
+        return event  # type: ignore[no-any-return]
+
+    def has_passed(self, moment: Moment) -> bool:
+        assert not isinstance(moment, float)
+        return moment.query()
+
+    def seconds(self, begin: Moment, end: Moment) -> float:
+        assert not isinstance(begin, float) and not isinstance(end, float)
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        self.synchronize()
+        begin = self.moment()
+        result = work()
+        return result, self.seconds(begin, self.moment())
+
+    def utilization(self) -> float:
+        return float(self._torch.utilization(self.device)) / 100
+
+    def total_bytes(self) -> int:
+        return int(self._torch.get_device_properties(self.device).total_memory)
+
+    def free_bytes(self) -> int:
+        return int(self._torch.mem_get_info(self.device)[0])
+
+    def other_bytes(self) -> int:
+        free, total = self._torch.mem_get_info(self.device)
+        return max(0, total - free - self._torch.memory_reserved(self.device))
+
+    def allocated_bytes(self) -> int:
+        return int(self._torch.memory_allocated(self.device))
+
+    def peak_bytes(self) -> int:
+        return int(self._torch.max_memory_allocated(self.device))
+
+    def reset_peak(self) -> None:
+        self._torch.reset_peak_memory_stats(self.device)

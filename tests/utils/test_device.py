@@ -1,0 +1,196 @@
+"""The device port: what is asked of the host, what of an accelerator, and that nothing else asks."""
+
+from __future__ import annotations
+
+import ast
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_avgpipe.capture import random_use
+from lightning_avgpipe.capture.snapshot import random_state
+from lightning_avgpipe.comm.clock import DeviceClock, Stopwatch
+from lightning_avgpipe.utils.device import all_generators, is_out_of_memory, port_of
+
+PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
+HOST = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+# Names of a library, and of values that an option has.
+NAMES = {
+    "utils/objects.py": {"torch.cuda"}, "strategy/options.py": {"'cpu:gloo,cuda:nccl'"},
+    "strategy/connected.py": {"cpu:gloo,cuda:", "cuda", "device.type == 'cuda'"},
+    "strategy/strategy.py": {"self.root_device.type == 'cpu'"},
+}  # fmt: skip
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def names_of_devices(path: Path) -> list[str]:
+    """Where a module asks by itself which kind of device there is."""
+    tree, found = ast.parse(path.read_text()), []
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
+            found.append("torch.cuda")
+        elif isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "type":
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Constant) and node not in texts and isinstance(node.value, str):
+            found += [node.value] if "cuda" in node.value and node.value != "is_cuda" else []
+    return sorted(set(found) - NAMES.get(str(path.relative_to(PACKAGE)), set()))
+
+
+def test_only_the_port_knows_kinds_of_devices() -> None:
+    port = PACKAGE / "utils" / "device.py"
+    assert names_of_devices(port)
+    asking = {str(p.relative_to(PACKAGE)): names_of_devices(p) for p in PACKAGE.rglob("*.py") if p != port}
+    assert not {file: names for file, names in asking.items() if names}
+
+
+def test_on_the_host_work_is_done_when_a_call_returns() -> None:
+    port = port_of(HOST)
+    assert port.is_host and not port.runs_ahead and not port.counts_memory
+    port.enter_thread()
+    port.synchronize()
+    assert port.new_stream() is port.current_stream() is port.event() is None
+    with port.on_stream(None):
+        begin = port.moment()
+    end = port.moment()
+    assert port.has_passed(end)
+    assert port.seconds(begin, end) >= 0
+
+
+def test_the_hosts_memory_is_that_of_the_machine() -> None:
+    port = port_of(HOST)
+    assert 0 < port.free_bytes() <= port.total_bytes()
+    port.reset_peak()
+    assert port.allocated_bytes() == port.peak_bytes() == port.other_bytes() == 0
+    assert port.name
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_work_is_timed_with_its_result(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        begin = time.perf_counter()
+        result, seconds = port_of(HOST).timed(lambda: sum(range(10_000)))
+        assert result == 49_995_000
+        assert 0 < seconds <= time.perf_counter() - begin
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_host_does_not_tell_how_busy_it_is() -> None:
+    with pytest.raises(NotImplementedError, match="cpu"):
+        port_of(HOST).utilization()
+
+
+def test_what_raises_without_memory_is_known() -> None:
+    with pytest.raises(RuntimeError) as host:
+        torch.empty(2**62, dtype=torch.uint8)
+    assert all(map(is_out_of_memory, (host.value, MemoryError(), torch.OutOfMemoryError())))
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_random_state_is_put_back_for_every_generator() -> None:
+    assert torch.default_generator in all_generators()
+    with random_state():
+        first = torch.rand(4)
+    assert torch.equal(torch.rand(4), first)
+
+
+def test_looking_whether_generators_have_moved_is_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two of them, as on an accelerator: a tensor made in a unit would count as one that the unit keeps."""
+    own = torch.Generator()
+    monkeypatch.setattr(random_use, "generators", lambda device: (torch.default_generator, own))
+    done: list[str] = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            done.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    watch = random_use.DrawWatch(nn.Identity(), None)
+    torch.rand(1, generator=own)
+    with Operations():
+        watch.look()
+        same = random_use.random_bits(None) == random_use.random_bits(None)
+    assert same and not done
+    assert watch.drawing == {""}
+
+
+# -- with CUDA -------------------------------------------------------------------------------------------------------
+
+
+@cuda
+def test_on_cuda_the_host_waits_for_events_only_when_it_reads_them() -> None:
+    port = port_of(CUDA)
+    assert port.runs_ahead and port.counts_memory and not port.is_host
+    port.enter_thread()
+    x = torch.randn(512, 512, device=CUDA)
+    begin = port.moment()
+    y = x @ x
+    end = port.moment()
+    assert port.seconds(begin, end) > 0
+    assert port.has_passed(end)
+    result, seconds = port.timed(lambda: x @ x)
+    assert torch.equal(result, y)
+    assert seconds > 0
+
+
+@cuda
+def test_on_cuda_a_stream_waits_for_an_event_of_another() -> None:
+    port = port_of(CUDA)
+    stream = port.new_stream()
+    assert stream != port.current_stream()
+    x = torch.ones(1024, device=CUDA)
+    ready = port.event()
+    with port.on_stream(stream):
+        assert port.current_stream() == stream
+        stream.wait_event(ready)
+        y = x + 1
+    port.synchronize()
+    assert float(y.sum()) == 2048
+
+
+@cuda
+def test_on_cuda_the_allocator_is_asked() -> None:
+    port = port_of(CUDA)
+    port.reset_peak()
+    before = port.allocated_bytes()
+    x = torch.empty(2**20, device=CUDA)
+    assert port.allocated_bytes() - before == x.nbytes
+    del x
+    assert port.peak_bytes() - before == 2**22
+    assert 0 < port.free_bytes() < port.total_bytes()
+    assert port.other_bytes() > 0
+    assert port.name == torch.cuda.get_device_name(CUDA)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        torch.empty(2 * port.total_bytes(), dtype=torch.uint8, device=CUDA)
+    assert is_out_of_memory(error.value)
+
+
+@cuda
+def test_on_cuda_draws_are_those_of_the_ports_generators() -> None:
+    _, generator = port_of(CUDA).generators
+    assert generator in all_generators()
+    with random_state():
+        first = torch.rand(4, device=CUDA)
+    state = generator.get_state()
+    assert torch.equal(torch.rand(4, device=CUDA), first)
+    assert not torch.equal(generator.get_state(), state)
+
+
+@cuda
+def test_on_cuda_clocks_agree_with_the_hosts() -> None:
+    clock, watch = DeviceClock(CUDA), Stopwatch(CUDA)
+    begin = time.perf_counter()
+    with watch.lap(0):
+        torch.randn(1024, 1024, device=CUDA) @ torch.randn(1024, 1024, device=CUDA)
+    at = clock.seconds(clock.now())
+    assert begin - 0.01 <= at <= time.perf_counter() + 0.01
+    assert [number for number, _ in watch.finished()] == [0]
