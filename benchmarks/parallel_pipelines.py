@@ -45,8 +45,9 @@ from benchmarks.models import SIZES, LanguageModel, Size, example, make_model
 from benchmarks.processes import add_options, connected, launch
 from benchmarks.resident import MIB, Resident
 from benchmarks.rounds import in_turns, record
-from benchmarks.schedules import Blocks, ThrottledMesh, calibrate, goodput
+from benchmarks.schedules import Blocks, ThrottledGroups, calibrate, goodput
 from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.engine.accounting import HostMeter
 from lightning_avgpipe.engine.pipeline import run_together
 from lightning_avgpipe.engine.stage import Task
@@ -365,7 +366,7 @@ def work(options: argparse.Namespace) -> None:
     """What each process does; rank 0 writes the results."""
     time_only = options.parts == ["time"]
     throttled = time_only and options.links == "throttled"
-    with connected(ThrottledMesh if throttled else Mesh) as mesh:
+    with connected(ThrottledGroups if throttled else ProcessGroups) as mesh:
         if time_only:
             measured = measure_time(mesh, options, goodput(mesh, throttled, options.megabits[0]))
         else:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from benchmarks import network
 from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.process_groups import ProcessGroups
 
 __all__ = ["TIMEOUT", "add_options", "connected", "free_port", "launch"]
 
@@ -71,12 +72,12 @@ def launch(script: str, arguments: Sequence[str], world_size: int, megabits: int
 
 
 @contextlib.contextmanager
-def connected(kind: type[Mesh] = Mesh) -> Iterator[Mesh]:
+def connected(network: type[ProcessGroups] = ProcessGroups) -> Iterator[Mesh]:
     """In a rank: an open mesh of all ranks with a stage on each, which is closed when all are done."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     num_stages = dist.get_world_size()
-    mesh = kind(num_stages, dist.get_rank(), num_stages, torch.device("cpu"), TIMEOUT)
+    mesh = Mesh(num_stages, dist.get_rank(), num_stages, torch.device("cpu"), TIMEOUT, groups=network)
     mesh.open()
     yield mesh
     mesh.barrier()

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import network
 from benchmarks.processes import add_options, connected, launch
 from benchmarks.rounds import record
+from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import Wire
 from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.planning.planner import Planner
@@ -115,16 +119,21 @@ class ThrottledWire(Wire):
         super().send(tensor, ready)
 
 
-class ThrottledMesh(Mesh):
-    """A mesh whose wires are throttled."""
+class ThrottledGroups(ProcessGroups):
+    """A network whose wires are throttled."""
+
+    wire_type = ThrottledWire
 
     def __init__(self, *args: Any) -> None:
-        self._links: dict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
+        self._links: dict[Any, threading.Lock] = defaultdict(threading.Lock)
         super().__init__(*args)
 
-    def _wire(self, kind: str, a: int, b: int, peer: int) -> Wire:
-        wire = ThrottledWire(peer, self.process_groups.on_host(kind, a, b), self.device, None, self.moved)
-        wire.link = self._links[kind.split(" of ")[0], peer]  # of a direction of a hop, whichever the pipeline
+    def wire(self, route: Route, arrivals: Arrivals) -> Wire:
+        wire = super().wire(route, arrivals)
+        assert isinstance(wire, ThrottledWire)
+        # of a direction of a hop, whichever the pipeline
+        what = replace(route.what, pipeline=0) if isinstance(route.what, Edge) else route.what
+        wire.link = self._links[what, route.source, route.target]
         return wire
 
 
@@ -196,7 +205,7 @@ def calibrate(mesh: Mesh, model: Blocks, wanted_s: dict[str, float], run: Callab
 def work(options: argparse.Namespace) -> None:
     """What each process does; rank 0 writes the results."""
     throttled = options.links == "throttled"
-    with connected(ThrottledMesh if throttled else Mesh) as mesh:
+    with connected(ThrottledGroups if throttled else ProcessGroups) as mesh:
         rate = goodput(mesh, throttled, options.megabits)
         rows = [row for ratio in options.ratios for row in measure(mesh, options, ratio, rate)]
     if mesh.rank == 0:

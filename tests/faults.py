@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExcep
 from torch import Tensor, nn
 
 from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.routes import Edge, Route
 from tests import processes
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline
@@ -229,13 +230,14 @@ def train(rank: int, fault: Fault, folder: Path) -> None:
 
 def announce_connections(model: Faulty) -> None:
     """Tell the module when connections are made, at the start or for another pipeline."""
-    pair = ProcessGroups.pair
+    connect = ProcessGroups.connect
 
-    def announced(self: ProcessGroups, kind: str, a: int, b: int) -> Any:
-        model.happens("reconfigure" if "pipeline 1" in kind else "connecting", after=0)
-        return pair(self, kind, a, b)
+    def announced(self: ProcessGroups, route: Route) -> None:
+        widened = isinstance(route.what, Edge) and route.what.pipeline == 1
+        model.happens("reconfigure" if widened else "connecting", after=0)
+        connect(self, route)
 
-    ProcessGroups.pair = announced  # type: ignore[method-assign]
+    ProcessGroups.connect = announced  # type: ignore[method-assign]
 
 
 def reconfigured(trainer: L.Trainer, *_: Any) -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEn
 from lightning.pytorch.trainer.connectors import signal_connector
 from torch import Tensor, nn
 
+from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.errors import StepChangedError
 from tests import faults, processes
 from tests.driver import Engine
@@ -145,14 +146,14 @@ def watched(rank: int) -> list[str]:
     torch.set_num_threads(1)
     called: list[str] = []
     model = MLP()
-    for name in COLLECTIVES:
-        collective = getattr(dist, name)
+    for owner, name in [(Collectives, "together"), *((dist, name) for name in COLLECTIVES)]:
+        collective = getattr(owner, name)
 
         def counted(*args: Any, _name: str = name, _collective: Any = collective, **kwargs: Any) -> Any:
             called.append(_name)
             return _collective(*args, **kwargs)
 
-        setattr(dist, name, counted)
+        setattr(owner, name, counted)
     during: list[str] = []
     model.on_train_batch_start = lambda _, i: called.clear() if i == 1 else None  # type: ignore[method-assign]
     model.on_train_end = lambda: during.extend(called)  # type: ignore[method-assign]

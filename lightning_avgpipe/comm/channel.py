@@ -8,116 +8,49 @@ get in each other's way.
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, as_bytes
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.monitor import Monitor
-from lightning_avgpipe.comm.process_groups import Pair
+from lightning_avgpipe.comm.routes import Route
 from lightning_avgpipe.comm.transfer import transfer
-from lightning_avgpipe.engine.recording import Recorder
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["Arrivals", "Inbox", "LocalChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "Wire"]
+__all__ = ["Inbox", "MemoryChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "Pair", "Traffic", "Wire"]
 
 _TAG = 0
-_POLL_S = 0.5  # between two looks at the clock; whatever happens wakes the wait
 
 
-class Arrivals:
-    """Wakes the executor when something arrived on any of its inboxes, or when an inbox failed."""
+class Traffic(Protocol):
+    """Is told, from any thread, of messages that travel between processes."""
 
-    def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.failure: BaseException | None = None
-        self._moved = -math.inf
+    def queued(self) -> None:
+        """A message will be sent."""
 
-    def moved(self) -> None:
-        """Bytes went over a connection of this process."""
-        self._moved = time.monotonic()
+    def sending(self, route: Route, micro_batch: int, stream: Any) -> AbstractContextManager[None]:
+        """A queued message is sent within this context: on a stream, or None: by the host."""
 
-    def idle_s(self) -> float:
-        """Seconds since then."""
-        return time.monotonic() - self._moved
-
-    def notify(self) -> None:
-        """Something arrived."""
-        with self.condition:
-            self.condition.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        """A channel cannot go on."""
-        with self.condition:
-            self.failure = self.failure or error
-            self.condition.notify_all()
-
-    def wait_for(
-        self,
-        ready: Callable[[], bool],
-        timeout_s: float,
-        doing: Callable[[], str],
-        monitor: Monitor,
-    ) -> None:
-        """Block until ``ready()``.
-
-        Args:
-            timeout_s: longest wait in which no connection of any process moves bytes, in seconds. Time in which this
-                process itself does not run, because it is stopped, does not count.
-            doing: says what this process does, as ``waits for the input of F0``.
-            watch: knows whether another process has failed.
-        Raises:
-            PeerError: nothing arrived in time, a channel broke, or another process has failed.
-        """
-        if ready():
-            return
-        with monitor.during(doing()):
-            self._wait(ready, timeout_s, f"{monitor.name} {monitor.activity}", monitor)
-
-    def _wait(self, ready: Callable[[], bool], timeout_s: float, waiting: str, monitor: Monitor) -> None:
-        waited_s, looked = 0.0, time.monotonic()
-        while True:
-            monitor.check()
-            with self.condition:
-                if ready():
-                    return
-                if self.failure is None:
-                    self.condition.wait(_POLL_S)
-                if ready():
-                    return
-                failure = self.failure
-            if failure is not None:
-                monitor.look()
-                raise PeerError(f"{waiting}, but {failure}{monitor.account().text}") from failure
-            now = time.monotonic()
-            waited_s, looked = waited_s + min(now - looked, 2 * _POLL_S), now
-            if waited_s > timeout_s:
-                account = monitor.account()
-                waited_s = min(waited_s, account.idle_s, self.idle_s())
-                if waited_s > timeout_s:
-                    raise PeerError(
-                        f"{waiting}, and nothing arrived for {timeout_s:g} s. Either a process is stuck, or the work "
-                        f"takes longer than the strategy's timeout; raise timeout=... if so{account.text}"
-                    )
-                looked = time.monotonic()
+    def arrived(self, route: Route, micro_batch: int, stream: Any) -> None:
+        """A message is there: when its stream gets here, or None: now."""
 
 
 class Inbox(Protocol):
     """The receiving end of a channel."""
 
-    def expect(self, count: int) -> None:
-        """So many messages will come: receive them as they do."""
+    def expect(self, count: int, observers: Sequence[Traffic] = ()) -> None:
+        """So many messages will come: receive them as they do, and tell the observers."""
 
     def ready(self) -> bool:
         """Whether a message has arrived."""
@@ -125,22 +58,33 @@ class Inbox(Protocol):
     def get(self) -> Message:
         """Take the oldest message that has arrived."""
 
+    def close(self, join_s: float) -> None:
+        """Receive no more, and drop what was not taken."""
+
 
 class Outbox(Protocol):
     """The sending end of a channel."""
 
-    def put(self, message: Message) -> None:
-        """Send; returns at once."""
+    def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
+        """Send, and tell the observers; returns at once."""
+
+    def close(self, join_s: float) -> None:
+        """Stop after what is queued, or after so many seconds."""
 
 
-class LocalChannel:
-    """Both ends of a channel between two stages of one process."""
+class MemoryChannel:
+    """Both ends of a channel within one process: between two of its stages, or two threads that stand for processes.
 
-    def __init__(self) -> None:
+    Args:
+        arrivals: told when a message is there; None if nobody waits elsewhere.
+    """
+
+    def __init__(self, arrivals: Arrivals | None = None) -> None:
+        self._arrivals = arrivals
         self._queue: deque[Message] = deque()
 
-    def expect(self, count: int) -> None:
-        """Nothing to prepare."""
+    def expect(self, count: int, observers: Sequence[Traffic] = ()) -> None:
+        """Nothing to prepare: nothing travels."""
 
     def ready(self) -> bool:
         """Whether a message waits."""
@@ -150,13 +94,32 @@ class LocalChannel:
         """Take the oldest message."""
         return self._queue.popleft()
 
-    def put(self, message: Message) -> None:
+    def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
         """Pass a message on; its tensors are shared, not copied."""
         self._queue.append(message)
+        if self._arrivals is not None:
+            self._arrivals.notify()
 
     def clear(self) -> None:
         """Drop what was not taken."""
         self._queue.clear()
+
+    def close(self, join_s: float = 0.0) -> None:
+        """Drop what was not taken."""
+        self.clear()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A connection of two processes.
+
+    Attributes:
+        group: of gloo, or of torch.distributed.
+        peer: number of the other process in it.
+    """
+
+    group: Any
+    peer: int
 
 
 class Wire:
@@ -235,30 +198,26 @@ class NetworkOutbox:
     """The sending end of a channel to another process.
 
     Args:
-        name: for messages, as ``forward 0``.
+        route: for messages.
         wire: to the other end.
         arrivals: told when sending fails.
-
-    Attributes:
-        recorder: told of every message that is put from now on.
     """
 
-    def __init__(self, name: str, wire: Wire, arrivals: Arrivals) -> None:
-        self.name = name
+    def __init__(self, route: Route, wire: Wire, arrivals: Arrivals) -> None:
+        self._route = route
         self._wire = wire
         self._arrivals = arrivals
         self._frames = FrameWriter()
-        self.recorder: Recorder | None = None
-        self._queue: queue.SimpleQueue[tuple[Message, Any, Recorder | None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"avgpipe send {name}", daemon=True)
+        self._queue: queue.SimpleQueue[tuple[Message, Any, Sequence[Traffic]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"avgpipe send {route}", daemon=True)
         self._thread.start()
 
-    def put(self, message: Message) -> None:
-        """Send; returns at once."""
+    def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
+        """Send, and tell the observers; returns at once."""
         ready = self._wire.port.event()
-        if (recorder := self.recorder) is not None:
-            recorder.queued()
-        self._queue.put((message, ready, recorder))
+        for observer in observers:
+            observer.queued()
+        self._queue.put((message, ready, observers))
 
     def close(self, join_s: float) -> None:
         """Stop the thread after what is queued; one that waits for a peer that is gone ends with its connection."""
@@ -270,23 +229,25 @@ class NetworkOutbox:
             while self._send_next():
                 pass
         except Exception as error:  # handed to the executor, which names stage and action
-            self._arrivals.fail(self._wire.broken(error, f"sending on channel '{self.name}'"))
+            self._arrivals.fail(self._wire.broken(error, f"sending on channel '{self._route}'"))
 
     def _send_next(self) -> bool:
         # a frame of its own: a thread that waits for the next message keeps no tensor of the last one alive
         if (item := self._queue.get()) is None:
             return False
-        message, ready, recorder = item
-        with self._recorded(message, ready, recorder):
+        message, ready, observers = item
+        with self._observed(message, ready, observers) if observers else contextlib.nullcontext():
             self._send(message, ready)
         return True
 
-    def _recorded(self, message: Message, ready: Any, recorder: Recorder | None) -> AbstractContextManager[None]:
-        if recorder is None:
-            return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _observed(self, message: Message, ready: Any, observers: Sequence[Traffic]) -> Iterator[None]:
         if (stream := self._wire.transfer_stream) is not None:
             stream.wait_event(ready)  # sending begins when there is something to send
-        return recorder.sending(self.name, message.micro_batch, stream)
+        with contextlib.ExitStack() as sending:
+            for observer in observers:
+                sending.enter_context(observer.sending(self._route, message.micro_batch, stream))
+            yield
 
     def _send(self, message: Message, ready: Any) -> None:
         first, forms, complete = self._frames.write(message, inner=ready is None)
@@ -298,28 +259,23 @@ class NetworkOutbox:
 
 
 class NetworkInbox:
-    """The receiving end of a channel from another process. Same arguments as :class:`NetworkOutbox`.
+    """The receiving end of a channel from another process. Same arguments as :class:`NetworkOutbox`."""
 
-    Attributes:
-        recorder: told of every message that arrives from now on.
-    """
-
-    def __init__(self, name: str, wire: Wire, arrivals: Arrivals) -> None:
-        self.name = name
+    def __init__(self, route: Route, wire: Wire, arrivals: Arrivals) -> None:
+        self._route = route
         self._wire = wire
         self._arrivals = arrivals
-        self.recorder: Recorder | None = None
         self._frames = FrameReader()
         self._arrived: deque[tuple[Message, list[Any]]] = deque()
-        self._expected = threading.Semaphore(0)
+        self._expected: queue.SimpleQueue[Sequence[Traffic]] = queue.SimpleQueue()
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name=f"avgpipe receive {name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"avgpipe receive {route}", daemon=True)
         self._thread.start()
 
-    def expect(self, count: int) -> None:
-        """Post the receives of so many messages."""
-        if count:
-            self._expected.release(count)
+    def expect(self, count: int, observers: Sequence[Traffic] = ()) -> None:
+        """Post the receives of so many messages, of which the observers will be told."""
+        for _ in range(count):
+            self._expected.put(observers)
 
     def ready(self) -> bool:
         """Whether a message has arrived."""
@@ -339,25 +295,25 @@ class NetworkInbox:
     def close(self, join_s: float) -> None:
         """Stop the thread; one that waits for a peer that is gone ends with its connection."""
         self._closing = True
-        self._expected.release()
+        self._expected.put(())
         self._thread.join(join_s)
 
     def _work(self) -> None:
         try:
             while True:
-                self._expected.acquire()
+                observers = self._expected.get()
                 if self._closing:
                     return
-                self._hand_in()
+                self._hand_in(observers)
         except Exception as error:  # handed to the executor, which names stage and action
             if not self._closing:
-                self._arrivals.fail(self._wire.broken(error, f"receiving on channel '{self.name}'"))
+                self._arrivals.fail(self._wire.broken(error, f"receiving on channel '{self._route}'"))
 
-    def _hand_in(self) -> None:
+    def _hand_in(self, observers: Sequence[Traffic]) -> None:
         # a frame of its own, as in the outbox: nothing of a message stays behind
         item = self._receive()
-        if (recorder := self.recorder) is not None:
-            recorder.arrived(self.name, item[0].micro_batch, self._wire.transfer_stream)
+        for observer in observers:
+            observer.arrived(self._route, item[0].micro_batch, self._wire.transfer_stream)
         with self._arrivals.condition:
             self._arrived.append(item)
             self._arrivals.condition.notify_all()
@@ -385,4 +341,5 @@ class NetworkInbox:
                 tensor = form.from_wire(tensor)
             tensors.append(tensor)
             events.append(event)
-        return Message(opened.micro_batch, tuple(tensors), opened.requires_grad, opened.entries), events
+        message = Message(opened.micro_batch, tuple(tensors), opened.requires_grad, opened.entries, opened.abandoned)
+        return message, events

@@ -85,7 +85,7 @@ class TensorForm(NamedTuple):
         return tensor if order is None else tensor.permute(sorted(range(len(order)), key=order.__getitem__))
 
 
-_Structure = tuple[tuple[TensorForm | None, ...], tuple[bool, ...], Any]  # requires_grad and entries of the message
+_Structure = tuple[tuple[TensorForm | None, ...], tuple[bool, ...], Any, bool]  # the last three are the message's own
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class FrameWriter:
             the tensors are in the frame.
         """
         forms = tuple(None if t is None else TensorForm.of(t) for t in message.tensors)
-        structure = forms, message.requires_grad, message.entries
+        structure = forms, message.requires_grad, message.entries, message.abandoned
         number = self._number(structure)
         text = pickle.dumps(structure) if number < 0 else b""
         parts = [] if not inner else [
@@ -156,6 +156,7 @@ class Opened:
         forms: of its tensors.
         requires_grad: of the message.
         entries: of the message.
+        abandoned: of the message.
         tensors: those that were in the frame, in order; None if they come after it.
     """
 
@@ -163,6 +164,7 @@ class Opened:
     forms: tuple[TensorForm | None, ...]
     requires_grad: tuple[bool, ...]
     entries: Any
+    abandoned: bool
     tensors: list[Tensor] | None
 
 
@@ -194,7 +196,7 @@ class FrameReader:
                 self._structures.append(structure)
         else:
             structure = self._structures[number]
-        forms, requires_grad, entries = structure
+        forms, requires_grad, entries, abandoned = structure
         tensors = None
         if nbytes:
             tensors, position = [], _aligned(_PREFIX.size + length)
@@ -205,7 +207,7 @@ class FrameReader:
                     flat.copy_(frame[position : position + flat.numel()])
                     position += _aligned(flat.numel())
                     tensors.append(tensor)
-        return Opened(micro_batch, forms, requires_grad, entries, tensors)
+        return Opened(micro_batch, forms, requires_grad, entries, abandoned, tensors)
 
 
 def _aligned(nbytes: int) -> int:

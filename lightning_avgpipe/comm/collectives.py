@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.clock import ClockOffset, estimate_offset, host_now
 from lightning_avgpipe.comm.codec import as_bytes
+from lightning_avgpipe.comm.network import Network
+from lightning_avgpipe.comm.routes import Party
 from lightning_avgpipe.comm.transfer import transfer
 
 __all__ = ["Collectives"]
@@ -19,76 +20,108 @@ __all__ = ["Collectives"]
 T = TypeVar("T")
 
 _CLOCK_ROUNDS = 16
+_TAG = 0
 
 
-class Collectives(ABC):
+class Collectives:
     """A set of processes.
 
     Args:
-        ranks: of the members among all processes, ascending.
-        rank: of this process among the members.
+        party: of the members.
+        rank: of this process among the members, in their order.
+        network: connects them; not asked if there is only one.
+        run: runs something that waits for the others, and says for errors what this process does meanwhile.
+        moved: called when bytes went over a connection.
 
     Attributes:
-        ranks: as given.
+        ranks: of the members among all.
         rank: as given. All methods mean such ranks.
         world_size: number of members.
-        control: connects the members on the host; None if there is only one.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(
+        self,
+        party: Party,
+        rank: int,
+        network: Network,
+        run: Callable[[Callable[[], object], str], None],
+        moved: Callable[[], None],
+    ) -> None:
+        self.ranks = party.ranks
         self.rank = rank
         self.world_size = len(self.ranks)
-        self.control: dist.ProcessGroup | None = None
+        self._party = party
+        self._network = network
+        self._run = run
+        self._moved = moved
 
-    @abstractmethod
+    @property
+    def process_group(self) -> Any:
+        """What connects the members, while they are connected: that of torch, if the network is."""
+        return self._network.group(self._party)
+
     def together(self, what: str, collective: Callable[[], object]) -> None:
-        """Run a collective on the host; while it waits, look whether another process has failed."""
-
-    @abstractmethod
-    def moved(self) -> None:
-        """Bytes went over a connection of this process."""
-
-    def _send(self, tensor: Tensor, rank: int) -> None:
-        flat = as_bytes(tensor.cpu().contiguous())
-        transfer(lambda part: dist.isend(part, self.ranks[rank], group=self.control), flat, self.moved)
-
-    def _receive(self, like: Tensor, rank: int) -> Tensor:
-        received = torch.empty(like.shape, dtype=like.dtype)
-        transfer(lambda part: dist.irecv(part, self.ranks[rank], group=self.control), as_bytes(received), self.moved)
-        return received
+        """Run a collective, unless there is one process; while it waits, look whether another process has failed."""
+        if self.world_size > 1:
+            self._run(collective, f"waits for the other processes in {what}")
 
     def barrier(self, what: str = "a barrier") -> None:
         """Wait for all processes."""
-        self.together(what, lambda: dist.barrier(group=self.control))
+        self.together(what, lambda: self.process_group.allreduce([torch.zeros(1)]).wait())
 
     def broadcast(self, item: T, source: int = 0) -> T:
         """Every process gets the source's item."""
         if self.world_size == 1:
             return item
-        box = [item]
-        first = self.ranks[source]
-        self.together("a broadcast", lambda: dist.broadcast_object_list(box, first, group=self.control))
-        return box[0]
+        mine = _pickled(item) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+        received = [mine]
+
+        def exchange() -> None:
+            size = torch.tensor([mine.numel()])
+            self.process_group.broadcast(size, source).wait()
+            if self.rank != source:
+                received[0] = torch.empty(int(size), dtype=torch.uint8)
+            self._broadcast(received[0], source)
+
+        self.together("a broadcast", exchange)
+        return item if self.rank == source else _unpickled(received[0])  # type: ignore[no-any-return]
 
     def gather_objects(self, item: T) -> list[T]:
         """On rank 0 every process's item, by rank; elsewhere only one's own."""
-        items: list[Any] = [None] * self.world_size
         if self.world_size == 1:
             return [item]
-        self.together(
-            "a gathering of objects",
-            lambda: dist.gather_object(item, items if self.rank == 0 else None, self.ranks[0], group=self.control),
-        )
-        return items if self.rank == 0 else [item]
+        mine, items = _pickled(item), [item]
+
+        def exchange() -> None:
+            if self.rank != 0:
+                self._send(torch.tensor([mine.numel()]), 0)
+                self._send(mine, 0)
+                return
+            for rank in range(1, self.world_size):
+                size = self._receive(torch.empty(1, dtype=torch.int64), rank)
+                items.append(_unpickled(self._receive(torch.empty(int(size), dtype=torch.uint8), rank)))
+
+        self.together("a gathering of objects", exchange)
+        return items
 
     def exchange_objects(self, item: T) -> list[T]:
         """Every process's item, by rank, on all of them."""
-        items: list[Any] = [None] * self.world_size
         if self.world_size == 1:
             return [item]
-        self.together("an exchange of objects", lambda: dist.all_gather_object(items, item, group=self.control))
-        return items
+        mine = _pickled(item)
+        found: list[T] = []
+
+        def exchange() -> None:
+            sizes = [torch.empty(1, dtype=torch.int64) for _ in self.ranks]
+            self.process_group.allgather(sizes, torch.tensor([mine.numel()])).wait()
+            padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
+            padded[: mine.numel()] = mine
+            parts = [torch.empty_like(padded) for _ in self.ranks]
+            self.process_group.allgather(parts, padded).wait()
+            found.extend(_unpickled(part[: int(size)]) for part, size in zip(parts, sizes, strict=True))
+
+        self.together("an exchange of objects", exchange)
+        return found
 
     def clock(self) -> ClockOffset:
         """How far this process's clock is from that of rank 0. Every rank calls it."""
@@ -98,22 +131,22 @@ class Collectives(ABC):
             reading = torch.empty((), dtype=torch.float64)
             for _ in range(_CLOCK_ROUNDS):
                 asked = host_now()
-                dist.send(reading, self.ranks[0], group=self.control)
-                dist.recv(reading, self.ranks[0], group=self.control)
+                self._send(reading, 0)
+                reading = self._receive(reading, 0)
                 rounds.append((asked, float(reading), host_now()))
 
         def answer() -> None:
-            for peer in self.ranks[1:]:
+            for peer in range(1, self.world_size):
                 for _ in range(_CLOCK_ROUNDS):
-                    dist.recv(torch.empty((), dtype=torch.float64), peer, group=self.control)
-                    dist.send(torch.tensor(host_now(), dtype=torch.float64), peer, group=self.control)
+                    reading = self._receive(torch.empty((), dtype=torch.float64), peer)
+                    self._send(torch.full_like(reading, host_now()), peer)
 
         self.together("an alignment of clocks", answer if self.rank == 0 else exchange)
         return estimate_offset(rounds) if rounds else ClockOffset()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over processes, in place, for a tensor on the host."""
-        self.together("a sum", lambda: dist.all_reduce(tensor, group=self.control))
+        self.together("a sum", lambda: self.process_group.allreduce([tensor]).wait())
         return tensor
 
     def collect(self, tensors: Mapping[str, Tensor], owner: Callable[[str], int]) -> dict[str, Tensor]:
@@ -174,14 +207,29 @@ class Collectives(ABC):
                     continue
                 mine = owner(name) == self.rank
                 copy = tensor.detach().cpu().contiguous() if mine else torch.empty(tensor.shape, dtype=tensor.dtype)
-                source = self.ranks[owner(name)]
-                transfer(
-                    lambda part, source=source: dist.broadcast(part, source, group=self.control, async_op=True),  # type: ignore[misc]
-                    as_bytes(copy),
-                    self.moved,
-                )
+                self._broadcast(as_bytes(copy), owner(name))
                 if not mine:
                     spread[name] = copy
 
         self.together("a spreading of parameters", exchange)
         return spread
+
+    def _send(self, tensor: Tensor, rank: int) -> None:
+        flat = as_bytes(tensor.cpu().contiguous())
+        transfer(lambda part: self.process_group.send([part], rank, _TAG), flat, self._moved)
+
+    def _receive(self, like: Tensor, rank: int) -> Tensor:
+        received = torch.empty(like.shape, dtype=like.dtype)
+        transfer(lambda part: self.process_group.recv([part], rank, _TAG), as_bytes(received), self._moved)
+        return received
+
+    def _broadcast(self, flat: Tensor, source: int) -> None:
+        transfer(lambda part: self.process_group.broadcast(part, source), flat, self._moved)
+
+
+def _pickled(item: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+
+
+def _unpickled(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

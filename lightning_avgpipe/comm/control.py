@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lightning_avgpipe.comm.channel import NetworkInbox, NetworkOutbox
+from lightning_avgpipe.comm.channel import Inbox, Outbox
 from lightning_avgpipe.comm.message import pack, unpack
-from lightning_avgpipe.comm.monitor import Monitor
+from lightning_avgpipe.comm.waits import Waits
 
 __all__ = ["ControlChannel", "ControlChannels"]
 
@@ -42,12 +42,12 @@ class ControlChannels:
         reports: on rank 0 from each other rank.
     """
 
-    out: Sequence[NetworkOutbox] = ()
-    source: NetworkInbox | None = None
-    relay_out: Sequence[NetworkOutbox] = ()
-    relay_source: NetworkInbox | None = None
-    reports_out: NetworkOutbox | None = None
-    reports: Mapping[int, NetworkInbox] = field(default_factory=dict)
+    out: Sequence[Outbox] = ()
+    source: Inbox | None = None
+    relay_out: Sequence[Outbox] = ()
+    relay_source: Inbox | None = None
+    reports_out: Outbox | None = None
+    reports: Mapping[int, Inbox] = field(default_factory=dict)
 
 
 class ControlChannel:
@@ -57,26 +57,16 @@ class ControlChannel:
         rank: of this process in its group.
         num_groups: of processes.
         channels: to and from the others.
-        watch: knows of failures, and of what this process has been asked for from outside.
-        wait: until something is so, within limits; its second argument says for an error what is waited for.
-        when_agreed: told of a request, at the same point of the program on each process.
+        waits: for rank 0; their monitor knows of failures, and of what this process has been asked for from outside.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        num_groups: int,
-        channels: ControlChannels,
-        monitor: Monitor,
-        wait: Callable[[Callable[[], bool], str], None],
-        when_agreed: Callable[[str], None],
-    ) -> None:
+    def __init__(self, rank: int, num_groups: int, channels: ControlChannels, waits: Waits) -> None:
         self._rank = rank
         self._num_groups = num_groups
         self._channels = channels
-        self._monitor = monitor
-        self._wait = wait
-        self._when_agreed = when_agreed
+        self._waits = waits
+        self._monitor = waits.monitor
+        self._listeners: list[Callable[[str], None]] = []
         self._agreed: frozenset[str] = frozenset()
 
     def publish(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:
@@ -144,15 +134,20 @@ class ControlChannel:
     def agree(self, requests: frozenset[str]) -> None:
         """All processes learn of requests with the same message, so all do what was asked for at the same point."""
         for request in sorted(requests - self._agreed):
-            self._when_agreed(request)
+            for listener in self._listeners:
+                listener(request)
         self._agreed |= requests
+
+    def when_agreed(self, listener: Callable[[str], None]) -> None:
+        """From now on tell of each request, at the same point of the program on each process."""
+        self._listeners.append(listener)
 
     def agreed(self, request: str) -> bool:
         """Whether all processes know by now of what one was asked for."""
         return request in self._agreed
 
-    def _hear(self, inbox: NetworkInbox | None) -> Any:
+    def _hear(self, inbox: Inbox | None) -> Any:
         assert inbox is not None
         inbox.expect(1)
-        self._wait(inbox.ready, "waits for rank 0's news")
+        self._waits.until(inbox.ready, "waits for rank 0's news")
         return unpack(inbox.get())

@@ -23,12 +23,14 @@ class Message:
         requires_grad: for values, which of them ask for a gradient.
         entries: for values, what the nodes before the cut returned: fewer if the step has ended before. For gradients
             whether the step has skipped the micro-batch: there is no loss.
+        abandoned: whether the sender has given up the iteration, and has nothing to send.
     """
 
     micro_batch: int
     tensors: tuple[Tensor | None, ...]
     requires_grad: tuple[bool, ...] = ()
     entries: Any = ()
+    abandoned: bool = False
 
 
 class _Tensor:

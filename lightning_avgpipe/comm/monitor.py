@@ -133,6 +133,10 @@ class Monitor:
             where = f"\n\nNoticed by {self.name}" + (f", which {self.activity}" if self.activity else "")
             raise PeerError(self.failure + where + self._lapse())
 
+    def does(self, activity: str) -> None:
+        """From now on the main thread does this."""
+        self.activity = activity
+
     @contextlib.contextmanager
     def during(self, activity: str) -> Iterator[None]:
         """Within this context the main thread does this; and still does, for messages, when it fails."""

@@ -1,8 +1,8 @@
-"""Process groups: what joins the processes of a mesh, pairs of them for messages and groups of them for collectives.
+"""Process groups: a network of torch, pairs of processes for messages and groups of them for collectives.
 
 On the host both are gloo's. Everything that a process connects there shares one listening socket and the thread that
-serves it, those of torch's group of all processes. A process has the connections of one mesh at a time: the next mesh
-closes those of the one before, so their number does not grow with the number of trainers.
+serves it, those of torch's group of all processes. A process has the connections of one network at a time: the
+next one closes those of the one before, so their number does not grow with the number of trainers.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +18,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_avgpipe.comm.alone import own_group
+from lightning_avgpipe.comm.arrivals import Arrivals
+from lightning_avgpipe.comm.channel import NetworkInbox, NetworkOutbox, Pair, Wire
+from lightning_avgpipe.comm.routes import Edge, Party, Route
 from lightning_avgpipe.utils.device import backends
 
-__all__ = ["Pair", "ProcessGroups"]
+__all__ = ["ProcessGroups"]
 
 _GRACE = timedelta(seconds=60)
 _NEVER_SENT = 99  # a tag of transfers
@@ -31,49 +33,28 @@ _current: ProcessGroups | None = None  # of this process
 _numbers = itertools.count()  # of what was opened; the same on all processes, which open in the same order
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A connection of two processes.
-
-    Attributes:
-        group: of gloo, or of torch.distributed.
-        peer: number of the other process in it.
-    """
-
-    group: Any
-    peer: int
-
-
 class ProcessGroups:
-    """Connects the processes of each group alike; ranks are those within a group.
+    """Connects processes by their ranks among all.
 
     Args:
-        layout: the ranks of each group among all processes.
-        number: of this process's group.
-        rank: of this process among all.
+        rank: of this process.
+        device: of this process.
         timeout: longest wait for another process.
         device_backend: backend between devices, such as "nccl"; None if all goes over the host.
     """
 
-    def __init__(
-        self,
-        layout: Sequence[Sequence[int]],
-        number: int,
-        rank: int,
-        timeout: timedelta,
-        device_backend: str | None = None,
-    ) -> None:
+    wire_type: type[Wire] = Wire
+
+    def __init__(self, rank: int, device: torch.device, timeout: timedelta, device_backend: str | None = None) -> None:
         self._both = backends(_HOST, device_backend) if device_backend else _HOST
-        self._layout = layout
-        self._number = number
         self._rank = rank
+        self._device = device
         self._timeout = timeout + _GRACE  # our own waits end first: their errors name stage and action
         self._device_backend = None if device_backend == "gloo" else device_backend
         self._opened: int | None = None
         self._store: dist.Store | None = None
-        self._on_hosts: dict[tuple[str, int, int], Pair] = {}
-        self._on_devices: dict[tuple[str, int, int], Pair] = {}
-        self._subsets: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._pairs: dict[Route, tuple[Pair, Pair | None]] = {}  # on hosts, and between devices
+        self._parties: dict[Party, dist.ProcessGroup] = {}
         self._groups: list[dist.ProcessGroup] = []  # of torch.distributed
         self._ours: list[Any] = []  # in which the host may wait: group, and its ranks
 
@@ -100,64 +81,55 @@ class ProcessGroups:
         for group in self._groups:
             with contextlib.suppress(ValueError):  # torch.distributed has been ended meanwhile
                 dist.destroy_process_group(group)
-        for kept in (self._on_hosts, self._on_devices, self._subsets):
-            kept.clear()
+        self._pairs.clear()
+        self._parties.clear()
         self._groups, self._ours, self._opened, self._store = [], [], None, None
         if _current is self:
             _current = None
 
-    def connect(self, kind: str, a: int, b: int, devices: bool = False) -> None:
-        """Connect two processes for messages of a kind, unless they are.
+    def connect(self, route: Route) -> None:
+        """Connect the ends of a route, unless they are; those of stages also between devices that have a backend."""
+        if route not in self._pairs:
+            on_host, on_devices = self._pair(route), None
+            if self._device_backend is not None and isinstance(route.what, Edge):
+                ranks = sorted((route.source, route.target))
+                on_devices = Pair(self._join(ranks, self._device_backend), int(ranks[0] == self._rank))
+            self._pairs[route] = on_host, on_devices
 
-        Args:
-            kind: name; messages of several kinds do not wait for each other.
-            a: the one.
-            b: the other.
-            devices: whether tensors travel between devices, where these have a backend.
-        """
-        key = kind, a, b
-        if key in self._on_hosts:
-            return
-        self._on_hosts[key] = self.pair(kind, *(self._layout[self._number][rank] for rank in (a, b)))
-        if devices and self._device_backend is not None:
-            group = self._join_in_each((a, b), self._device_backend)
-            self._on_devices[key] = Pair(group, int(self._layout[self._number][a] == self._rank))
+    def join(self, party: Party) -> None:
+        """Connect a party, on the host only or also between devices, unless it is."""
+        if party not in self._parties:
+            self._parties[party] = self._join(party.ranks, _HOST if party.on_host else self._both)
 
-    def on_host(self, kind: str, a: int, b: int) -> Pair:
-        """What :meth:`connect` has made for tensors on the host."""
-        return self._on_hosts[kind, a, b]
+    def outbox(self, route: Route, arrivals: Arrivals) -> NetworkOutbox:
+        """Open the sending end of a route."""
+        return NetworkOutbox(route, self.wire(route, arrivals), arrivals)
 
-    def on_devices(self, kind: str, a: int, b: int) -> Pair | None:
-        """The same for tensors on devices; None where these travel over the host."""
-        return self._on_devices.get((kind, a, b))
+    def inbox(self, route: Route, arrivals: Arrivals) -> NetworkInbox:
+        """Open the receiving end of a route."""
+        return NetworkInbox(route, self.wire(route, arrivals), arrivals)
 
-    def subset(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Connect some processes for collectives among them, unless they are."""
-        key = tuple(ranks)
-        if key not in self._subsets:
-            self._subsets[key] = self._join_in_each(key, self._both)
-        return self._subsets[key]
+    def wire(self, route: Route, arrivals: Arrivals) -> Wire:
+        """This process's end of the connection for a route."""
+        peer = route.target if route.source == self._rank else route.source
+        on_host, on_devices = self._pairs[route]
+        return self.wire_type(peer, on_host, self._device, on_devices, arrivals.moved)
 
-    def pair(self, kind: str, a: int, b: int) -> Pair:
-        """Connect two processes on the host by their ranks among all; elsewhere this does nothing."""
-        position = (a, b).index(self._rank) if self._rank in (a, b) else None
-        if position is None:
+    def group(self, party: Party) -> dist.ProcessGroup:
+        """What connects a party."""
+        return self._parties[party]
+
+    def _pair(self, route: Route) -> Pair:
+        """Connect the ends on the host; elsewhere this does nothing."""
+        ends = (route.source, route.target)
+        if self._rank not in ends:
             return Pair(None, -1)
+        position = ends.index(self._rank)
         assert self._store is not None
-        made = _gloo(dist.PrefixStore(f"{kind}/{a}/{b}", self._store), position, 2, self._timeout, threads=0)
+        store = dist.PrefixStore(f"{route}/{route.source}/{route.target}", self._store)
+        made = _gloo(store, position, 2, self._timeout, threads=0)
         self._ours.append((made, 2))
         return Pair(made, 1 - position)
-
-    def join_in_each(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """Connect the same ranks of each group on the host; gives that of one's own. Every process calls it."""
-        return self._join_in_each(tuple(ranks), _HOST)
-
-    def _join_in_each(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
-        return [self._join([group[r] for r in ranks], backend) for group in self._layout][self._number]
-
-    def join(self, ranks: Iterable[int], on_host: bool = True) -> dist.ProcessGroup:
-        """Connect processes by their ranks among all, ``on_host`` only or also on devices. Every process calls it."""
-        return self._join(ranks, _HOST if on_host else self._both)
 
     def _join(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         members = list(ranks)

@@ -86,7 +86,7 @@ class ReplicaGroup:
         sent = torch.view_as_real(flat) if flat.is_complex() else flat
         met = sent.cpu() if self._on_host else sent
         # gloo and NCCL go on with it in the background
-        work = collective(met, group=self.members.control, async_op=True)
+        work = collective(met, group=self.members.process_group, async_op=True)
         return _Exchange(bucket, flat, sent, met, work)
 
     def _broadcast(self, flat: Tensor, **options: Any) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +25,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.planning.model_memory import Holding
 from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.placeholder import Absent
 
@@ -73,21 +76,26 @@ def _crest(row: Sequence[Action], changes: Sequence[tuple[int, int]]) -> int:
     return crest
 
 
-class Meter(ABC):
-    """Measures the stages of a process while they run one iteration; told of every action by the executor."""
+class Meter(Observer, ABC):
+    """Measures the stages of a process while they run one iteration."""
 
     def __init__(self) -> None:
         self._rows: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # with pipelines, as they ran
         self._kept: dict[int, list[int]] = defaultdict(list)  # before each action
 
-    @contextlib.contextmanager
-    def action(self, stage: int, action: Action, pipeline: int = 0) -> Iterator[None]:
-        """An action of a pipeline runs within this context."""
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        """Have an action done."""
+        stage, action, pipeline = work.stage, work.action, work.pipeline
         self._rows[stage].append((pipeline, action))
         self._kept[stage].append(self._before(stage))
         with self._during(stage, action):
-            yield
+            output = do()
         self._after(stage, action, pipeline)
+        if action.kind == "F":
+            made = tree.tensors(work.results.get(action.micro_batch)) if output is None else output.tensors
+            received = () if work.received is None else work.received.tensors
+            self.keep(stage, action.micro_batch, received, made, pipeline)
+        return output
 
     def keep(
         self,

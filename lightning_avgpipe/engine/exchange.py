@@ -35,7 +35,7 @@ class Exchange:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._number = 0
-        self._group = mesh.process_groups.subset(range(mesh.world_size))
+        self._group = mesh.subset(range(mesh.world_size))
 
     @property
     def rank(self) -> int:
@@ -64,7 +64,7 @@ class Exchange:
         received: list[Any] = []
 
         def exchange() -> None:
-            dist.all_gather(places, own, group=self._mesh.control)
+            dist.all_gather(places, own, group=self._mesh.group.process_group)
             if all(bool(other[0] == own[0]) for other in places):
                 received.append(self._broadcast(source, header, int(places[source][1]), tensors))
 
@@ -81,7 +81,7 @@ class Exchange:
         port_of(mesh.device).enter_thread()
         mine = source == mesh.rank
         frame = torch.frombuffer(bytearray(header), dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(frame, first, group=mesh.control)
+        dist.broadcast(frame, first, group=mesh.group.process_group)
         forms, entries = pickle.loads(frame.numpy().tobytes())
         arrived = []
         for i, form in enumerate(forms):

@@ -11,22 +11,18 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from lightning_avgpipe.comm.alone import alone
-from lightning_avgpipe.comm.channel import Arrivals, Inbox, Outbox
+from lightning_avgpipe.comm.channel import Inbox, Outbox
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.monitor import Monitor
-from lightning_avgpipe.engine.accounting import Meter
-from lightning_avgpipe.engine.guard import MemoryGuard
-from lightning_avgpipe.engine.recording import Recorder
+from lightning_avgpipe.comm.waits import Waits
+from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.stage import Stage, Task
 from lightning_avgpipe.errors import StageError
 from lightning_avgpipe.schedule import Action
-from lightning_avgpipe.utils import tree
 
-__all__ = ["Lane", "execute"]
-
-_UNRECORDED = contextlib.nullcontext()
+__all__ = ["IterationContext", "Lane", "execute"]
 
 
 @dataclass
@@ -53,13 +49,13 @@ class Lane:
     place: Callable[[], None] | None = None
     actions: deque[Action] = field(default_factory=deque)
 
-    def begin(self, row: Sequence[Action]) -> None:
+    def begin(self, row: Sequence[Action], observers: Sequence[Observer] = ()) -> None:
         """Take on one iteration's actions and post their receives."""
         self.actions = deque(row)
         if self.values is not None:
-            self.values.expect(sum(action.kind == "F" for action in row))
+            self.values.expect(sum(action.kind == "F" for action in row), observers)
         if self.gradients is not None:
-            self.gradients.expect(sum(action.kind == "B" for action in row))
+            self.gradients.expect(sum(action.kind == "B" for action in row), observers)
 
     def ready(self) -> bool:
         """Whether the next action's input has arrived."""
@@ -70,31 +66,21 @@ class Lane:
         """Backwards first, then the lowest micro-batch, then the lowest pipeline: the smallest is the most urgent."""
         return self.actions[0].kind != "B", self.actions[0].micro_batch, self.task.key.pipeline
 
-    def advance(
-        self, recorder: Recorder | None = None, meter: Meter | None = None, guard: MemoryGuard | None = None
-    ) -> None:
+    def run_next(self, observers: Sequence[Observer] = ()) -> None:
         """Do the next action and send what it gives."""
         if self.place is not None:
             self.place()
         inbox = self._inbox()
         action = self.actions.popleft()
         message = inbox.get() if inbox is not None else None
-        k = self.stage.program.stage
-        with (
-            _UNRECORDED if recorder is None else recorder.action(k, action, self.task.key.pipeline),
-            _UNRECORDED if meter is None else meter.action(k, action, self.task.key.pipeline),
-        ):
-            if guard is None:
-                output = self._do(action, message)
-            else:
-                output = guard.perform(lambda: self._do(action, message), k, action, message)
+        work = Work(self.stage.program.stage, self.task.key.pipeline, action, message, self.stage.results)
+        do: Callable[[], Message | None] = partial(self._do, action, message)
+        for observer in reversed(observers):
+            do = partial(observer.perform, work, do)
+        output = do()
         outbox = self.to_next if action.kind == "F" else self.to_previous
-        if meter is not None and action.kind == "F":
-            made = tree.tensors(self.stage.results.get(action.micro_batch)) if output is None else output.tensors
-            received = () if message is None else message.tensors
-            meter.keep(k, action.micro_batch, received, made, self.task.key.pipeline)
         if output is not None and outbox is not None:
-            outbox.put(output)
+            outbox.put(output, observers)
 
     def _do(self, action: Action, message: Message | None) -> Message | None:
         with alone():
@@ -106,52 +92,53 @@ class Lane:
         return self.values if self.actions[0].kind == "F" else self.gradients
 
 
-def execute(
-    lanes: Sequence[Lane],
-    arrivals: Arrivals,
-    timeout_s: float,
-    rank: int,
-    monitor: Monitor,
-    recorder: Recorder | None = None,
-    meter: Meter | None = None,
-    guard: MemoryGuard | None = None,
-) -> None:
+@dataclass(frozen=True)
+class IterationContext:
+    """What an iteration runs in.
+
+    Attributes:
+        waits: of this process for others, with their limit.
+        rank: of this process, for messages.
+        observers: see the iteration, each within those before it.
+    """
+
+    waits: Waits
+    rank: int
+    observers: tuple[Observer, ...] = ()
+
+
+def execute(lanes: Sequence[Lane], context: IterationContext) -> None:
     """Run the actions of all lanes.
 
     Args:
         lanes: with their actions.
-        arrivals: wakes this loop.
-        timeout_s: longest wait for a message, in seconds.
-        rank: for messages.
-        watch: knows whether another process has failed; told what this one does.
-        recorder: told of actions and waits.
-        meter: told of actions and of what they keep.
-        guard: lets actions that run out of memory, and all after them, send that they did.
+        context: of the iteration.
     Raises:
         Exception: of user code; a note names stage, rank and action.
         StageError: user code left an action by StopIteration.
         PeerError: nothing arrived in time, a channel broke, or another process has failed.
     """
+    waits, monitor, rank = context.waits, context.waits.monitor, context.rank
     while pending := [lane for lane in lanes if lane.actions]:
         runnable = [lane for lane in pending if lane.ready()]
         if not runnable:
-            with _UNRECORDED if recorder is None else recorder.waiting(_waits(pending)):
-                arrivals.wait_for(
-                    lambda: any(lane.ready() for lane in pending), timeout_s, lambda: _waits(pending), monitor
-                )
+            with contextlib.ExitStack() as waiting:
+                for observer in context.observers:
+                    waiting.enter_context(observer.waiting(_waits(pending)))
+                waits.until(lambda: any(lane.ready() for lane in pending), lambda: _waits(pending))
             continue
         monitor.check()
         lane = min(runnable, key=Lane.urgency)
         action = lane.actions[0]
-        monitor.activity = f"runs {action} of stage {_stage(lane)}"
+        monitor.does(f"runs {action} of stage {_stage(lane)}")
         try:
-            lane.advance(recorder, meter, guard)
+            lane.run_next(context.observers)
         except StopIteration as error:  # which a loop around takes for the end of its data, in this process alone
             raise StageError(f"{_place(lane, rank)} failed in {action}: StopIteration: {error}") from error
         except Exception as error:
             error.add_note(f"{_place(lane, rank)} failed in {action}")
             raise
-    monitor.activity = ""
+    monitor.does("")
 
 
 def _place(lane: Lane, rank: int) -> str:

@@ -14,43 +14,29 @@ from collections.abc import Callable
 
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.errors import MemoryShortage
-from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils.device import is_out_of_memory
 
 __all__ = ["MemoryGuard"]
 
-_SPOILT = "spoilt"
 
-
-class MemoryGuard:
+class MemoryGuard(Observer):
     """Watches over the actions of one iteration in this process."""
 
     def __init__(self) -> None:
         self._spoilt = False
         self._account: str | None = None
 
-    def perform(
-        self, do: Callable[[], Message | None], stage: int, action: Action, message: Message | None
-    ) -> Message | None:
-        """Do an action, unless something has been spoilt.
-
-        Args:
-            do: the action.
-            stage: that does it.
-            action: for the account.
-            message: its input.
-        Returns:
-            What to send.
-        """
-        heard = message is not None and isinstance(message.entries, str) and message.entries == _SPOILT
-        self._spoilt = self._spoilt or heard
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        """Have an action done, unless something has been spoilt."""
+        self._spoilt = self._spoilt or (work.received is not None and work.received.abandoned)
         if not self._spoilt:
             try:
                 return do()
             except (MemoryError, RuntimeError) as error:
-                self._note(f"stage {stage} in {action}", error)
-        return Message(action.micro_batch, (), (), _SPOILT)
+                self._note(f"stage {work.stage} in {work.action}", error)
+        return Message(work.action.micro_batch, (), abandoned=True)
 
     def run(self, do: Callable[[], None], what: str) -> None:
         """Do something that sends no messages."""

@@ -11,11 +11,12 @@ from torch import nn
 from lightning_avgpipe.capture.batch_use import leaf_names
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import intercepting
-from lightning_avgpipe.comm.channel import LocalChannel
+from lightning_avgpipe.comm.channel import MemoryChannel
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.attributes import OwnAttributes
-from lightning_avgpipe.engine.executor import Lane, execute
+from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.inspection import ForeignTensors
+from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.stage import Stage, Task
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
@@ -162,15 +163,15 @@ class Pipeline:
         """What each stage here, and then the units of all, make of attributes."""
         return [*(stage.attributes for stage in self._stages[step]), self._of_units[step]]
 
-    def lanes(self, step: str, schedule: Schedule, task: Task) -> list[Lane]:
+    def lanes(self, step: str, schedule: Schedule, task: Task, observers: Sequence[Observer] = ()) -> list[Lane]:
         """Those of this process, ready to begin an iteration."""
         lanes = []
         self._of_units[step].begin()
         for stage in self._stages[step]:
-            wiring = self._mesh.wiring[self.number, stage.program.stage]
-            ends = (wiring.values, wiring.to_next, wiring.gradients, wiring.to_previous)
-            lanes.append(Lane(stage, *ends, task, self.place))
-            lanes[-1].begin(schedule.rows[stage.program.stage])
+            ends = self._mesh.transport.ends(self.number, stage.program.stage)
+            lane = Lane(stage, ends.values, ends.to_next, ends.gradients, ends.to_previous, task, self.place)
+            lane.begin(schedule.rows[stage.program.stage], observers)
+            lanes.append(lane)
             stage.begin(schedule.rows[stage.program.stage])
         return lanes
 
@@ -182,7 +183,11 @@ class Pipeline:
 
 
 def run_together(
-    pipelines: Sequence[Pipeline], step: str, schedules: Sequence[Schedule], tasks: Sequence[Task]
+    pipelines: Sequence[Pipeline],
+    step: str,
+    schedules: Sequence[Schedule],
+    tasks: Sequence[Task],
+    observers: Sequence[Observer] = (),
 ) -> list[Outcome]:
     """Run one iteration of several pipelines of a mesh, mixed as they have work.
 
@@ -191,29 +196,29 @@ def run_together(
         step: name of the step function.
         schedules: one for each pipeline.
         tasks: one for each pipeline; their keys say which it is.
+        observers: see the iteration, each within those before it.
     Returns:
         One for each pipeline.
     """
     mesh = pipelines[0]._mesh
+    context = IterationContext(mesh.waits, mesh.world.rank, (*observers, *mesh.observers))
     lanes = [
         lane
         for pipeline, schedule, task in zip(pipelines, schedules, tasks, strict=True)
-        for lane in pipeline.lanes(step, schedule, task)
+        for lane in pipeline.lanes(step, schedule, task, context.observers)
     ]
     try:
         with intercepting():
-            timeout_s = mesh.timeout.total_seconds()
-            observers = (mesh.recorder, mesh.meter, mesh.guard)
-            execute(lanes, mesh.arrivals, timeout_s, mesh.world.rank, mesh.monitor, *observers)
-        if mesh.guard is not None:
-            mesh.guard.agree(mesh.world)
+            execute(lanes, context)
+        for observer in context.observers:
+            observer.agree(mesh.world)
         counts = [schedule.num_microbatches for schedule in schedules]
         return [pipeline.outcome(step, count) for pipeline, count in zip(pipelines, counts, strict=True)]
     finally:
         for lane in lanes:
             lane.stage.clear()
             for end in (lane.values, lane.gradients):
-                if isinstance(end, LocalChannel):
+                if isinstance(end, MemoryChannel):
                     end.clear()
         for pipeline in pipelines:
             pipeline.own(step)[-1].end()

@@ -1,19 +1,19 @@
-"""Recording: what the processes do in one iteration, put together as a timeline on one clock.
-
-The executor and the channels tell a recorder of their process, if there is one.
-"""
+"""Recording: what the processes do in one iteration, put together as a timeline on one clock."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from lightning_avgpipe.comm.clock import ClockOffset, DeviceClock, host_now
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.routes import Edge, Route
+from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.schedule import Action, Activity, Span, Timeline, Transfer
 from lightning_avgpipe.schedule.timeline import peak_stash
@@ -21,7 +21,7 @@ from lightning_avgpipe.utils.device import Moment
 
 __all__ = ["Recorder", "Recording", "assemble"]
 
-_Message = tuple[str, int]  # name of the channel, as "forward 0 of pipeline 1", and the micro-batch
+_Message = tuple[Edge, int]  # with the micro-batch
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Recording:
         clock: how far its clock is off.
         spans: its actions.
         activities: everything else it did.
-        sent: (channel, micro-batch) -> begin and end of sending.
-        arrived: (channel, micro-batch) -> when it was there.
+        sent: (edge, micro-batch) -> begin and end of sending.
+        arrived: (edge, micro-batch) -> when it was there.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Recording:
     arrived: dict[_Message, float]
 
 
-class Recorder:
+class Recorder(Observer):
     """Collects the moments of one iteration in this process; its methods may be called from any thread.
 
     Args:
@@ -63,12 +63,12 @@ class Recorder:
         self._unsent = 0
         self._all_sent = threading.Condition()
 
-    @contextlib.contextmanager
-    def action(self, stage: int, action: Action, pipeline: int = 0) -> Iterator[None]:
-        """An action runs within this context."""
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        """Have an action done."""
         begin = self._clock.now()
-        yield
-        self._spans.append((stage, action, pipeline, begin, self._clock.now()))
+        output = do()
+        self._spans.append((work.stage, work.action, work.pipeline, begin, self._clock.now()))
+        return output
 
     @contextlib.contextmanager
     def waiting(self, note: str) -> Iterator[None]:
@@ -90,18 +90,20 @@ class Recorder:
             self._unsent += 1
 
     @contextlib.contextmanager
-    def sending(self, channel: str, micro_batch: int, stream: Any) -> Iterator[None]:
+    def sending(self, route: Route, micro_batch: int, stream: Any) -> Iterator[None]:
         """A queued message is sent within this context: on a stream, or None: by the host."""
         begin = self._there(stream)
         yield
-        self._sent[channel, micro_batch] = begin, self._there(stream)
+        if isinstance(route.what, Edge):
+            self._sent[route.what, micro_batch] = begin, self._there(stream)
         with self._all_sent:
             self._unsent -= 1
             self._all_sent.notify_all()
 
-    def arrived(self, channel: str, micro_batch: int, stream: Any) -> None:
+    def arrived(self, route: Route, micro_batch: int, stream: Any) -> None:
         """A message is there: when its stream gets here, or None: now."""
-        self._arrived[channel, micro_batch] = self._there(stream)
+        if isinstance(route.what, Edge):
+            self._arrived[route.what, micro_batch] = self._there(stream)
 
     def finish(self, clock: ClockOffset, timeout_s: float) -> Recording:
         """What was recorded, after the last message has left.
@@ -157,9 +159,7 @@ def assemble(recordings: Sequence[Recording], devices: Sequence[int]) -> Timelin
 
 def _transfer(message: _Message, begin_s: float, end_s: float, arrival_s: float) -> Transfer:
     """Sending ends before it is noticed that it did, and clocks are a little off: nothing arrives before it is sent."""
-    channel, micro_batch = message
-    direction: Literal["forward", "backward"] = "forward" if channel.startswith("forward") else "backward"
-    _, hop, *pipeline = channel.split()
-    number = int(pipeline[-1]) if pipeline else 0
+    edge, micro_batch = message
     arrival_s = max(arrival_s, begin_s)
-    return Transfer(int(hop), direction, micro_batch, begin_s, min(end_s, arrival_s), arrival_s, number)
+    end_s = min(end_s, arrival_s)
+    return Transfer(edge.hop, edge.direction, micro_batch, begin_s, end_s, arrival_s, edge.pipeline)

@@ -9,14 +9,15 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.observer import Work
 from lightning_avgpipe.engine.recording import Recorder
-from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils.device import port_of
 
 __all__ = ["BusyRecorder", "Kernel", "KernelTrace", "sampling_device", "tracing_kernels"]
@@ -37,13 +38,16 @@ class BusyRecorder(Recorder):
         super().__init__(rank, device)
         self.processor_s: dict[tuple[int, str], list[float]] = defaultdict(list)
 
-    @contextlib.contextmanager
-    def action(self, stage: int, action: Action, pipeline: int = 0) -> Iterator[None]:
-        """An action runs within this context."""
-        with super().action(stage, action, pipeline):
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        """Have an action done."""
+
+        def timed() -> Message | None:
             before = time.process_time()
-            yield
-            self.processor_s[stage, action.kind].append(time.process_time() - before)
+            output = do()
+            self.processor_s[work.stage, work.action.kind].append(time.process_time() - before)
+            return output
+
+        return super().perform(work, timed)
 
 
 @dataclass(frozen=True)

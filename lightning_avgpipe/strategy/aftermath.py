@@ -88,7 +88,7 @@ def _followed(
         writes.check(name, deployment.kept_elsewhere())
         news = before.news(name, deployment.needed_elsewhere(), writes.found)
         after = _optimization(strategy)
-        strategy.mesh.broadcast((news, after if after != optimization else None))
+        strategy.mesh.control_channel.publish((news, after if after != optimization else None))
         return result
 
     return run
@@ -105,8 +105,8 @@ def _following(
 
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> None:
-        told: Any = None  # by rank 0
-        news, optimization = strategy.mesh.broadcast(told)
+        told: Any = strategy.mesh.control_channel.publish()  # by rank 0
+        news, optimization = told
         for (path, attribute), content in news:
             value = _Unpickler(io.BytesIO(content), modules, strategy.root_device).load()
             if attribute in variables:

@@ -131,7 +131,7 @@ def _write(shards: dict[str, Any], folder: Path, mesh: Mesh) -> None:
 
     def save() -> None:
         try:
-            dcp.save(shards, checkpoint_id=folder, process_group=mesh.control)
+            dcp.save(shards, checkpoint_id=folder, process_group=mesh.group.process_group)
         except dcp.CheckpointException as error:  # names the failures of all processes, to all of them
             failures.update((rank, failure) for rank, (failure, _) in error.failures.items())
 

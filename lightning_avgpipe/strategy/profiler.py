@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from tqdm.auto import tqdm
 
-from lightning_avgpipe.comm.links import measure_links
 from lightning_avgpipe.engine.utilisation import KernelTrace, sampling_device, tracing_kernels
 from lightning_avgpipe.errors import MemoryShortage, TuningError
 from lightning_avgpipe.planning.memory_limit import limit_of
@@ -276,7 +275,7 @@ class Profiler:
                 link,
                 link,
             )
-            for stage, link in zip(plan.stages, measure_links(self._mesh), strict=False)
+            for stage, link in zip(plan.stages, self._mesh.links(), strict=False)
         )
 
 

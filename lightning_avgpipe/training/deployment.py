@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_avgpipe.capture.changes import address
 from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.alone import alone
-from lightning_avgpipe.comm.links import measure_links
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.ensemble import Ensemble
@@ -163,7 +162,7 @@ class Deployment:
     ) -> bool:
         units = self.plan.graph.units if self.plan is not None else ()
         planner = self._planner
-        links = measure_links(self._mesh) if final and planner.measures else ()
+        links = self._mesh.links() if final and planner.measures else ()
         copies, groups = state_copies(self._optimizers()), self._mesh.num_groups
         conditions = Conditions(schedule, links, copies, num_pipelines, groups)
         make = partial(planner.plan, units=units) if final else planner.provisional

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_avgpipe import PipelineTimeline
 from lightning_avgpipe.comm.clock import ClockOffset, DeviceClock, estimate_offset
+from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.engine.recording import Recorder, Recording, assemble
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.schedule import Action, Activity, Span, Transfer, build
@@ -38,6 +39,9 @@ def test_the_quickest_round_says_how_far_a_clock_is_off() -> None:
 def test_the_error_of_an_offset_bounds_its_mistake(there_s: float) -> None:
     offset = estimate_offset([(5.0, 5.0 + there_s + 7.0, 6.0)])
     assert abs(offset.offset_s - 7.0) <= offset.error_s + 1e-12
+
+
+FORWARD = Edge(0, 0, "forward")
 
 
 class Event:
@@ -78,9 +82,9 @@ def test_recordings_are_shifted_to_one_clock_that_begins_with_the_first_action()
     f0 = Action("F", 0)
     first = Recording(
         1, ClockOffset(-900.0, 0.001), (Span(0, f0, 1000.0, 1001.0),), (Activity(1, "wait", 1001.0, 1005.0, "B0"),),
-        {("forward 0", 0): (1001.0, 1001.5)}, {},
+        {(FORWARD, 0): (1001.0, 1001.5)}, {},
     )  # fmt: skip
-    last = Recording(0, ClockOffset(), (Span(1, f0, 102.0, 103.0),), (), {}, {("forward 0", 0): 101.25})
+    last = Recording(0, ClockOffset(), (Span(1, f0, 102.0, 103.0),), (), {}, {(FORWARD, 0): 101.25})
     timeline = assemble([last, first], devices=(1, 0))
     assert timeline.spans == (Span(0, f0, 0.0, 1.0), Span(1, f0, 2.0, 3.0))
     assert timeline.activities == (Activity(1, "wait", 1.0, 5.0, "B0"),)
@@ -96,12 +100,12 @@ def test_a_recording_ends_when_the_last_message_has_left() -> None:
         recorder.finish(ClockOffset(), timeout_s=0.01)
 
     def send() -> None:
-        with recorder.sending("forward 0", 3, None):
+        with recorder.sending(Route(FORWARD, 1, 0), 3, None):
             pass
 
     sender = threading.Thread(target=send)
     sender.start()
-    begin, end = recorder.finish(ClockOffset(), timeout_s=10).sent["forward 0", 3]
+    begin, end = recorder.finish(ClockOffset(), timeout_s=10).sent[FORWARD, 3]
     sender.join()
     assert begin <= end
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.board import Board
-from lightning_avgpipe.comm.channel import Arrivals
 from lightning_avgpipe.comm.monitor import Monitor
+from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.errors import PeerError, described
 
 NAMES = ("rank 0 (stage 1)", "rank 1 (stage 0)")
@@ -54,7 +55,7 @@ def watching() -> Iterator[Watching]:
 def failure_of(monitor: Monitor) -> str:
     """What the main thread of a process is told while it waits."""
     with pytest.raises(PeerError) as caught:
-        Arrivals().wait_for(lambda: False, LIMIT_S, lambda: "waits", monitor)
+        Waits(Arrivals(), monitor, LIMIT_S).until(lambda: False, "waits")
     return str(caught.value)
 
 
@@ -176,6 +177,6 @@ def test_a_wait_in_which_bytes_flow_is_not_silence(moves: str, watching: Watchin
     threading.Timer(1.0, flowing.set).start()
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"rank 0 \(stage 1\) waits, and nothing arrived for 0\.5 s"):
-        arrivals.wait_for(lambda: False, 0.5, lambda: "waits", monitor)
+        Waits(arrivals, monitor, 0.5).until(lambda: False, "waits")
     thread.join()
     assert time.monotonic() - begin >= 1.0

@@ -1,0 +1,297 @@
+"""The cluster: the processes of a run, and everything that connects them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_avgpipe.capture.costs import Link
+from lightning_avgpipe.comm.agreement import Agreement
+from lightning_avgpipe.comm.arrivals import Arrivals
+from lightning_avgpipe.comm.batch_stream import BatchSink, BatchSource, BatchStream
+from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.comm.control import ControlChannel, ControlChannels
+from lightning_avgpipe.comm.links import measure_links
+from lightning_avgpipe.comm.monitor import Monitor
+from lightning_avgpipe.comm.network import Network
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.routes import Party, Route
+from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.transport import Transport
+from lightning_avgpipe.comm.waits import Waits
+
+__all__ = ["Cluster"]
+
+_DISCONNECTED_S = 3.0  # longest time that threads take to end when their connections are closed
+_openings = itertools.count()  # of this process; the same on all of them
+
+
+class Cluster:
+    """This process among the others. All of them make it, open it and close it at the same time.
+
+    Args:
+        stage_map: who hosts what.
+        rank: of this process among all.
+        device: of this process.
+        timeout: longest wait for another process.
+        network: connects the processes; with one process it is not asked.
+        shares_devices: whether several processes have the same device.
+        deaths: rank among all -> how it ended, of those processes started by this one that have died.
+
+    Attributes:
+        stage_map: as given.
+        device: as given.
+        group: the processes that host all stages together, with this one among them.
+        world: all processes of all groups; with one group the same.
+        leaders: the processes with rank 0 in each group; elsewhere, and with one group, this process alone.
+        replica_group: the processes that host the same stages in each group; None if there is one group.
+        waits: of this process for others.
+        transport: the channels between stages; they are there while this is open.
+        control_channel: from rank 0 to all, while this is open.
+        batch_stream: of batches, while this is open.
+    """
+
+    control_channel: ControlChannel
+    batch_stream: BatchStream
+
+    def __init__(
+        self,
+        stage_map: StageMap,
+        rank: int,
+        device: torch.device,
+        timeout: timedelta,
+        network: Network,
+        shares_devices: bool = False,
+        deaths: Callable[[], Mapping[int, str]] = dict,
+    ) -> None:
+        self.stage_map = stage_map
+        self.device = device
+        self._timeout_s = timeout.total_seconds()
+        self._network = network
+        self._shares_devices = shares_devices
+        self._deaths = deaths
+        self._names = [stage_map.name(other) for other in range(stage_map.world_size)]
+        self._links: tuple[Link, ...] | None = None
+        self._agreement: Agreement | None = None
+        self._is_open = False
+        layout = stage_map.layout
+        number, position = stage_map.position(rank)
+        self.world = self._together(Party("world", tuple(range(stage_map.world_size))), rank)
+        self.group, self.leaders = self.world, self._together(Party("alone", (rank,)), rank)
+        self.replica_group: ReplicaGroup | None = None
+        if stage_map.num_groups > 1:
+            self.group = self._together(Party("group", layout[number]), rank)
+            if position == 0:
+                self.leaders = self._together(Party("leaders", tuple(ranks[0] for ranks in layout)), rank)
+            members = self._together(self._replicas(position), rank)
+            self.replica_group = ReplicaGroup(members, number, on_host=shares_devices)
+        self._begin(None)  # there is nothing to watch before it is open
+
+    # -- this process ------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Of this process within its group, as in the stage map."""
+        return self.group.rank
+
+    @property
+    def group_number(self) -> int:
+        """Which group this process is in."""
+        return self.stage_map.position(self.world.rank)[0]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this process."""
+        return self.stage_map.stages(self.rank)
+
+    @property
+    def hosts_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.rank == self.stage_map.leader
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0 of all processes, which logs and writes."""
+        return self.world.rank == 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether this process reads the data of its group."""
+        return self.rank == self.stage_map.reader
+
+    @property
+    def monitor(self) -> Monitor:
+        """Of all processes."""
+        return self.waits.monitor
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    def open(
+        self, store: dist.Store | None = None, meet: Callable[[], object] = lambda: None, keeper: str | None = None
+    ) -> None:
+        """Watch over the processes, connect them if they are not, and start the channels, unless they are open.
+
+        Args:
+            store: shared by all processes; None takes that of torch.distributed.
+            meet: makes torch's group of all processes, if there is none.
+            keeper: who keeps the store, for messages; None: rank 0.
+        Raises:
+            PeerError: a process does not come, or ends meanwhile.
+        """
+        if self._is_open:
+            return
+        if self.world.world_size == 1:
+            self._begin(None)
+        else:
+            store = store or dist.distributed_c10d._get_default_store()
+            # a connection of its own, where torch can make one: others may wait in the store for long
+            store = store.clone() if hasattr(store, "clone") else store
+            self._begin(dist.PrefixStore(f"avgpipe/runs/{next(_openings)}", store), keeper or self._names[0])
+
+            def connect() -> None:
+                meet()
+                self._connect()
+
+            self.waits.run(connect, "waits for the other processes to connect")
+        self.transport.widen(1)
+        self.control_channel = ControlChannel(self.rank, self.stage_map.num_groups, self._control_ends(), self.waits)
+        self.batch_stream = self._open_batches()
+        self._is_open = True
+
+    def close(self, failed: bool = False) -> None:
+        """Stop the channels and their threads; after a failure without waiting for peers, and for good."""
+        if failed:
+            # rank 0 holds the store; and connections that break before the reason is known would look like one
+            self.monitor.await_readers()
+            self._network.disconnect()
+        elif self._is_open:
+            self.batch_stream.close()
+        begin, limit_s = time.monotonic(), _DISCONNECTED_S if failed else self._timeout_s
+        self.transport.close(limit_s)
+        self.waits.close(max(0.0, min(_DISCONNECTED_S, begin + limit_s - time.monotonic())))
+        self.monitor.close()
+        self._is_open = False
+        if failed:
+            self._network.close()
+
+    def confirm(self, asked: str, where: str) -> None:
+        """Wait until all processes ask for the same. Arguments and errors as of :meth:`Agreement.confirm`."""
+        if self.world.world_size > 1 and (agreement := self._agreement) is not None:
+            waits = f"waits for the other processes to ask for {asked} as well"
+            self.waits.run(lambda: agreement.confirm(asked, where), waits)
+
+    def subset(self, ranks: Sequence[int]) -> Any:
+        """Connect some processes of each group for collectives, unless they are; gives torch's process group.
+
+        Every process calls it.
+        """
+        parties = [Party("subset", tuple(r[i] for i in ranks), on_host=False) for r in self.stage_map.layout]
+
+        def join() -> None:
+            for party in parties:
+                self._network.join(party)
+
+        self.waits.run(join, f"waits for the other processes to connect ranks {', '.join(map(str, ranks))}")
+        return self._network.group(parties[self.group_number])
+
+    def links(self) -> tuple[Link, ...]:
+        """The link of each hop, as :func:`measure_links` finds them once. Every process calls it."""
+        if self._links is None:
+            self._links = measure_links(self.stage_map, self.group, self.transport, self.waits, self.device)
+        return self._links
+
+    def _begin(self, store: dist.Store | None, keeper: str = "") -> None:
+        """A run, with nothing behind it."""
+        arrivals = self._arrivals = Arrivals()
+        rank, timeout_s = self.world.rank, self._timeout_s
+        monitor = Monitor(
+            rank,
+            self._names,
+            store,
+            timeout_s,
+            wake=arrivals.notify,
+            announces=self.leads or (self.reads and self.stage_map.num_groups == 1),
+            keeper=keeper,
+            idle_s=arrivals.idle_s,
+            deaths=self._deaths,
+        )
+        self.waits = Waits(arrivals, monitor, timeout_s)
+        self.transport = Transport(self.stage_map, rank, self._network, arrivals, self.waits)
+        self._agreement = None if store is None else Agreement(rank, self._names, store, timeout_s / 2, monitor)
+
+    def _connect(self) -> None:
+        """Unless the processes are connected: another trainer may have run since."""
+        if not self._network.is_open:
+            self._network.open()
+            for party in self._parties():
+                self._network.join(party)
+            for route in _control_routes(self.stage_map):
+                self._network.connect(route)
+
+    def _parties(self) -> Iterator[Party]:
+        layout = self.stage_map.layout
+        yield Party("world", self.world.ranks)
+        if len(layout) > 1:
+            yield from (Party("group", ranks) for ranks in layout)
+            yield Party("leaders", tuple(ranks[0] for ranks in layout))
+            yield from (self._replicas(position) for position in range(self.stage_map.group_size))
+
+    def _replicas(self, position: int) -> Party:
+        # two processes of one device meet on the host: no communicator of devices can have a device twice
+        ranks = sorted(ranks[position] for ranks in self.stage_map.layout)
+        return Party("replicas", tuple(ranks), on_host=self._shares_devices)
+
+    def _together(self, party: Party, rank: int) -> Collectives:
+        def run(collective: Callable[[], object], doing: str) -> None:
+            def connected() -> None:
+                self._connect()
+                collective()
+
+            self.waits.run(connected, doing)
+
+        return Collectives(party, party.ranks.index(rank), self._network, run, lambda: self._arrivals.moved())
+
+    # -- what rank 0 says, and batches -------------------------------------------------------------------------------
+
+    def _control_ends(self) -> ControlChannels:
+        me, ranks = self.world.rank, self.group.ranks
+        inbox, outbox = self.transport.inbox, self.transport.outbox
+        if self.rank != 0:
+            return ControlChannels(
+                source=inbox(Route("news", ranks[0], me)), reports_out=outbox(Route("reports", me, ranks[0]))
+            )
+        return ControlChannels(
+            out=[outbox(Route("news", me, rank)) for rank in ranks[1:]],
+            reports={peer: inbox(Route("reports", ranks[peer], me)) for peer in range(1, len(ranks))},
+            relay_out=[outbox(Route("relay", me, leader)) for leader in self.leaders.ranks[1:] if self.leads],
+            relay_source=None if self.leads else inbox(Route("relay", 0, me)),
+        )
+
+    def _open_batches(self) -> BatchStream:
+        control, ranks = self.control_channel, self.group.ranks
+        reader = ranks[self.stage_map.reader]
+        routes = {peer: Route("batches", reader, rank) for peer, rank in enumerate(ranks) if rank != reader}
+        if self.reads:
+            outboxes = {peer: self.transport.outbox(route) for peer, route in routes.items()}
+            return BatchSource(outboxes, control.agree, control.requests)
+        inbox, waits = self.transport.inbox(routes[self.rank]), f"waits for a batch from {self._names[reader]}"
+        return BatchSink(inbox, control.agree, self.device, lambda ready: self.waits.until(ready, waits))
+
+
+def _control_routes(stage_map: StageMap) -> Iterator[Route]:
+    """Of all that is not between stages."""
+    for leader, *others in stage_map.layout:
+        if leader != 0:
+            yield Route("relay", 0, leader)
+        for rank in others:
+            yield Route("news", leader, rank)
+            yield Route("reports", rank, leader)
+    for ranks in stage_map.layout:
+        reader = ranks[stage_map.reader]
+        yield from (Route("batches", reader, rank) for rank in ranks if rank != reader)

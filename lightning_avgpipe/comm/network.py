@@ -1,0 +1,62 @@
+"""The network: what connects processes, as the rest of this room sees it; of torch, or within one process."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_avgpipe.comm.arrivals import Arrivals
+from lightning_avgpipe.comm.channel import Inbox, Outbox
+from lightning_avgpipe.comm.routes import Party, Route
+
+__all__ = ["HostGroup", "Network"]
+
+
+class HostGroup(Protocol):
+    """What collectives need of a process group of torch; ranks are those within the group.
+
+    Each method begins something and returns what can be waited for. It raises RuntimeError when a connection breaks.
+    """
+
+    def broadcast(self, tensor: Tensor, root: int) -> Any: ...
+
+    def allreduce(self, tensors: list[Tensor]) -> Any: ...
+
+    def allgather(self, output_tensors: list[Tensor], input_tensor: Tensor) -> Any: ...
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any: ...
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any: ...
+
+
+class Network(Protocol):
+    """Connects this process with others. All processes open it, connect and join in the same order."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may connect."""
+
+    def open(self) -> None:
+        """Begin to connect."""
+
+    def connect(self, route: Route) -> None:
+        """Connect the two ends of a route, unless they are. Every process calls it, also one that is no end of it."""
+
+    def join(self, party: Party) -> None:
+        """Connect a party, unless it is. Every process calls it, also one that is no member."""
+
+    def outbox(self, route: Route, arrivals: Arrivals) -> Outbox:
+        """Open the sending end of a route."""
+
+    def inbox(self, route: Route, arrivals: Arrivals) -> Inbox:
+        """Open the receiving end of a route."""
+
+    def group(self, party: Party) -> Any:
+        """What connects a party: a :class:`HostGroup`, and more where it is torch's."""
+
+    def disconnect(self) -> None:
+        """End the transfers that wait in threads; nothing can be sent any more."""
+
+    def close(self) -> None:
+        """Give up all connections, on which nothing is under way. They may be opened again."""

@@ -1,0 +1,134 @@
+"""The transport: the channels of a process, to other processes and between its own stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from lightning_avgpipe.comm.arrivals import Arrivals
+from lightning_avgpipe.comm.channel import Inbox, MemoryChannel, Outbox
+from lightning_avgpipe.comm.network import Network
+from lightning_avgpipe.comm.routes import Edge, Route
+from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.waits import Waits
+
+__all__ = ["Ends", "Transport"]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """One stage's ends of the hop before and of the hop after it.
+
+    Attributes:
+        values: where values come from; None for the first stage.
+        to_next: where values go; None for the last stage.
+        gradients: where gradients come from; None for the last stage.
+        to_previous: where gradients go; None for the first stage.
+    """
+
+    values: Inbox | None
+    to_next: Outbox | None
+    gradients: Inbox | None
+    to_previous: Outbox | None
+
+
+class Transport:
+    """Opens and closes channels.
+
+    Args:
+        stage_map: who hosts what.
+        rank: of this process among all.
+        network: connects the processes.
+        arrivals: told by channels.
+        waits: for connections.
+    """
+
+    def __init__(self, stage_map: StageMap, rank: int, network: Network, arrivals: Arrivals, waits: Waits) -> None:
+        self._stage_map = stage_map
+        self._rank = rank
+        self._group, position = stage_map.position(rank)
+        self._stages = stage_map.stages(position)
+        self._network = network
+        self._arrivals = arrivals
+        self._waits = waits
+        self._inboxes: dict[Route, Inbox] = {}
+        self._outboxes: dict[Route, Outbox] = {}
+        self._num_pipelines = 0
+
+    def widen(self, num_pipelines: int) -> None:
+        """Connect the stages of so many pipelines, and open their channels, unless they are. Every process calls it.
+
+        Raises:
+            PeerError: a process does not come.
+        """
+        for pipeline in range(self._num_pipelines, num_pipelines):
+            if self._stage_map.world_size > 1:
+                waits = f"waits for the other processes to connect pipeline {pipeline}"
+                self._waits.run(partial(self._connect, pipeline), waits)
+            for edge in self._edges(pipeline):
+                if edge.source in self._stages:
+                    self.outbox(self._route(edge, self._group))
+                if edge.target in self._stages:
+                    self.inbox(self._route(edge, self._group))
+            self._num_pipelines += 1
+
+    def inbox(self, what: Edge | Route) -> Inbox:
+        """The receiving end of a channel, here; open from now on. What it belongs to is connected."""
+        route = what if isinstance(what, Route) else self._route(what, self._group)
+        if route not in self._inboxes:
+            self._open(route)
+        return self._inboxes[route]
+
+    def outbox(self, what: Edge | Route) -> Outbox:
+        """The sending end of a channel, as :meth:`inbox`."""
+        route = what if isinstance(what, Route) else self._route(what, self._group)
+        if route not in self._outboxes:
+            self._open(route)
+        return self._outboxes[route]
+
+    def ends(self, pipeline: int, stage: int) -> Ends:
+        """The channels of a stage of this process."""
+        first, last = stage == 0, stage == self._stage_map.num_stages - 1
+        return Ends(
+            values=None if first else self.inbox(Edge(pipeline, stage - 1, "forward")),
+            to_next=None if last else self.outbox(Edge(pipeline, stage, "forward")),
+            gradients=None if last else self.inbox(Edge(pipeline, stage, "backward")),
+            to_previous=None if first else self.outbox(Edge(pipeline, stage - 1, "backward")),
+        )
+
+    def close(self, limit_s: float) -> None:
+        """Stop the channels and their threads, all of them within so many seconds if peers are gone."""
+        deadline = time.monotonic() + limit_s
+        channels: list[Inbox | Outbox] = [*self._inboxes.values(), *self._outboxes.values()]
+        for channel in channels:
+            channel.close(join_s=max(0.0, deadline - time.monotonic()))
+        self._inboxes.clear()
+        self._outboxes.clear()
+        self._num_pipelines = 0
+
+    def _open(self, route: Route) -> None:
+        if route.source == route.target:
+            self._inboxes[route] = self._outboxes[route] = MemoryChannel()
+        elif route.source == self._rank:
+            self._outboxes[route] = self._network.outbox(route, self._arrivals)
+        else:
+            self._inboxes[route] = self._network.inbox(route, self._arrivals)
+
+    def _connect(self, pipeline: int) -> None:
+        for group in range(self._stage_map.num_groups):
+            for edge in self._edges(pipeline):
+                route = self._route(edge, group)
+                if route.source != route.target:
+                    self._network.connect(route)
+
+    def _edges(self, pipeline: int) -> Iterator[Edge]:
+        for hop in range(self._stage_map.num_stages - 1):
+            # two hops between the same processes (several stages per process) need two connections as well
+            yield Edge(pipeline, hop, "forward")
+            yield Edge(pipeline, hop, "backward")
+
+    def _route(self, edge: Edge, group: int) -> Route:
+        ranks = self._stage_map.layout[group]
+        return Route(edge, *(ranks[self._stage_map.owner(stage)] for stage in (edge.source, edge.target)))
