@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 
-import lightning_avgpipe.strategy.connected
+import lightning_avgpipe.strategy.connection
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.utils.patching import replaced
 from tests.elastic.models import Batches
@@ -48,7 +48,7 @@ class Doomed(AvgPipeStrategy):
     def setup_environment(self) -> None:
         signal_name, moment = self.dies
         waiting = self.folder / "waiting"
-        connect = lightning_avgpipe.strategy.connected._init_dist_connection
+        connect = lightning_avgpipe.strategy.connection._init_dist_connection
 
         def noted(*args, **kwargs) -> None:
             waiting.touch()
@@ -59,7 +59,7 @@ class Doomed(AvgPipeStrategy):
             while moment == "connecting" and not waiting.exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
             die(signal_name)
-        with replaced(lightning_avgpipe.strategy.connected, "_init_dist_connection", noted):
+        with replaced(lightning_avgpipe.strategy.connection, "_init_dist_connection", noted):
             super().setup_environment()
 
 

@@ -74,7 +74,7 @@ class PipelineTimeline(Callback):
         picture.require_matplotlib()
         if trainer.strategy.whole is not None:
             rank_zero_warn(f"PipelineTimeline writes nothing: {type(pl_module).__name__} {trainer.strategy.whole}")
-        elif trainer.strategy.plain:
+        elif trainer.strategy.passthrough:
             rank_zero_warn("PipelineTimeline writes nothing: one device, one stage and one micro-batch are no pipeline")
 
     def on_train_batch_start(
@@ -82,7 +82,7 @@ class PipelineTimeline(Callback):
     ) -> None:
         """Start to record, if the step that this batch may end with is one to record."""
         strategy: AvgPipeStrategy = trainer.strategy  # type: ignore[assignment]
-        if (trainer.global_step + 1) % self._every_n_steps == 0 and not strategy.plain and strategy.whole is None:
+        if (trainer.global_step + 1) % self._every_n_steps == 0 and not strategy.passthrough and strategy.whole is None:
             mesh = _mesh(trainer)
             self._recorder = Recorder(mesh.rank, mesh.device)
             mesh.record(self._recorder)

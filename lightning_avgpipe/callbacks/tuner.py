@@ -19,6 +19,7 @@ from lightning_avgpipe.planning.memory_limit import MemoryLimit
 from lightning_avgpipe.schedule import picture
 from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.strategy.options import ALLOWED, MEMORY
+from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.profiler import Profiler
 from lightning_avgpipe.strategy.rehearsal import rehearsing
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
@@ -141,7 +142,7 @@ class AvgPipeTuner(Callback):
                 f"AvgPipeTuner: {type(pl_module).__name__} {strategy.whole}, so its steps run whole, with one model "
                 "and without micro-batches, and there is nothing to tune; remove the callback"
             )
-        if strategy.plain:
+        if strategy.passthrough:
             raise ConfigurationError(
                 "AvgPipeTuner: with one device and one stage there is nothing to pipeline, and everything is as with "
                 "strategy='auto'; use more devices, or AvgPipeStrategy(num_stages=2) on one, or remove the callback"
@@ -149,8 +150,8 @@ class AvgPipeTuner(Callback):
         if self._reusable(strategy):
             self._apply(strategy)
             return
-        if strategy.given:
-            given = ", ".join(f"{name}={value!r}" for name, value in strategy.given.items())
+        if strategy.overrides:
+            given = ", ".join(f"{name}={value!r}" for name, value in strategy.overrides.items())
             raise ConfigurationError(
                 "AvgPipeTuner chooses num_pipelines, num_microbatches and advance, but the strategy was given "
                 f"{given}; remove that, or the callback"
@@ -206,7 +207,7 @@ class AvgPipeTuner(Callback):
             planned = self._tune(trainer, strategy, batch)
             self._apply(strategy)
             if self.result is not None and self.result.choice.setting != planned:
-                strategy.replan()
+                _run(strategy).deployment.replan()
             if strategy.num_pipelines > 1:
                 self._recount(trainer, strategy)
         return True
@@ -230,21 +231,22 @@ class AvgPipeTuner(Callback):
 
     def _tune(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> Setting:
         """Choose; returns for which setting the stages were planned."""
-        mesh, found = strategy.mesh, ""
+        run, found = _run(strategy), ""
+        mesh, schedule = run.mesh, run.configuration.options.schedule
         shows = trainer.progress_bar_callback is not None  # type: ignore[attr-defined]
         module = trainer.lightning_module
 
         def first(batch_size: int) -> int:
             return trial_sizes(self._counts(module, batch_size), strategy.num_stages)[0]
 
-        with rehearsing(trainer, strategy, batch, first) as rehearsal:
-            profiler = Profiler(rehearsal, self._profile_batches, strategy.schedule_name, shows)
+        with rehearsing(trainer, run, batch, first) as rehearsal:
+            profiler = Profiler(rehearsal, self._profile_batches, schedule, shows)
             counts = self._counts(module, rehearsal.batch_size)
             profile = profiler.profile(counts)
             if profile is not None:
                 fitting = [m for m in counts if m > profiler.too_few]
-                settings = candidates(profile, self._max_num_pipelines, fitting, schedule=strategy.schedule_name)
-                limit = strategy.memory_per_stage(self._memory_limit)
+                settings = candidates(profile, self._max_num_pipelines, fitting, schedule=schedule)
+                limit = run.memory_per_stage(self._memory_limit)
                 found = search(profile, settings, limit, self._predictor).to_json()
             result = Result.from_json(mesh.world.broadcast(found))
             if self._refine:
@@ -252,7 +254,7 @@ class AvgPipeTuner(Callback):
         self.result = result
         if mesh.leads:
             self._publish(trainer, result)
-        return Setting(rehearsal.captured, schedule=strategy.schedule_name)
+        return Setting(rehearsal.captured, schedule=schedule)
 
     def _counts(self, module: pl.LightningModule, batch_size: int) -> list[int]:
         """Numbers of micro-batches to consider."""
@@ -301,3 +303,8 @@ class AvgPipeTuner(Callback):
         if isinstance(saving, ModelCheckpoint) and saving.dirpath is not None:
             return Path(saving.dirpath)
         return Path(trainer.default_root_dir)
+
+
+def _run(strategy: AvgPipeStrategy) -> PipelineRun:
+    assert isinstance(strategy.run, PipelineRun)  # setup() has refused others
+    return strategy.run

@@ -11,7 +11,7 @@ import io
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,18 +19,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchmetrics import Metric
 
 from lightning_avgpipe.capture.changes import address, targets
 from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.comm.codec import as_bytes
+from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.objects import Objects, Variable
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent
-
-if TYPE_CHECKING:
-    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-    from lightning_avgpipe.training.deployment import Deployment
 
 __all__ = ["hooks_with_results"]
 
@@ -48,27 +47,23 @@ Key = tuple[str, str]  # path of a module, name of the attribute or buffer
 
 
 @contextlib.contextmanager
-def hooks_with_results(
-    module: pl.LightningModule,
-    strategy: AvgPipeStrategy,
-    observers: Collection[nn.Module],
-    deployment: Deployment,
-) -> Iterator[None]:
+def hooks_with_results(trainer: pl.Trainer, mesh: Mesh, deployment: Deployment) -> Iterator[None]:
     """Within this context these hooks run on rank 0 of a group, and the others follow what they change.
 
     Args:
-        module: of the hooks.
-        strategy: with several processes in a group.
-        observers: modules that only look at values (metrics); what they hold stays where it is.
+        trainer: whose module has the hooks.
+        mesh: of several processes in a group.
         deployment: of the module on processes.
     """
-    ignored = {id(m) for observer in observers for m in observer.modules()}
+    module = trainer.lightning_module
+    metrics = (m for m in module.modules() if isinstance(m, Metric))  # what they hold stays where it is
+    ignored = {id(m) for metric in metrics for m in metric.modules()}
     modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
     with contextlib.ExitStack() as undo:
         for name in _HOOKS:
             if name in vars(module) or is_overridden(name, module):
-                run = _followed if strategy.mesh.hosts_last else _following
-                hook = run(name, getattr(module, name), modules, strategy, deployment)
+                run = _followed if mesh.hosts_last else _following
+                hook = run(name, getattr(module, name), modules, trainer, mesh, deployment)
                 undo.enter_context(replaced(module, name, hook))
         yield
 
@@ -77,18 +72,19 @@ def _followed(
     name: str,
     hook: Callable[..., Any],
     modules: dict[str, nn.Module],
-    strategy: AvgPipeStrategy,
+    trainer: pl.Trainer,
+    mesh: Mesh,
     deployment: Deployment,
 ) -> Callable[..., Any]:
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before, optimization = _Attributes(modules), _optimization(strategy)
+        before, optimization = _Attributes(modules), _optimization(trainer)
         with _Writes(modules[""]) as writes:
             result = hook(*args, **kwargs)
         writes.check(name, deployment.kept_elsewhere())
         news = before.news(name, deployment.needed_elsewhere(), writes.found)
-        after = _optimization(strategy)
-        strategy.mesh.control_channel.publish((news, after if after != optimization else None))
+        after = _optimization(trainer)
+        mesh.control_channel.publish((news, after if after != optimization else None))
         return result
 
     return run
@@ -98,23 +94,24 @@ def _following(
     name: str,
     hook: Callable[..., Any],
     modules: dict[str, nn.Module],
-    strategy: AvgPipeStrategy,
+    trainer: pl.Trainer,
+    mesh: Mesh,
     deployment: Deployment,
 ) -> Callable[..., Any]:
     variables = outside(modules[""])
 
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> None:
-        told: Any = strategy.mesh.control_channel.publish()  # by rank 0
+        told: Any = mesh.control_channel.publish()  # by rank 0
         news, optimization = told
         for (path, attribute), content in news:
-            value = _Unpickler(io.BytesIO(content), modules, strategy.root_device).load()
+            value = _Unpickler(io.BytesIO(content), modules, mesh.device).load()
             if attribute in variables:
                 _accept_variable(variables[attribute], value)
             else:
                 _accept(modules[path], attribute, value)
         if optimization is not None:
-            _accept_optimization(strategy, optimization)
+            _accept_optimization(trainer, optimization)
 
     return run
 
@@ -314,20 +311,20 @@ class _Unpickler(pickle.Unpickler):
 # -- optimizers and schedulers, which every process has ----------------------------------------------------------------
 
 
-def _optimization(strategy: AvgPipeStrategy) -> bytes:
+def _optimization(trainer: pl.Trainer) -> bytes:
     """Hyper-parameters of optimizers, and states of schedulers."""
     groups = [
         [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-        for optimizer in strategy.optimizers
+        for optimizer in trainer.optimizers
     ]
-    return pickle.dumps((groups, [config.scheduler.state_dict() for config in strategy.lr_scheduler_configs]))
+    return pickle.dumps((groups, [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]))
 
 
-def _accept_optimization(strategy: AvgPipeStrategy, content: bytes) -> None:
+def _accept_optimization(trainer: pl.Trainer, content: bytes) -> None:
     groups, schedulers = pickle.loads(content)
     optimizer: Optimizer
-    for optimizer, values in zip(strategy.optimizers, groups, strict=True):
+    for optimizer, values in zip(trainer.optimizers, groups, strict=True):
         for group, own in zip(optimizer.param_groups, values, strict=True):
             group.update(own)
-    for config, state in zip(strategy.lr_scheduler_configs, schedulers, strict=True):
+    for config, state in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
         config.scheduler.load_state_dict(state)

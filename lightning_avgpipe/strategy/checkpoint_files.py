@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.comm.mesh import Mesh
-from lightning_avgpipe.errors import CheckpointError
+from lightning_avgpipe.errors import CheckpointError, ConfigurationError
 
-__all__ = ["LocalCheckpointIO", "is_sharded", "load_shards", "replacing", "save_shards", "with_local_files"]
+__all__ = ["LocalCheckpointIO", "choose_files", "is_sharded", "load_shards", "replacing", "save_shards"]
 
 # What Lightning's own strategies call these things: its tools read our folders, and we read theirs.
 _META = "meta.pt"
@@ -73,8 +73,22 @@ class LocalCheckpointIO(TorchCheckpointIO):
         return {**loaded, **pytree.tree_map_only(Tensor, Tensor.clone, kept)}
 
 
-def with_local_files(io: CheckpointIO | None) -> CheckpointIO:
-    """A CheckpointIO that uses ours where it would use Lightning's default; others stay as they are."""
+def choose_files(io: CheckpointIO | None, distributed: bool) -> CheckpointIO:
+    """A CheckpointIO that uses ours where it would use Lightning's default; others stay as they are.
+
+    Raises:
+        ConfigurationError: there is another, which checkpoints that are ``distributed`` would not use.
+    """
+    chosen = _with_local_files(io)
+    if distributed and type(chosen) is not LocalCheckpointIO:
+        raise ConfigurationError(
+            "save_distributed_checkpoint=True writes with torch.distributed.checkpoint and would not use "
+            f"{type(chosen).__name__}; remove the plugin, or the option"
+        )
+    return chosen
+
+
+def _with_local_files(io: CheckpointIO | None) -> CheckpointIO:
     if io is None or type(io) is TorchCheckpointIO:
         return LocalCheckpointIO()
     if isinstance(io, _WrappingCheckpointIO):
@@ -91,7 +105,7 @@ def is_sharded(path: Any) -> bool:
     return folder is not None and (folder / _META).is_file()
 
 
-def save_shards(checkpoint: dict[str, Any], path: Any, mesh: Mesh) -> None:
+def save_shards(checkpoint: dict[str, Any], path: Any, mesh: Mesh | None, storage_options: Any = None) -> None:
     """Write a checkpoint as a folder to which each process adds what it holds. Every process calls it.
 
     The folder appears in its place when all of it is written. It has the layout of Lightning's FSDPStrategy.
@@ -100,9 +114,21 @@ def save_shards(checkpoint: dict[str, Any], path: Any, mesh: Mesh) -> None:
         checkpoint: of the Trainer; ``state_dict`` and ``optimizer_states`` (keyed by parameter names) hold what this
             process owns. The rest is taken from rank 0.
         path: rank 0's counts; all processes must see it.
+        mesh: of the processes; None if they have never been connected. The first group writes, the others have
+            the same.
+        storage_options: None; there are none.
     Raises:
         CheckpointError: a process could not write, or the path is not local.
+        ConfigurationError: there are storage options, or no connected processes.
     """
+    if storage_options is not None:
+        raise ConfigurationError("storage_options are not supported with save_distributed_checkpoint=True")
+    if mesh is None:
+        raise ConfigurationError(
+            "save_distributed_checkpoint=True, but no run has connected the processes yet; fit or validate first"
+        )
+    if mesh.group_number:
+        return
     target = _local(path)
     if target is None:
         raise CheckpointError(

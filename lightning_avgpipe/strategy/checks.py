@@ -178,7 +178,8 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
                     f"{type(callback).__name__} {why}, and is not supported on {world_size} processes yet; remove it, "
                     "or use one (devices=1, processes_per_device=1)"
                 )
-    if running.strategy.saves_parts and any(isinstance(c, weight_averaging()) for c in running.callbacks):  # type: ignore[attr-defined]
+    averaged = any(isinstance(c, weight_averaging()) for c in running.callbacks)  # type: ignore[attr-defined]
+    if averaged and running.strategy.save_distributed_checkpoint:  # type: ignore[attr-defined]
         raise ConfigurationError(
             "save_distributed_checkpoint=True saves the weights that each process holds, but WeightAveraging puts "
             "averages in their place; use save_distributed_checkpoint=False"

@@ -21,7 +21,6 @@ from lightning_avgpipe.utils.attempt import fresh
 from lightning_avgpipe.utils.parent import needing_starter, started, starting
 
 if TYPE_CHECKING:
-    from lightning_avgpipe.strategy.connected import ConnectedStrategy
     from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
 __all__ = ["connecting", "launcher", "register", "store"]
@@ -55,7 +54,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             super()._call_children_scripts()
 
 
-def launcher(strategy: ConnectedStrategy, start_method: Any) -> _Launcher | None:
+def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
     """What starts the processes of this node; None if there is only one process in all.
 
     Raises:

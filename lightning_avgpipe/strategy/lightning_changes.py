@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter, LambdaCallback
@@ -17,20 +17,27 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_avgpipe.capture.tracer import intercepting
-from lightning_avgpipe.strategy.aftermath import hooks_with_results
+from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, local_metrics, looking_on
 from lightning_avgpipe.strategy.loop import PipelineOptimization
+from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
+from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.gradient_norm import norms_over_stages
 from lightning_avgpipe.training.loss_scale import scaling_together
 from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.patching import replaced
 
-if TYPE_CHECKING:
-    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-    from lightning_avgpipe.strategy.whole import WholeSteps
-
-__all__ = ["adapted", "adapted_to_whole_steps", "quiet_hooks"]
+__all__ = [
+    "clipping",
+    "known_at_epoch_end",
+    "observing",
+    "optimizing",
+    "scaling",
+    "several_processes",
+    "showing_reference",
+]
 
 # Hooks between the steps of an epoch, and at its end, that may look at weights.
 _HOOKS_BETWEEN_STEPS = (
@@ -48,69 +55,37 @@ _LOOK_AT_NO_WEIGHTS = tuple(f"{name}." for name in (*LIGHTNING, "lightning_avgpi
 
 
 @contextlib.contextmanager
-def adapted(
-    trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy, step_log: StepLog, fitting: bool
-) -> Iterator[None]:
-    """Within this context trainer and module work as a pipeline needs it.
-
-    In any pipeline ``self.log`` collects over micro-batches, metrics only observe, and the optimization of a batch is
-    an iteration of the pipeline. With several processes, moreover, all ranks know the metrics of rank 0, gradients are
-    clipped by the norm over all stages, and hooks that need what only the last stage has run there only.
-    """
+def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> Iterator[None]:
+    """Within this context ``self.log`` collects over micro-batches, and metrics only observe."""
+    module = trainer.lightning_module
+    metrics = [m for m in module.modules() if isinstance(m, Metric)]
     with contextlib.ExitStack() as undo:
         undo.enter_context(intercepting())
         undo.enter_context(replaced(module, "log", step_log))
         if is_overridden("log_dict", module):
             undo.enter_context(replaced(module, "log_dict", looking_on(module.log_dict)))
         undo.enter_context(replaced(module, "print", looking_on(module.print, rehearsed=False)))
-        metrics = [m for m in module.modules() if isinstance(m, Metric)]
-        undo.enter_context(
-            local_metrics(metrics, step_log.batch_values, strategy.mesh.leaders, lambda: bool(trainer.training))
-        )
-        if fitting:
-            undo.enter_context(_optimization(trainer, strategy))
-            undo.enter_context(_parallel_models(trainer, module, strategy))
-        if fitting or strategy.world_size > 1:
-            undo.enter_context(_scaling(strategy))
-        if strategy.world_size > 1:
-            undo.enter_context(_several_processes(trainer, module, strategy))
-            if strategy.mesh.world_size > 1:
-                deployment = strategy._deployment
-                assert deployment is not None
-                undo.enter_context(hooks_with_results(module, strategy, metrics, deployment))
-            for owner, name in _clipping_hooks(trainer, module) if strategy.mesh.world_size > 1 else ():
-                undo.enter_context(replaced(owner, name, _with_norms(getattr(owner, name), module, strategy)))
-            undo.enter_context(_known_at_epoch_end(trainer, module))
+        undo.enter_context(local_metrics(metrics, step_log.batch_values, leaders, lambda: bool(trainer.training)))
         yield
 
 
 @contextlib.contextmanager
-def adapted_to_whole_steps(
-    trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy, steps: WholeSteps
+def scaling(
+    trainer: pl.Trainer, mesh: Mesh, together_with: Callable[[Optimizer], Sequence[Optimizer]]
 ) -> Iterator[None]:
-    """The same for steps that run whole, on several processes: all of them run the step and the module's hooks."""
-    with (
-        steps.adapted(),
-        _scaling(strategy),
-        _several_processes(trainer, module, strategy),
-        _known_at_epoch_end(trainer, module),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _scaling(strategy: AvgPipeStrategy) -> Iterator[None]:
+    """Within this context loss scalers of all stages and models skip the same steps."""
     with contextlib.ExitStack() as undo:
-        for value in vars(strategy.precision_plugin).values():
+        for value in vars(trainer.precision_plugin).values():
             if isinstance(value, GradScaler):
-                undo.enter_context(scaling_together(value, strategy.mesh, strategy.together_with))
+                undo.enter_context(scaling_together(value, mesh, together_with))
         yield
 
 
 @contextlib.contextmanager
-def _known_at_epoch_end(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+def known_at_epoch_end(trainer: pl.Trainer) -> Iterator[None]:
     """After the module's last hook of an epoch all ranks know the metrics; callbacks that monitor one come next."""
-    connector, epoch_end = trainer._logger_connector, module.on_train_epoch_end
+    connector, module = trainer._logger_connector, trainer.lightning_module
+    epoch_end = module.on_train_epoch_end
     assert isinstance(connector, SyncedLoggerConnector)
 
     def on_train_epoch_end() -> None:
@@ -122,9 +97,9 @@ def _known_at_epoch_end(trainer: pl.Trainer, module: pl.LightningModule) -> Iter
 
 
 @contextlib.contextmanager
-def _optimization(trainer: pl.Trainer, strategy: AvgPipeStrategy) -> Iterator[None]:
+def optimizing(trainer: pl.Trainer, optimization: PipelineOptimization) -> Iterator[None]:
+    """Within this context the optimization of a batch is an iteration of the pipeline."""
     loop = trainer.fit_loop.epoch_loop
-    optimization = PipelineOptimization(loop.automatic_optimization, strategy)
     loop.automatic_optimization = optimization
     try:
         yield
@@ -133,26 +108,26 @@ def _optimization(trainer: pl.Trainer, strategy: AvgPipeStrategy) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _parallel_models(trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy) -> Iterator[None]:
+def showing_reference(trainer: pl.Trainer, models: ParallelModels, deployment: Deployment) -> Iterator[None]:
     """Validation sees the reference, and pipelines step with the hyper-parameters that the first one has by then."""
-    strategy.observed = _looks_between_steps(trainer, module)
-    validation = trainer.fit_loop.epoch_loop.val_loop
+    module, validation = trainer.lightning_module, trainer.fit_loop.epoch_loop.val_loop
+    models.observed = _looks_between_steps(trainer, module)
     begin, end, clip = (
         validation._on_evaluation_model_eval, validation._on_evaluation_model_train, module.configure_gradient_clipping
     )  # fmt: skip
 
     def on_evaluation_model_eval() -> None:
-        strategy.show_reference(True)
+        deployment.show_reference(True)
         begin()
 
     def on_evaluation_model_train() -> None:
         end()
-        strategy.show_reference(False)
+        deployment.show_reference(False)
 
     @functools.wraps(clip)
     def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # the last thing before the step, after all hooks that may change a learning rate
-        strategy.follow_optimizers(optimizer)
+        models.follow_optimizers(optimizer)
         return clip(optimizer, *args, **kwargs)
 
     with (
@@ -164,25 +139,29 @@ def _parallel_models(trainer: pl.Trainer, module: pl.LightningModule, strategy: 
 
 
 @contextlib.contextmanager
-def _several_processes(trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy) -> Iterator[None]:
+def several_processes(trainer: pl.Trainer, mesh: Mesh, deployment: Deployment, early: bool) -> Iterator[None]:
+    """Within this context all ranks know the metrics of rank 0, and what needs the results runs there only.
+
+    Args:
+        early: whether batches travel when they are read; else after the user's transfer hooks.
+    """
     # Only rank 0 logs, so there is nothing to synchronise.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(", category=UserWarning)
-    connector = SyncedLoggerConnector(trainer._logger_connector, strategy.mesh)
+    connector, module = SyncedLoggerConnector(trainer._logger_connector, mesh), trainer.lightning_module
     with contextlib.ExitStack() as undo:
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
         undo.enter_context(_without_comparing_contents())
-        assert strategy._deployment is not None
-        undo.enter_context(averaging_parts(trainer, module, strategy._deployment))
-        if not strategy.mesh.leads:
+        undo.enter_context(averaging_parts(trainer, module, deployment))
+        if not mesh.leads:
             for writer in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(writer, BasePredictionWriter):
                     undo.enter_context(replaced(writer, "write_on_batch_end", _nothing))
                     undo.enter_context(replaced(writer, "write_on_epoch_end", _nothing))
-        if not strategy.mesh.reads:
+        if not mesh.reads:
             undo.enter_context(replaced(module, "_on_before_batch_transfer", _pass_on))
-            if not strategy.ships_early:  # what arrives later is converted already
-                undo.enter_context(replaced(strategy.precision_plugin, "convert_input", _pass_on))
+            if not early:  # what arrives later is converted already
+                undo.enter_context(replaced(trainer.precision_plugin, "convert_input", _pass_on))
         yield
 
 
@@ -202,16 +181,25 @@ def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tenso
     return [parameter for parameter in params if id(parameter) not in known]
 
 
-def _clipping_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[Any, str]]:
+@contextlib.contextmanager
+def clipping(trainer: pl.Trainer, mesh: Mesh) -> Iterator[None]:
+    """Within this context gradients are clipped by the norm over all stages."""
+    with contextlib.ExitStack() as undo:
+        for owner, name in _clipping_hooks(trainer):
+            undo.enter_context(replaced(owner, name, _with_norms(getattr(owner, name), trainer.lightning_module, mesh)))
+        yield
+
+
+def _clipping_hooks(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
     """Owners and names of the hooks in which gradients may be clipped; every rank runs them once per step."""
-    yield module, "on_before_optimizer_step"
-    yield module, "configure_gradient_clipping"
+    yield trainer.lightning_module, "on_before_optimizer_step"
+    yield trainer.lightning_module, "configure_gradient_clipping"
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if is_overridden("on_before_optimizer_step", callback, pl.Callback):
             yield callback, "on_before_optimizer_step"
 
 
-def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, strategy: AvgPipeStrategy) -> Callable[..., Any]:
+def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, mesh: Mesh) -> Callable[..., Any]:
     """A hook within which norms of gradients are those over all stages."""
 
     @functools.wraps(hook)
@@ -221,22 +209,10 @@ def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, strategy: 
         stepped = [p for optimizer in optimizers[:1] for group in optimizer.param_groups for p in group["params"]]
         known = {id(parameter) for parameter in stepped}
         parameters = [*stepped, *(p for p in module.parameters() if id(p) not in known)]
-        with norms_over_stages(parameters, strategy.mesh):
+        with norms_over_stages(parameters, mesh):
             return hook(*args, **kwargs)
 
     return run
-
-
-@contextlib.contextmanager
-def quiet_hooks(trainer: pl.Trainer, hook: str) -> Iterator[None]:
-    """Within this context one hook of callbacks and module is not called."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    trainer.callbacks = []  # type: ignore[attr-defined]
-    try:
-        with replaced(trainer.lightning_module, hook, _nothing):
-            yield
-    finally:
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
 def _looks_between_steps(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
 from torch.optim import Optimizer
 
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.strategy.iteration import Iterations
 from lightning_avgpipe.strategy.log import SyncedLoggerConnector
-
-if TYPE_CHECKING:
-    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
 __all__ = ["PipelineOptimization"]
 
@@ -37,13 +36,27 @@ class PipelineOptimization(_AutomaticOptimization):
     """Replaces Lightning's automatic optimization: one optimizer step per iteration of the pipeline.
 
     Accumulation, clipping, precision and the optimizer's hooks stay Lightning's.
+
+    Args:
+        original: Lightning's.
+        mesh: of the processes.
+        iterations: of the run.
+        end_iteration: called when all is done.
     """
 
-    def __init__(self, original: _AutomaticOptimization, strategy: AvgPipeStrategy) -> None:
+    def __init__(
+        self,
+        original: _AutomaticOptimization,
+        mesh: Mesh,
+        iterations: Iterations,
+        end_iteration: Callable[[], None],
+    ) -> None:
         super().__init__(original.trainer)
         self.optim_progress = original.optim_progress
         self._replaced = (original,)  # in a tuple: a loop saves the progress of loops among its attributes
-        self._strategy = strategy
+        self._mesh = mesh
+        self._iterations = iterations
+        self._end_iteration = end_iteration
 
     def detach(self) -> _AutomaticOptimization:
         """The loop that this one replaced, with the progress of this one."""
@@ -53,29 +66,28 @@ class PipelineOptimization(_AutomaticOptimization):
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Run one iteration; on every rank the same loss and metrics are known afterwards."""
         result = super().run(optimizer, batch_idx, kwargs)
-        schedule_control, connector = self._strategy.schedule_control, self.trainer._logger_connector
-        assert schedule_control is not None
+        schedule_control, connector = self._iterations.schedule_control, self.trainer._logger_connector
         decided = schedule_control.finish()
         if isinstance(connector, SyncedLoggerConnector):  # several processes
             news: Any = None
-            if self._strategy.is_global_zero:
+            if self._mesh.leads:
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
-            news, decided = self._strategy.mesh.control_channel.relay(
-                news, decided
-            )  # advances are decided in each group
+            # advances are decided in each group
+            news, decided = self._mesh.control_channel.relay(news, decided)
             connector.accept(news["metrics"])
             if news["loss"] is not None:
                 result = {**result, "loss": news["loss"]}
-        self._strategy.finish_averaging_if_observed()  # when rank 0's news, for which other stages wait, have left
+        # when rank 0's news, for which other stages wait, have left
+        self._iterations.models.finish_averaging_if_observed()
         schedule_control.accept(decided)
         schedule_control.log(self.trainer)
-        self._strategy.end_iteration()
+        self._end_iteration()
         return result
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
         """As Lightning's, but all processes may skip a batch together."""
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
-        self._strategy.post_training_step()
+        self.trainer.strategy.post_training_step()
         return ClosureResult.from_training_step_output(output, self.trainer.accumulate_grad_batches)
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -83,7 +95,7 @@ class PipelineOptimization(_AutomaticOptimization):
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
 
         def run() -> ClosureResult:
-            with self._strategy.clearing_gradients(zero_grad):
+            with self._iterations.clearing_gradients(zero_grad):
                 return step()
 
         return _PipelineClosure(step_fn=run)

@@ -156,7 +156,7 @@ class Options:
         checks.options(self)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         """Of the numbers that may change during training those that are not as by default."""
         defaults = {"num_pipelines": 1, "num_microbatches": "auto", "advance": "auto"}
         return {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}

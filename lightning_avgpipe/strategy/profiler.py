@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from lightning_avgpipe.engine.utilisation import KernelTrace, sampling_device, tracing_kernels
 from lightning_avgpipe.errors import MemoryShortage, TuningError
+from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import limit_of
 from lightning_avgpipe.planning.model_memory import ModelBytes, model_bytes
 from lightning_avgpipe.strategy.rehearsal import BusyRecording, Rehearsal
@@ -44,7 +45,7 @@ class Profiler:
         self._rehearsal = rehearsal
         self._iterations = iterations
         self._schedule = schedule
-        self._mesh = rehearsal.strategy.mesh
+        self._mesh = rehearsal.pipeline.mesh
         self._shows = shows and self._mesh.leads
         self._began = time.monotonic()
         self.too_few = 0
@@ -198,16 +199,16 @@ class Profiler:
 
     def _memory(self, setting: Setting, tick: Callable[[], object]) -> tuple[dict[int, StageMemory], float]:
         """Bytes of each stage here, and seconds of the optimizers' steps."""
-        strategy, port, captured = self._rehearsal.strategy, port_of(self._mesh.device), self._rehearsal.captured
-        plan, module = strategy.plan, strategy.lightning_module
-        assert plan is not None and module is not None
+        port, captured = port_of(self._mesh.device), self._rehearsal.captured
+        plan, trainer = self._plan, self._rehearsal.trainer
+        module = trainer.lightning_module
         before = port.allocated_bytes() if port.counts_memory else None
         kept = self._rehearsal.kept(setting)
         tick()
         models: dict[int, ModelBytes] = {}
         step_s = self._rehearsal.step_s(
             lambda: models.update(
-                model_bytes(plan, self._mesh.stages, module, strategy.optimizers, captured, self._mesh.num_groups)
+                model_bytes(plan, self._mesh.stages, module, trainer.optimizers, captured, self._mesh.num_groups)
             )
         )
         context = port.other_bytes() // len(self._mesh.stages)
@@ -236,6 +237,12 @@ class Profiler:
             )
         return found, step_s
 
+    @property
+    def _plan(self) -> Plan:
+        plan = self._rehearsal.pipeline.deployment.plan
+        assert plan is not None
+        return plan
+
     def _averaging_s(self) -> float:
         try:
             return self._rehearsal.averaging_s()
@@ -258,15 +265,13 @@ class Profiler:
 
     def _weights(self) -> dict[int, float]:
         """Each stage's part of what is done for all parameters of this process."""
-        plan = self._rehearsal.strategy.plan
-        assert plan is not None
+        plan = self._plan
         counts = {k: plan.stages[k].num_parameters for k in self._mesh.stages}
         total = sum(counts.values())
         return {k: count / total if total else 1.0 / len(counts) for k, count in counts.items()}
 
     def _hops(self, num_microbatches: int) -> tuple[HopProfile, ...]:
-        plan = self._rehearsal.strategy.plan
-        assert plan is not None
+        plan = self._plan
         size = self._rehearsal.captured / num_microbatches
         return tuple(
             HopProfile(

@@ -39,8 +39,8 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.model_memory import Holding, holdings
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.strategy.data import has_transfer_hooks
+from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
-from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.patching import replaced
@@ -98,24 +98,24 @@ class Rehearsal:
     """Runs iterations on one batch; made by :func:`rehearsing`. Every process does the same with its own.
 
     Attributes:
-        strategy: whose stages run.
+        trainer: whose run it is.
+        pipeline: the run.
         batch_size: samples.
         captured: micro-batches of the batch from which the plan is made, once it is.
     """
 
-    def __init__(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> None:
-        assert strategy.lightning_module is not None
-        self.strategy = strategy
-        self._trainer = trainer
-        self._module = strategy.lightning_module
+    def __init__(self, trainer: pl.Trainer, run: PipelineRun, batch: Any) -> None:
+        self.pipeline = run
+        self.trainer = trainer
+        self._module = trainer.lightning_module
         self._batch = batch
-        self.batch_size = strategy.num_samples(copy.deepcopy(batch))
+        self.batch_size = run.splitter.num_samples(copy.deepcopy(batch))
         self.captured = 1
 
     def prepare(self, num_microbatches: int) -> None:
         """Make the stages, as the first iteration of training would."""
         self.captured = num_microbatches
-        setting = Setting(self.captured, schedule=self.strategy.schedule_name)
+        setting = Setting(self.captured, schedule=self.pipeline.configuration.options.schedule)
         with contextlib.suppress(_Prepared):
             self._step(setting, self._trials(setting))
 
@@ -125,7 +125,7 @@ class Rehearsal:
         Raises:
             MemoryShortage: it does not fit some process; all of them raise it.
         """
-        mesh = self.strategy.mesh
+        mesh = self.pipeline.mesh
         trials = self._trials(setting)
         trials.runs = True
         self._clear_gradients()
@@ -148,11 +148,11 @@ class Rehearsal:
         """
         trials = self._trials(setting)
         trials.runs = trials.metered = True
-        self.strategy.mesh.guard = MemoryGuard()
+        self.pipeline.mesh.guard = MemoryGuard()
         try:
             self._step(setting, trials)
         finally:
-            self.strategy.mesh.guard = None
+            self.pipeline.mesh.guard = None
         return trials.kept
 
     def step_s(self, after: Callable[[], None]) -> float:
@@ -210,34 +210,34 @@ class Rehearsal:
     def _guarded(self, do: Callable[[], None], what: str) -> None:
         guard = MemoryGuard()
         guard.run(do, what)
-        guard.agree(self.strategy.mesh.world)
+        guard.agree(self.pipeline.mesh.world)
 
     @property
     def _optimizers(self) -> list[Optimizer]:
-        return [o._optimizer if isinstance(o, LightningOptimizer) else o for o in self.strategy.optimizers]
+        return [o._optimizer if isinstance(o, LightningOptimizer) else o for o in self.trainer.optimizers]
 
     def _trials(self, setting: Setting) -> _Trials:
-        mesh = self.strategy.mesh
+        mesh = self.pipeline.mesh
         trials = _Trials(setting.schedule, setting.advance, mesh, math.inf, self._module, lambda: self._optimizers)
         trials.captured = self.captured
         return trials
 
     def _step(self, setting: Setting, trials: _Trials) -> None:
         batches = [copy.deepcopy(self._batch) for _ in range(setting.num_pipelines)]  # a step may change its own
-        batch = self.strategy.try_next(batches, setting.num_microbatches, trials)
+        batch = self.pipeline.try_next(batches, setting.num_microbatches, trials)
         self._module._current_fx_name = "on_train_batch_start"
         self._module.on_train_batch_start(batch, 0)
         self._module._current_fx_name = "training_step"
-        kwargs = self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
-        self.strategy.training_step(*kwargs.values())
+        kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+        self.pipeline.iterations.train(*kwargs.values())
 
     def _clear_gradients(self) -> None:
-        self.strategy.clear_gradients()
+        self.pipeline.models.clear_gradients()
         for parameter in self._module.parameters():
             parameter.grad = None
 
     def _now(self) -> float:
-        port_of(self.strategy.mesh.device).synchronize()
+        port_of(self.pipeline.mesh.device).synchronize()
         return time.perf_counter()
 
 
@@ -267,7 +267,7 @@ class BusyRecording:
 
 @contextlib.contextmanager
 def rehearsing(
-    trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any, num_microbatches: Callable[[int], int]
+    trainer: pl.Trainer, run: PipelineRun, batch: Any, num_microbatches: Callable[[int], int]
 ) -> Iterator[Rehearsal]:
     """Within this context iterations can be tried on a batch; after it everything is as before, bit for bit.
 
@@ -277,31 +277,30 @@ def rehearsing(
 
     Args:
         trainer: that is about to use its first batch of training.
-        strategy: of the trainer, with a pipeline.
+        run: of the trainer.
         batch: as read from the dataloader; it is not touched.
         num_microbatches: for its number of samples how many micro-batches the stages are planned for.
     """
-    module = strategy.lightning_module
-    assert module is not None
+    module = trainer.lightning_module
     with contextlib.ExitStack() as undo:
         undo.enter_context(torch.enable_grad())
-        undo.enter_context(_unheard(trainer, module, strategy))
+        undo.enter_context(_unheard(trainer, module))
         undo.enter_context(_without_gradients(module))
         if trainer.datamodule is not None and has_transfer_hooks(trainer):  # type: ignore[attr-defined]
             undo.enter_context(unchanged(trainer.datamodule))  # type: ignore[attr-defined]
         undo.enter_context(untouched(module))
-        rehearsal = Rehearsal(trainer, strategy, undo.enter_context(strategy.trying(batch)))
+        rehearsal = Rehearsal(trainer, run, undo.enter_context(run.trying(batch)))
         rehearsal.prepare(num_microbatches(rehearsal.batch_size))
         yield rehearsal
 
 
 @contextlib.contextmanager
-def _unheard(trainer: pl.Trainer, module: pl.LightningModule, strategy: AvgPipeStrategy) -> Iterator[None]:
+def _unheard(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Nobody is told what happens within this context."""
     callbacks, loggers = trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
     with contextlib.ExitStack() as undo:
-        undo.enter_context(unchanged(strategy.precision_plugin))
-        for value in vars(strategy.precision_plugin).values():
+        undo.enter_context(unchanged(trainer.precision_plugin))
+        for value in vars(trainer.precision_plugin).values():
             if isinstance(value, GradScaler):
                 undo.enter_context(unchanged(value))
         for hook in _BACKWARD_HOOKS:

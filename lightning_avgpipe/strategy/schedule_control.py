@@ -71,10 +71,10 @@ class ScheduleControl:
         memory_limit: bytes that no stage may exceed.
         module: that is trained.
         optimizers: that step it, as of when it is called.
+        beside: what parallel models have of their own that are not in the module, as of when it is called.
 
     Attributes:
         peaks: stage -> bytes at its peak, as measured last; of all stages, on all ranks.
-        beside: what parallel models have of their own that are not in the module, as of when it is called.
     """
 
     def __init__(
@@ -85,9 +85,10 @@ class ScheduleControl:
         memory_limit: float,
         module: nn.Module,
         optimizers: Callable[[], Sequence[Optimizer]],
+        beside: Callable[[], Sequence[Tensor]] = list,
     ) -> None:
         self.peaks: dict[int, int] = {}
-        self.beside: Callable[[], Sequence[Tensor]] = list
+        self._beside = beside
         self._name = name
         self._fixed = 0 if advance == "auto" else advance
         self._adapts = advance == "auto" and name == "advance_forward" and mesh.world_size > 1
@@ -251,7 +252,7 @@ class ScheduleControl:
         if not plan.measured:
             return None
         batches = tree.tensors((tuple(map(tuple, task.args)), [part.data for parts in works for part in parts]))
-        return HostMeter([*self._module.parameters(), *self._module.buffers(), *self.beside(), *batches])
+        return HostMeter([*self._module.parameters(), *self._module.buffers(), *self._beside(), *batches])
 
     # -- rank 0 ------------------------------------------------------------------------------------------------------
 

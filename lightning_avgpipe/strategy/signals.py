@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -13,10 +13,9 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.utils.patching import replaced
-
-if TYPE_CHECKING:
-    from lightning_avgpipe.strategy.connected import ConnectedStrategy
 
 __all__ = ["ending_together", "saving_what_is_whole"]
 
@@ -24,7 +23,7 @@ _STOP, _REQUEUE = "stop", "requeue"
 
 
 @contextlib.contextmanager
-def ending_together(trainer: pl.Trainer, strategy: ConnectedStrategy) -> Iterator[None]:
+def ending_together(trainer: pl.Trainer, mesh: Mesh) -> Iterator[None]:
     """Within this context, the whole run of a trainer, no process ends or goes on alone.
 
     A signal may reach any process at any time. It is only noted; all processes learn of it with the same news from
@@ -40,16 +39,16 @@ def ending_together(trainer: pl.Trainer, strategy: ConnectedStrategy) -> Iterato
             signals.received_sigterm = True  # from here on Lightning's loops do the rest
 
     def before_batch() -> None:
-        if strategy.mesh.agreed(_REQUEUE) and not requeued:
+        if mesh.agreed(_REQUEUE) and not requeued:
             requeued.append(True)
             requeue(0, None)  # type: ignore[arg-type]
         if trainer.received_sigterm:
             raise SIGTERMException
 
     with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(strategy.mesh, "when_agreed", agreed))
-        undo.enter_context(replaced(signals, "_sigterm_notifier_fn", partial(_on_sigterm, strategy)))
-        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", partial(_note, strategy, _REQUEUE)))
+        undo.enter_context(replaced(mesh, "when_agreed", agreed))
+        undo.enter_context(replaced(signals, "_sigterm_notifier_fn", partial(_on_sigterm, trainer, mesh)))
+        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", partial(_note, mesh, _REQUEUE)))
         epoch_loop = trainer.fit_loop.epoch_loop
         if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             undo.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", before_batch))
@@ -66,36 +65,40 @@ class _FirstToKnow(Callback):
         trainer.strategy.on_exception(exception)
 
 
-def _note(strategy: ConnectedStrategy, request: str, signum: Any = None, frame: Any = None) -> None:
+def _note(mesh: Mesh, request: str, signum: Any = None, frame: Any = None) -> None:
     """All that a signal handler does: nothing that could wait for what it has interrupted."""
-    strategy.mesh.monitor.requests.add(request)
+    mesh.monitor.requests.add(request)
 
 
-def _on_sigterm(strategy: ConnectedStrategy, signum: Any, frame: Any) -> None:
+def _on_sigterm(trainer: pl.Trainer, mesh: Mesh, signum: Any, frame: Any) -> None:
     """Note the signal, and pass it on to the processes that this one has started."""
-    if _STOP not in strategy.mesh.monitor.requests and strategy.launcher is not None:
-        strategy.launcher.kill(signum)
-    _note(strategy, _STOP)
+    launcher = trainer.strategy.launcher
+    if _STOP not in mesh.monitor.requests and launcher is not None:
+        launcher.kill(signum)
+    _note(mesh, _STOP)
 
 
 @contextlib.contextmanager
-def saving_what_is_whole(trainer: pl.Trainer, strategy: ConnectedStrategy) -> Iterator[None]:
+def saving_what_is_whole(trainer: pl.Trainer, connection: Connection, begun: Callable[[], bool]) -> Iterator[None]:
     """Within this context, from the start of a run on, no checkpoint takes the place of a better one after a failure.
 
     That is what a callback would do that saves in ``on_exception``: before training has begun the module may not even
     have the weights that the run was to go on with, and after a failure of some process there is no whole model.
+
+    Args:
+        begun: whether training has begun in this run.
     """
     save = trainer.save_checkpoint
 
     def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
         ended = trainer.state.status == TrainerStatus.INTERRUPTED
-        if strategy.failed:
+        if connection.failed:
             rank_zero_warn(
                 f"No checkpoint is saved to {filepath} after the failure: each process holds a part of the model only, "
                 "and the processes did not stop at the same iteration. Save regularly "
                 "(ModelCheckpoint(every_n_train_steps=...)), and resume from the last checkpoint"
             )
-        elif ended and not strategy.begun:
+        elif ended and not begun():
             rank_zero_warn(
                 f"No checkpoint is saved to {filepath}: the run ended before training began, and what may be there "
                 "from a run before is as it was"

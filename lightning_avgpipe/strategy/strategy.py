@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,53 +12,48 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torchmetrics import Metric
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.elastic.averaging import OuterOptimizer
-from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
-from lightning_avgpipe.planning.model_memory import memory_of, state_copies
-from lightning_avgpipe.planning.planner import Planner
-from lightning_avgpipe.planning.recompute_policy import chosen
-from lightning_avgpipe.schedule import build
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.strategy import checks, launch
-from lightning_avgpipe.strategy.bundles import bundling
+from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
+from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
+from lightning_avgpipe.strategy.configuration import Configuration
+from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor, batches_wanted, has_transfer_hooks, mirror
-from lightning_avgpipe.strategy.data_sharding import check_alike, sharing
-from lightning_avgpipe.strategy.lightning_changes import adapted, adapted_to_whole_steps
-from lightning_avgpipe.strategy.log import StepLog
+from lightning_avgpipe.strategy.data_sharding import check_alike
 from lightning_avgpipe.strategy.options import ALLOWED, Options, SplitBatch
-from lightning_avgpipe.strategy.schedule_control import ScheduleControl
-from lightning_avgpipe.strategy.stepping import SteppingStrategy
-from lightning_avgpipe.strategy.whole import WholeSteps
-from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.strategy.pipeline_run import PipelineRun
+from lightning_avgpipe.strategy.run import PassthroughRun, Run
+from lightning_avgpipe.strategy.signals import ending_together, saving_what_is_whole
+from lightning_avgpipe.strategy.whole import why_whole
+from lightning_avgpipe.strategy.whole_run import WholeRun
+from lightning_avgpipe.utils import packages
 from lightning_avgpipe.utils.allowed import documented
 from lightning_avgpipe.utils.durations import duration
 from lightning_avgpipe.utils.option_types import Count, Duration, Natural
 from lightning_avgpipe.verify import request
-from lightning_avgpipe.weights.by_size import divide_by_size
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import to_host
 
 __all__ = ["AvgPipeStrategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-_LOOKED_AT = 8  # batches of training in which ignored targets are looked for
-_MOST = 0.9  # of a device's memory, where nobody says what an advance may use
-
-_STEPS = {
-    RunningStage.TRAINING: "training_step",
-    RunningStage.SANITY_CHECKING: "validation_step",
-    RunningStage.VALIDATING: "validation_step",
-    RunningStage.TESTING: "test_step",
-    RunningStage.PREDICTING: "predict_step",
-}
 
 
 @documented(ALLOWED)
-class AvgPipeStrategy(SteppingStrategy):
+class AvgPipeStrategy(ParallelStrategy):
     """Trains an unmodified LightningModule as a pipeline of stages.
 
     The step functions are captured on the first batch, divided into stages of about equal time, and replayed stage by
@@ -171,7 +166,9 @@ class AvgPipeStrategy(SteppingStrategy):
         precision_plugin: as in every Lightning strategy; the Trainer's ``precision`` sets it.
 
     Attributes:
-        plan: the stages with their units, parameters and boundary values, known from the first batch on.
+        num_nodes: set by the Trainer.
+        tuner: is shown the first batch of training before it is used, and may reconfigure; called once more before each
+            further batch until it returns True. Set before the run is set up.
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -180,6 +177,7 @@ class AvgPipeStrategy(SteppingStrategy):
     """
 
     strategy_name = "avgpipe"
+    _distributor: Distributor  # of the run that goes on
 
     def __init__(
         self,
@@ -218,168 +216,301 @@ class AvgPipeStrategy(SteppingStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
-            Options(
-                num_stages=num_stages, num_pipelines=num_pipelines, processes_per_device=processes_per_device,
-                num_microbatches=num_microbatches, schedule=schedule, advance=advance, split_points=split_points,
-                costs=costs, costs_cache=costs_cache, memory_limit=memory_limit, recompute=recompute,
-                loss_reduction=loss_reduction, loss_weight=loss_weight, split_batch=split_batch, reader=reader,
-                send_batch=send_batch, verify_copies=verify_copies, verify=verify, alpha=alpha, outer_lr=outer_lr,
-                outer_optimizer=outer_optimizer,
-                average_every=average_every, save_replicas=save_replicas,
-                save_distributed_checkpoint=save_distributed_checkpoint, on_nonfinite=on_nonfinite,
-                start_method=start_method,
-                process_group_backend=process_group_backend,
-                timeout=_DEFAULT_TIMEOUT if timeout is None else duration(timeout),
-            ),
             accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
         )  # fmt: skip
-        self._forget()
+        options = Options(
+            num_stages=num_stages, num_pipelines=num_pipelines, processes_per_device=processes_per_device,
+            num_microbatches=num_microbatches, schedule=schedule, advance=advance, split_points=split_points,
+            costs=costs, costs_cache=costs_cache, memory_limit=memory_limit, recompute=recompute,
+            loss_reduction=loss_reduction, loss_weight=loss_weight, split_batch=split_batch, reader=reader,
+            send_batch=send_batch, verify_copies=verify_copies, verify=verify, alpha=alpha, outer_lr=outer_lr,
+            outer_optimizer=outer_optimizer, average_every=average_every, save_replicas=save_replicas,
+            save_distributed_checkpoint=save_distributed_checkpoint, on_nonfinite=on_nonfinite,
+            start_method=start_method, process_group_backend=process_group_backend,
+            timeout=_DEFAULT_TIMEOUT if timeout is None else duration(timeout),
+        )  # fmt: skip
+        self.num_nodes = 1
+        self.tuner: Callable[[Any], bool] | None = None
+        self._configuration = Configuration(options)
+        self._connection = Connection(options.process_group_backend)
+        self._run: Run | None = None  # the last one; none since a module was connected
+        self._before: WholeState | None = None  # the state before it
+        self._begun = False
+        self._undo = contextlib.ExitStack()
 
-    def _forget(self) -> None:
-        """Set everything that belongs to one run of the trainer."""
-        self.plan = None
-        self._deployment: Deployment | None = None
-        self.failed = False
-        self._log: StepLog | None = None
-        self.whole_steps = None
-        self.verifier = None
-        self._seen, self._warned, self._unweighted = {}, set(), _LOOKED_AT
-        self.forget_models()
-        self._asked = {}
+    def __getstate__(self) -> dict[str, Any]:
+        # a module that was trained knows its trainer, and must be one that torch.save can save
+        ended = {"_run": None, "_before": None, "_distributor": None, "tuner": None, "_undo": contextlib.ExitStack()}
+        return {**super().__getstate__(), **ended}
 
-    # -- set-up and teardown -----------------------------------------------------------------------------------------
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def accelerator(self) -> pl.accelerators.Accelerator | None:
+        """What computes; a trainer sets it first, and makes the strategy one of its own package of Lightning."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: pl.accelerators.Accelerator) -> None:
+        packages.adopt(self, accelerator)
+        plugins = {
+            "precision_plugin": self._precision_plugin, "checkpoint_io": self._checkpoint_io,
+            "cluster_environment": self.cluster_environment,
+        }  # fmt: skip
+        packages.check_plugins(type(self).__name__, accelerator, plugins)
+        self._accelerator = accelerator
+
+    @property
+    def device_layout(self) -> DeviceLayout:
+        """Of all processes on devices."""
+        devices = len(self.parallel_devices) if self.parallel_devices is not None else 1
+        return DeviceLayout(devices, self.num_nodes, self._options.processes_per_device)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of this node."""
+        return self.device_layout.node_size
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of processes that host all K stages."""
+        return len(self.device_layout.groups(self.num_stages))
+
+    @property
+    def group_number(self) -> int:
+        """Which group this process is in, 0-based."""
+        groups = enumerate(self.device_layout.groups(self.num_stages))
+        return next(number for number, ranks in groups if self.global_rank in ranks)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.device_layout.device_of(self.local_rank)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """In each group one process reads the data of the group."""
+        return {"num_replicas": self.num_groups, "rank": self.group_number}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of torch.distributed."""
+        return self._connection.backend
+
+    @property
+    def mesh(self) -> Mesh:
+        """Processes and channels, from the set-up of the environment on."""
+        assert self._connection.mesh is not None
+        return self._connection.mesh
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        checks.processes(self.num_stages, self.device_layout.num_devices)
+        self._launcher = launch.launcher(self, self._options.start_method)
+        if self.passthrough and self.undivided:
+            rank_zero_info(
+                "AvgPipeStrategy: with one device, one stage and one micro-batch there is nothing to pipeline; "
+                "everything is as with strategy='auto'. More devices, or num_stages=2 on this one, make a pipeline"
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+        self._connection.barrier(name)
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Every rank gets the source's object."""
+        return self._connection.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Values live on one rank only: nothing to reduce."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The stages work on the same batch, so there is nothing to gather; as with one device."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, decided so."""
+        return self._connection.decide(decision, unanimously=all)
+
+    # -- what was asked for --------------------------------------------------------------------------------------------
+
+    @property
+    def _options(self) -> Options:
+        return self._configuration.options
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        wanted = self._options.num_stages
+        return self.device_layout.num_devices if wanted == "auto" else wanted
+
+    @property
+    def num_pipelines(self) -> int:
+        """N, which ``reconfigure`` may change."""
+        return self._options.num_pipelines
+
+    @property
+    def num_models(self) -> int:
+        """Parallel models of all groups."""
+        return self.num_pipelines * self.num_groups
+
+    @property
+    def timeout(self) -> timedelta:
+        """Longest wait for another process."""
+        return self._options.timeout
+
+    @property
+    def processes_per_device(self) -> int:
+        """Groups that share the same devices, each with processes of its own."""
+        return self._options.processes_per_device
+
+    @property
+    def save_replicas(self) -> bool:
+        """Whether checkpoints hold parallel models besides their reference."""
+        return self._options.save_replicas
+
+    @property
+    def save_distributed_checkpoint(self) -> bool:
+        """Whether each process writes its own part of a checkpoint."""
+        return self._options.save_distributed_checkpoint
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """What ``reconfigure`` would change that is not as by default."""
+        return self._options.overrides
+
+    @property
+    def passthrough(self) -> bool:
+        """Whether there is nothing to pipeline: one process, with nothing to divide, or whose steps run whole.
+
+        Then nothing is captured, split, replaced or refused: all is as with Lightning's strategy for one device.
+        """
+        one_model = self.device_layout.world_size == self.num_pipelines == 1
+        return one_model and (self.undivided or (self.whole is not None and not self._options.splits))
+
+    @property
+    def undivided(self) -> bool:
+        """Whether one stage and one micro-batch are all there is."""
+        return self.num_stages == 1 and not self._options.splits and not self._options.recompute
+
+    @property
+    def whole(self) -> str | None:
+        """Why the module's steps run whole; None if they do not."""
+        return None if self._lightning_module is None else why_whole(self._lightning_module)
+
+    # -- a run: set-up and teardown ------------------------------------------------------------------------------------
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Begin a run with a module, which knows its trainer."""
+        super().connect(model)
+        self._run, self._begun = None, False
+        self._before = WholeState(model, self._connection, self.save_distributed_checkpoint)
+        if not self.passthrough and model._trainer is not None:  # a run; a strategy may also be given a module to save
+            saving = saving_what_is_whole(model.trainer, self._connection, lambda: self._begun)
+            self._undo.enter_context(saving)
+
+    def setup_environment(self) -> None:
+        """Connect the processes; called before the module's own set-up hooks."""
+        self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
+        super().setup_environment()
+        if not self.passthrough:
+            reset_seed()  # as ddp; in one process too, so that it draws what several draw
+        self.set_world_ranks()
+        assert self.cluster_environment is not None and self.lightning_module is not None
+        layout, options, trainer = self.device_layout, self._options, self.lightning_module.trainer
+        mesh = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
+        if self.world_size > 1:
+            self._undo.enter_context(ending_together(trainer, mesh))
+        self._connection.open(self.cluster_environment, options)
+        sends, early = mesh.reads and mesh.world_size > 1, not has_transfer_hooks(trainer)
+        wanted = partial(batches_wanted, trainer)
+        self._distributor = Distributor(mesh.batch_stream, self._needs, sends, early, wanted)
+
+    def _needs(self, batch: Any, rank: int) -> frozenset[str] | None:
+        return None if self._run is None else self._run.needs(batch, rank)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Prepare one run of the trainer; the plan is made when the first batch is there."""
-        module = self.lightning_module
-        assert module is not None
-        self._forget()
+        self._run = self._make_run(trainer)
+        self._run.setup(super().setup)
+
+    def _make_run(self, trainer: pl.Trainer) -> Run:
+        module, options, fitting = self.lightning_module, self._options, trainer.state.fn == TrainerFn.FITTING
+        assert module is not None and self._before is not None
         why = self.whole
         if why is not None:
-            checks.whole(module, why, self._options, self.num_groups)
+            checks.whole(module, why, options, self.num_groups)
             if not self.undivided:
                 rank_zero_info(f"{type(module).__name__} {why}: its steps run whole, not in micro-batches")
-        fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self.num_models == 1 and self.tuner is None:
-            checks.without_effect(self._options)
-        if self.plain:
-            if trainer.state.fn == TrainerFn.FITTING:
-                request.nothing_to_verify(self._options.verify)
-            super().setup(trainer)
-            return
-        assert trainer.state.fn is not None
+            checks.without_effect(options)
+        parts = trainer, self._connection, self._configuration, self._before
+        if self.passthrough:
+            if fitting:
+                request.nothing_to_verify(options.verify)
+            return PassthroughRun(*parts)
         checks.trainer(trainer, self.world_size, self.num_pipelines)
-        everywhere = self.mesh.world.gather_objects((str(trainer.ckpt_path or ""), self._options.shared))
+        everywhere = self.mesh.world.gather_objects((str(trainer.ckpt_path or ""), options.shared))
         checks.same_checkpoint([path for path, _ in everywhere])
-        checks.same_options([options for _, options in everywhere])
-        if fitting and why is None:
-            self.verifier = request.verifier(self, self._options.verify)
-            self._share_data(trainer)
+        checks.same_options([shared for _, shared in everywhere])
         checks.contents(module)
-        super().setup(trainer)
-        self.choose_seed(self.mesh)
-        self._deployment = self._divided(module)
-        sends = self.mesh.reads and self.mesh.world_size > 1
-        early = not has_transfer_hooks(trainer)
-        self._distributor = Distributor(
-            self.mesh.batch_stream, self._needs, sends, early, partial(batches_wanted, trainer)
-        )
-        if why is not None:
-            request.refuse(self._options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
-            self.whole_steps = WholeSteps(trainer, module, self, partial(self._settled, module))
-            self._undo.enter_context(adapted_to_whole_steps(trainer, module, self, self.whole_steps))
-            return
-        self._log = StepLog(module, self.mesh.hosts_last, self.mesh.leaders)
-        options = self._options
-        self.schedule_control = ScheduleControl(
-            options.schedule, options.advance, self.mesh, self.memory_per_stage(), module, lambda: self.optimizers
-        )
-        self._undo.enter_context(adapted(trainer, module, self, self._log, fitting))
-
-    def _settled(self, module: pl.LightningModule) -> dict[str, int]:
-        """Divide a module whose steps run whole, by the size of its parts; returns who owns what."""
-        assert self._deployment is not None
-        held = memory_of(module, build("afab", 1, 1), state_copies(self.optimizers), 0).held
-        limit = limit_of(self._options.memory_limit, self.root_device, self._sharing())
-        metrics = [m for m in module.modules() if isinstance(m, Metric)]
-        plan = divide_by_size(module, self.num_stages, held, self._options.split_points, limit, metrics)
-        owner = self._deployment.place_parameters(plan)
-        self.plan = plan
-        self._announce(plan)
-        return owner
-
-    def _share_data(self, trainer: pl.Trainer) -> None:
-        """Before the optimizers are made, for which the number of iterations may be asked."""
-        ends = self.ends if self.num_groups > 1 else None
-        count = partial(getattr, self, "num_pipelines")  # which can be pickled, as a trainer can
-        self._undo.enter_context(bundling(trainer, count, ends, self.tuner))
-        self._undo.enter_context(sharing(trainer, self.mesh))
-
-    def _divided(self, module: pl.LightningModule) -> Deployment:
-        options, observers = self._options, [m for m in module.modules() if isinstance(m, Metric)]
-        planner = Planner(
-            module,
-            self.num_stages,
-            options.split_points,
-            self.root_device,
-            observers,
-            "flops" if on_meta(module) else options.costs,  # what has no contents cannot be timed
-            options.cache,
-            limit_of(options.memory_limit, self.root_device, self._sharing()),
-            chosen(module, options.recompute),
-        )
-        origin = self.take_origin(module)
-        return Deployment(module, self.mesh, planner, lambda: self.optimizers, origin, options.elasticity, observers)
-
-    def replan(self) -> None:
-        """With the next batch of training divide the module for what is configured by then, where that is possible.
-
-        Every rank calls it, before training has begun.
-        """
-        if self._deployment is not None:
-            self._deployment.replan()
-
-    def memory_per_stage(self, limit: MemoryLimit = None) -> float:
-        """Bytes that each stage may use: by this limit, or else ``memory_limit``, or else 90 % of the device."""
-        given = self._options.memory_limit if limit is None else limit
-        return limit_of(_MOST if given is None else given, self.root_device, self._sharing())
-
-    def _sharing(self) -> int:
-        """Stages that share a device's memory; on the CPU all stages of this node."""
-        on_cpu = self.root_device.type == "cpu"
-        return len(self.mesh.stages) * (self.num_processes if on_cpu else self.processes_per_device)
+        if why is None:
+            return PipelineRun(*parts, self._distributor, self.tuner)
+        request.refuse(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
+        return WholeRun(*parts, self._distributor)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Build the optimizer, over all parameters: what it holds of other stages goes when the plan is made."""
-        if self.plain:
-            super().setup_optimizers(trainer)
-            return
-        assert self.lightning_module is not None
+        """Build the optimizers, over all parameters: what they hold of other stages goes when the plan is made."""
         super().setup_optimizers(trainer)
-        checks.optimizers(self.lightning_module, self.optimizers)
+        if not self.passthrough and self.lightning_module is not None:
+            checks.optimizers(self.lightning_module, self.optimizers)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are built on the host, or with ``empty_init`` on meta: the device gets its own stages only."""
+        if self.passthrough:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        place = torch.device("meta") if empty_init else contextlib.nullcontext()
+        with place, self.precision_plugin.tensor_init_context():
+            yield
 
     def model_to_device(self) -> None:
-        """Nothing moves before it is known which stage needs what, unless there is one only."""
-        if self.plain:
-            assert self.lightning_module is not None and self.model is not None
-            self.fill(self.lightning_module, self.mesh)
-            self.model.to(self.root_device)
+        """Move the module to the device, if this process has all of it."""
+        assert self.model is not None
+        self._running.model_to_device(partial(self.model.to, self.root_device))
+
+    def on_train_start(self) -> None:
+        """What the run goes on with is loaded."""
+        super().on_train_start()
+        self._begun = True
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other processes, unless all have agreed to end here."""
+        self._connection.fail(exception)
 
     def teardown(self) -> None:
         """Give every process the whole module back, and stop the channels."""
         try:
-            if self._deployment is not None and not self.failed:
-                self._deployment.restore()
-            elif self._deployment is not None:
-                self._deployment.abandon()
-            if self._mesh is not None:
-                self._mesh.close(self.failed)
+            if self._run is not None:
+                self._run.teardown()
+        except BaseException:
+            self._connection.failed = True  # the others are not where this one is
+            raise
         finally:
+            self._undo.callback(self._connection.close)
             self._undo.close()
-            self._deployment = None
-            if self.failed:
-                self._mesh = None  # its connections are closed for good
         module = self._lightning_module
         if module is not None and on_meta(module):
             # what is without contents here (after a failure, or by choice) cannot be moved, but the rest can
@@ -387,9 +518,15 @@ class AvgPipeStrategy(SteppingStrategy):
             self._lightning_module = None
         super().teardown()
         self._lightning_module = module
-        request.end_of_run(self.verifier)
+        if isinstance(self._run, PipelineRun):
+            self._run.end_verification()
 
-    # -- batches and steps -------------------------------------------------------------------------------------------
+    # -- batches and steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> Run:
+        assert self._run is not None
+        return self._run
 
     def process_dataloader(self, dataloader: object) -> object:
         """In each group one process reads, the others follow."""
@@ -397,42 +534,173 @@ class AvgPipeStrategy(SteppingStrategy):
         check_alike(mirrored, self.mesh, self.num_pipelines)
         return mirrored
 
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """The reader's batch, after its transfer hooks, on every rank's device."""
+        return self._running.batch_to_device(super().batch_to_device, batch, device, dataloader_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forwards and backwards of a batch; returns what the step would return for it, detached."""
+        return self._running.step("training_step", super().training_step, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run validation_step; on the last stage's rank the merged result, None elsewhere."""
+        return self._running.step("validation_step", super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run test_step; on the last stage's rank the merged result, None elsewhere."""
+        return self._running.step("test_step", super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run predict_step; on the last stage's rank the merged result, None elsewhere."""
+        return self._running.step("predict_step", super().predict_step, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure and step, and average parallel models."""
+        return self._running.optimizer_step(super().optimizer_step, optimizer, closure, model, **kwargs)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
     @property
-    def ships_early(self) -> bool:
-        """Whether batches travel when they are read; else after the user's transfer hooks."""
-        return self._distributor.early
+    def _state(self) -> State:
+        """Of the last run, or if none has been set up since the module was connected, of the module."""
+        state = self._before if self._run is None else self._run.state
+        assert state is not None
+        return state
 
-    def _needs(self, batch: Any, rank: int) -> frozenset[str] | None:
-        """The tensors of a batch for a process; None is all of them."""
-        assert self.lightning_module is not None
-        if self._options.send_batch == "all" or self._splitter is not None:
-            return None
-        if self.whole_steps is not None or self._deployment is None:
-            return None
-        stage = self.lightning_module.trainer.state.stage
-        if self.loss_weight is not None and rank == self.mesh.rank_of(self.num_stages - 1):
-            return None  # which weighs micro-batches
-        return None if stage is None else self._deployment.pipeline.leaves(_STEPS[stage], rank, batch)
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """On rank 0 the weights of all stages; for a distributed checkpoint one's own. Every rank calls it."""
+        return self._state.weights()
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the closure and step."""
-        if self.whole_steps is not None:
-            return self.whole_steps.optimizer_step(super().optimizer_step, *args, **kwargs)
-        with contextlib.nullcontext() if self.verifier is None else self.verifier.stepping():
-            result = super().optimizer_step(*args, **kwargs)
-        if self._options.verify_copies and self._deployment is not None:
-            self._deployment.verify_copies()
-        return result
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """On rank 0 an ordinary optimizer state; for a distributed checkpoint one's own. Every rank calls it."""
+        return self._state.optimizer(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint: a file, or a folder of shards. Every rank calls it."""
+        self._state.complete(checkpoint)
+        if not self.save_distributed_checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            save_shards(checkpoint, filepath, self._connection.mesh, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of either kind."""
+        if is_sharded(checkpoint_path):
+            assert self.lightning_module is not None
+            fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+            return load_shards(checkpoint_path, optimizers=fitting, weights_only=weights_only)
+        asked = {} if weights_only is None else {"weights_only": weights_only}
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, **asked)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights; those for parameters on meta are kept in mind until it is known who needs them."""
+        self._state.load_weights(super().load_model_state_dict, checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Hand out optimizer states. They stay on the host until it is known which process needs which."""
+        self._state.load_optimizers(self.optimizers, checkpoint)
+
+    # -- for callbacks -------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """The stages with their units, parameters and boundary values, known from the first batch on."""
+        return None if self._run is None else self._run.plan
+
+    @property
+    def run(self) -> Run | None:
+        """What the strategy does in the run of the trainer that goes on, or went last."""
+        return self._run
+
+    @property
+    def skipped_models(self) -> int:
+        """How often a model of this group was left out of a step, for a gradient that is no number."""
+        return self._running.check.skipped_models
+
+    @property
+    def peak_memory_bytes(self) -> dict[int, int]:
+        """Stage -> bytes at its peak, measured in the first iteration with a kind of batches and an advance.
+
+        On CUDA as the allocator counts; elsewhere weights, gradients, optimizer states, the batch, and what backwards
+        wait for; of several pipelines all that they have, and their reference. Empty before training, and on a CPU with
+        ``costs="flops"``.
+        """
+        return self._run.peaks if isinstance(self._run, PipelineRun) else {}
+
+    def reconfigure(
+        self,
+        num_pipelines: Count | None = None,
+        num_microbatches: Count | Literal["auto"] | None = None,
+        advance: Natural | None = None,
+    ) -> None:
+        """Change how training runs, from the next iteration on. Every rank calls it, in a hook of a callback.
+
+        Within an iteration, from ``on_train_batch_start`` to the optimizer's step, everything stays as it is; what was
+        asked for comes when it has ended. New parallel models start from the reference. Those with the highest numbers
+        go when there are to be fewer, and the reference stays; with ``num_pipelines=1`` it is the model.
+
+        Args:
+            num_pipelines: N; None leaves it.
+            num_microbatches: M, or ``"auto"``; None leaves it.
+            advance: h, which adapts no more; None leaves it.
+        Raises:
+            ConfigurationError: a number that cannot work, or a callback that knows one model only; on several processes
+                also when, at the end of the iteration, it turns out that not all have asked for the same.
+        """
+        changes = {"num_pipelines": num_pipelines, "num_microbatches": num_microbatches, "advance": advance}
+        wanted, module = self._configuration.wanted(changes), self.lightning_module
+        if self.whole is not None:
+            raise ConfigurationError(f"reconfigure: {type(module).__name__} {self.whole}; its steps run whole")
+        if self.passthrough and module is not None:
+            raise ConfigurationError(
+                "reconfigure: with one device, one stage, one micro-batch and one pipeline this run began as with "
+                "strategy='auto', and has no pipeline to change; begin with 2 or more of stages, micro-batches or "
+                "pipelines"
+            )
+        if module is not None:
+            checks.trainer(module.trainer, self.world_size, wanted.num_pipelines)
+        self._configuration.ask(changes)
+        if self._configuration.in_iteration:
+            return
+        if self._run is None:
+            self._configuration.take_over(self._connection.mesh)
+        else:
+            self._run.end_iteration()
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[nn.Module]:
+        """Within this context the module is the reference model, for code in hooks that wants to use or change it.
+
+        Hooks of training see the model of pipeline 0, as on rank 0 of ddp they see its process; evaluation, prediction
+        and checkpoints use the reference. With one pipeline they are the same.
+        """
+        module = self._connected_module("reference()")
+        with contextlib.nullcontext() if self._run is None else self._run.showing(None):
+            yield module
+
+    @contextlib.contextmanager
+    def parallel_model(self, number: int) -> Iterator[nn.Module]:
+        """Within this context the module is the model of one pipeline.
+
+        Args:
+            number: n, 0-based, of this process's group.
+        Raises:
+            ConfigurationError: there are not so many, or nothing is trained yet.
+        """
+        module = self._connected_module(f"parallel_model({number!r})")
+        if not isinstance(number, int):
+            raise ConfigurationError(f"parallel_model({number!r}): must be the number of a pipeline, from 0")
+        with contextlib.nullcontext() if self._run is None else self._run.showing(number):
+            yield module
+
+    def _connected_module(self, asked: str) -> nn.Module:
+        if self.lightning_module is None:
+            raise ConfigurationError(
+                f"{asked}: there is no model before trainer.fit(model); call it in a hook of training"
+            )
+        return self.lightning_module
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Make ``Trainer(strategy="avgpipe")`` known, and the names for other start methods."""
         launch.register(strategy_registry, cls)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a module that was trained knows its trainer, and must be one that torch.save can save
-        names = (
-            "_mesh", "_deployment", "_log", "_distributor", "schedule_control", "tuner", "whole_steps", "verifier",
-        )  # fmt: skip
-        of_a_run = dict.fromkeys(names)
-        return {**super().__getstate__(), **of_a_run, "_undo": contextlib.ExitStack()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -20,15 +20,13 @@ from torchmetrics import Metric
 
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.alone import alone
+from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.engine.lockstep import Lockstep
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.strategy.log import BatchValues, SyncedLoggerConnector, local_metrics
 from lightning_avgpipe.training.gradient_norm import norms_over_stages
 from lightning_avgpipe.utils.patching import replaced
-
-if TYPE_CHECKING:
-    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
 __all__ = ["WholeSteps", "why_whole"]
 
@@ -75,21 +73,19 @@ class WholeSteps:
 
     Args:
         trainer: whose loops run them.
-        module: that they belong to.
-        strategy: of the trainer.
+        mesh: of the processes.
         divide: gives every process its part; returns who owns what only one process has.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
-        module: pl.LightningModule,
-        strategy: AvgPipeStrategy,
+        mesh: Mesh,
         divide: Callable[[], Mapping[str, int]],
     ) -> None:
         self._trainer = trainer
-        self._module = module
-        self._strategy = strategy
+        self._module = trainer.lightning_module
+        self._mesh = mesh
         self._divide = divide
         self._lockstep: Lockstep | None = None
 
@@ -97,10 +93,9 @@ class WholeSteps:
     def lockstep(self) -> Lockstep:
         """Of all processes; the first one who asks divides the module. Every process asks at the same time."""
         if self._lockstep is None:
-            mesh = self._strategy.mesh
-            owner, exchange = self._divide(), Exchange(mesh)
+            owner, exchange = self._divide(), Exchange(self._mesh)
             metrics = [m for m in self._module.modules() if isinstance(m, Metric)]
-            self._lockstep = Lockstep(self._module, exchange, owner, mesh.device, metrics)
+            self._lockstep = Lockstep(self._module, exchange, owner, self._mesh.device, metrics)
         return self._lockstep
 
     @contextlib.contextmanager
@@ -112,16 +107,16 @@ class WholeSteps:
             undo.enter_context(intercepting())
             undo.enter_context(replaced(module, "log", functools.partial(self._log, module.log)))
             undo.enter_context(replaced(module, "clip_gradients", functools.partial(self._clip, module.clip_gradients)))
-            undo.enter_context(local_metrics(metrics, BatchValues(), self._strategy.mesh.leaders, lambda: False))
+            undo.enter_context(local_metrics(metrics, BatchValues(), self._mesh.leaders, lambda: False))
             for optimization in (loop.automatic_optimization, loop.manual_optimization):
                 undo.enter_context(replaced(optimization, "run", functools.partial(self._run, optimization.run)))
             for name in _HOOKS:
                 if is_overridden(name, module):
                     undo.enter_context(replaced(module, name, self._together(name, getattr(module, name))))
-            for each in (*self._strategy.optimizers, *self._strategy._lightning_optimizers):
+            for each in (*self._trainer.optimizers, *self._trainer.strategy._lightning_optimizers):
                 clear = self._apart(each.zero_grad)  # type: ignore[attr-defined]
                 undo.enter_context(replaced(each, "zero_grad", clear))
-            for optimizer in self._strategy.optimizers:
+            for optimizer in self._trainer.optimizers:
                 undo.enter_context(replaced(optimizer, "step", self._stepping(optimizer)))
             yield
 
@@ -138,7 +133,7 @@ class WholeSteps:
             result = run(*args, **kwargs)
         connector = self._trainer._logger_connector
         if isinstance(connector, SyncedLoggerConnector):
-            metrics, _ = self._strategy.mesh.control_channel.relay(connector.snapshot(), None)
+            metrics, _ = self._mesh.control_channel.relay(connector.snapshot(), None)
             connector.accept(metrics)
         return result
 
@@ -197,7 +192,7 @@ class WholeSteps:
 
     def _clip(self, clip: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Clip by the norm over all processes."""
-        with self.lockstep.quiet(), norms_over_stages(_parameters(optimizer), self._strategy.mesh):
+        with self.lockstep.quiet(), norms_over_stages(_parameters(optimizer), self._mesh):
             return clip(optimizer, *args, **kwargs)
 
     def _log(self, log: Callable[..., Any], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -210,7 +205,7 @@ class WholeSteps:
             )
         if lockstep is not None and lockstep.follows and isinstance(value, Tensor):
             value = lockstep.contents(value)
-        if self._strategy.mesh.hosts_last:
+        if self._mesh.hosts_last:
             with contextlib.nullcontext() if lockstep is None else lockstep.quiet():
                 log(name, value, *args, **kwargs)
 

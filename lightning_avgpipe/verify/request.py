@@ -24,7 +24,7 @@ _DEFAULT = 2
 _COPIES = 4  # of the weights, while a step is compared: weights, gradients, and two states of an optimizer
 
 
-def verifier(strategy: Subject, verify: bool | int) -> Verifier | None:
+def verifier(subject: Subject, verify: bool | int) -> Verifier | None:
     """What verifies a run of the trainer that fits; None if nobody asks for it.
 
     Raises:
@@ -34,8 +34,8 @@ def verifier(strategy: Subject, verify: bool | int) -> Verifier | None:
     steps = commanded or (_DEFAULT if verify is True else int(verify))
     if not steps:
         return None
-    _check_memory(strategy)
-    return Verifier(strategy, steps, _end(strategy) if commanded else _go_on)
+    _check_memory(subject)
+    return Verifier(subject, steps, _end(subject) if commanded else _go_on)
 
 
 def nothing_to_verify(verify: bool | int) -> None:
@@ -68,11 +68,11 @@ def _go_on(text: str) -> None:
     """Training goes on."""
 
 
-def _end(strategy: Subject) -> Callable[[str], None]:
+def _end(subject: Subject) -> Callable[[str], None]:
     def end(text: str) -> None:
-        if strategy.is_global_zero:
+        if subject.mesh.leads:
             _report(text)
-        strategy.barrier("the end of verification")
+        subject.mesh.world.barrier("the end of verification")
         raise _TunerExitException  # in all processes: Lightning ends the run as if it were done
 
     return end
@@ -84,14 +84,13 @@ def _report(text: str) -> None:
         Path(path).write_text(text)
 
 
-def _check_memory(strategy: Subject) -> None:
-    module = strategy.lightning_module
-    assert module is not None
+def _check_memory(subject: Subject) -> None:
+    module, device = subject.module, subject.mesh.device
     size = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
-    needed, free = _COPIES * size, port_of(strategy.root_device).free_bytes()
-    if strategy.mesh.rank == 0 and needed > free:
+    needed, free = _COPIES * size, port_of(device).free_bytes()
+    if subject.mesh.rank == 0 and needed > free:
         raise ConfigurationError(
             f"verify runs the whole model on rank 0, which takes {nbytes(needed)} ({_COPIES} times its {nbytes(size)} "
-            f"of weights), but {nbytes(free)} are free on {strategy.root_device}; verify a model with fewer of the "
+            f"of weights), but {nbytes(free)} are free on {device}; verify a model with fewer of the "
             "same layers, or use verify=False"
         )

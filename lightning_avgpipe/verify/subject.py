@@ -1,55 +1,68 @@
-"""The subject: what verification asks of a strategy."""
+"""The subject: what is verified."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.plugins.precision import Precision
-from torch import nn
-from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.weighting import LossWeight
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.training.deployment import Deployment
 
 __all__ = ["Subject"]
 
 
-class Subject(Protocol):
-    """A strategy whose training is verified; its members are documented there."""
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """Training that is verified. Functions tell what is so when they are called.
 
-    plan: Plan | None
-    seed: int
-    optimizers: list[Optimizer]
+    Attributes:
+        trainer: of the run.
+        mesh: of the processes.
+        deployment: of the module on processes.
+        step_log: collects what steps log; its ``listener`` is told of it.
+        seed: of the random numbers in units.
+        num_pipelines: N of each group.
+        clears_gradients: whether the training step that runs now begins with cleared gradients.
+        loss_is_mean: whether losses are means over the samples of their micro-batch; else they are sums.
+        loss_weight: what micro-batches count by, if not by samples.
+        showing: within the context that it returns the module shows the model of a pipeline.
+    """
+
+    trainer: pl.Trainer
+    mesh: Mesh
+    deployment: Deployment
+    step_log: Any
+    seed: Callable[[], int]
+    num_pipelines: Callable[[], int]
+    clears_gradients: Callable[[], bool]
+    loss_is_mean: bool
+    loss_weight: Callable[[], LossWeight | None]
+    showing: Callable[[int], AbstractContextManager[None]]
 
     @property
-    def lightning_module(self) -> pl.LightningModule | None: ...
+    def module(self) -> pl.LightningModule:
+        """That is trained."""
+        return self.trainer.lightning_module
+
     @property
-    def precision_plugin(self) -> Precision: ...
+    def plan(self) -> Plan | None:
+        """The stages; None before the first batch."""
+        return self.deployment.plan
+
     @property
-    def root_device(self) -> torch.device: ...
-    @property
-    def is_global_zero(self) -> bool: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def num_pipelines(self) -> int: ...
-    @property
-    def num_models(self) -> int: ...
-    @property
-    def clears_gradients(self) -> bool: ...
-    @property
-    def loss_is_mean(self) -> bool: ...
-    @property
-    def loss_weight(self) -> LossWeight | None: ...
-    @property
-    def step_log(self) -> Any: ...
-    def barrier(self, name: str | None = None) -> None: ...
-    def stages_of(self, name: str) -> Sequence[int]: ...
-    def parallel_model(self, number: int) -> AbstractContextManager[nn.Module]: ...
+    def num_models(self) -> int:
+        """Parallel models of all groups."""
+        return self.num_pipelines() * self.mesh.num_groups
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The stages of a parameter, a buffer, or an attribute of a unit, by its full name; empty if it has none."""
+        known = {} if self.plan is None else self.plan.stages_of
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        return known.get(name, ())

@@ -43,13 +43,13 @@ class Verifier:
     ``finish``, :meth:`compare`, and :meth:`stepping` around the optimizer's step.
 
     Args:
-        strategy: whose training is verified.
+        subject: that is verified.
         iterations: optimizer steps that are.
         done: called after the last of them.
     """
 
-    def __init__(self, strategy: Subject, iterations: int, done: Callable[[str], None]) -> None:
-        self._strategy = strategy
+    def __init__(self, subject: Subject, iterations: int, done: Callable[[str], None]) -> None:
+        self._subject = subject
         self._left = self._wanted = iterations
         self._done = done
         self._losses = 0
@@ -75,7 +75,7 @@ class Verifier:
 
     def watch(self) -> None:
         """An iteration begins; the step may have to be captured first, of which nothing may remain."""
-        first = self._leads and self._strategy.plan is None and self._strategy.num_models == 1
+        first = self._leads and self._subject.plan is None and self._subject.num_models == 1
         self._before = self._state() if first else None
 
     def begin(
@@ -97,11 +97,11 @@ class Verifier:
         Returns:
             What does the same, and takes note of losses.
         """
-        strategy, mesh = self._strategy, self._strategy.mesh
+        subject, mesh = self._subject, self._subject.mesh
         self._begun = True
         self._expected, self._found = [], [Outcome({}) for _ in works]
-        first = mesh.group_number * strategy.num_pipelines
-        clears = strategy.clears_gradients
+        first = mesh.group_number * subject.num_pipelines()
+        clears = subject.clears_gradients()
         if clears:
             self._carried = [{} for _ in works]
         for n, parts in enumerate(works):
@@ -112,7 +112,7 @@ class Verifier:
                     with mesh.monitor.during("runs the step plainly, to verify it"):
                         self._expected.append(self._plain(n, first + n, parts, rest, context, iteration, state, clears))
         self._carried = [dict(outcome.gradients) for outcome in self._expected]
-        step_log = strategy.step_log
+        step_log = subject.step_log
         step_log.listener = self._found[0].logged.__setitem__
 
         def noted(n: int, i: int, result: Any) -> Tensor | None:
@@ -133,18 +133,18 @@ class Verifier:
         state: Outcome,
         clears: bool,
     ) -> Outcome:
-        strategy, trainer = self._strategy, self._trainer
-        logged = strategy.step_log
-        shared = [trainer, strategy, logged, trainer.datamodule, *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
+        subject, trainer = self._subject, self._trainer
+        logged = subject.step_log
+        shared = [trainer, trainer.strategy, logged, trainer.datamodule, *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
         twin = duplicate(self._module, {**state.parameters, **state.buffers}, [x for x in shared if x is not None])
-        twin.to(strategy.root_device)
+        twin.to(subject.mesh.device)
         run = PlainRun(
-            trainer, strategy.precision_plugin, context, (strategy.seed, iteration, number),
-            trainer.accumulate_grad_batches, strategy.loss_is_mean, strategy.loss_weight, strategy.root_device,
+            trainer, trainer.precision_plugin, context, (subject.seed(), iteration, number),
+            trainer.accumulate_grad_batches, subject.loss_is_mean, subject.loss_weight(), subject.mesh.device,
         )  # fmt: skip
         clear = None
         if clears and n == 0:
-            clear = lambda module: notify_zero_grad(module, strategy.optimizers[0])  # noqa: E731
+            clear = lambda module: notify_zero_grad(module, trainer.optimizers[0])  # noqa: E731
         with Objects(outside(self._module).values(), opaque=True).restored():  # which the twin shares
             return run.run(twin, parts, rest, self._carried[n], clear)
 
@@ -154,7 +154,7 @@ class Verifier:
         Raises:
             VerificationError: something differs.
         """
-        self._strategy.step_log.listener = None
+        self._subject.step_log.listener = None
         ends = not self._trainer.fit_loop._should_accumulate()
         for n in range(len(self._found)):
             with self._model(n):
@@ -178,7 +178,7 @@ class Verifier:
         self._compared["buffers"].update(expected.buffers)
         self._check(n, first_difference("the attribute", _comparable(expected.attributes, state.attributes),
                                         _comparable(state.attributes, expected.attributes)))  # fmt: skip
-        if n == 0 and self._strategy.num_models == 1:
+        if n == 0 and self._subject.num_models == 1:
             mine = {name: torch.as_tensor(v).detach() for name, v in found.logged.items() if _is_number(v)}
             logged = {
                 name: value.to(mine[name]) if name in mine else value
@@ -213,7 +213,7 @@ class Verifier:
             return
         seen: list[StepNotes] = []
         plain: list[PlainStep] = []
-        precision = self._strategy.precision_plugin
+        precision = self._trainer.precision_plugin
         after_closure = precision._after_closure
 
         def noting(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,14 +227,14 @@ class Verifier:
             if all(id(p) in names for group in inner.param_groups for p in group["params"]):
                 seen.append(notes)
                 if self._leads:
-                    plain.append(PlainStep(inner, names, self._strategy.root_device))
+                    plain.append(PlainStep(inner, names, self._subject.mesh.device))
                 hooks.enter_context(self._note_after(inner, notes, mine))
             return result
 
         with contextlib.ExitStack() as hooks, replaced(precision, "_after_closure", noting):
             yield
         for n, notes in enumerate(seen):
-            others = self._strategy.mesh.gather_objects(notes)
+            others = self._subject.mesh.gather_objects(notes)
             if self._leads:
                 for other in others[1:]:
                     notes.join(other)
@@ -259,7 +259,7 @@ class Verifier:
 
     @property
     def _scaler(self) -> GradScaler | None:
-        found = (value for value in vars(self._strategy.precision_plugin).values() if isinstance(value, GradScaler))
+        found = (value for value in vars(self._trainer.precision_plugin).values() if isinstance(value, GradScaler))
         return next((scaler for scaler in found if scaler.is_enabled()), None)
 
     @property
@@ -279,35 +279,33 @@ class Verifier:
 
     @property
     def _leads(self) -> bool:
-        return self._strategy.mesh.rank == 0
+        return self._subject.mesh.rank == 0
 
     @property
     def _trainer(self) -> pl.Trainer:
-        return self._module.trainer
+        return self._subject.trainer
 
     @property
     def _module(self) -> pl.LightningModule:
-        module = self._strategy.lightning_module
-        assert module is not None
-        return module
+        return self._subject.module
 
     @property
     def _plan(self) -> Plan:
-        plan = self._strategy.plan
+        plan = self._subject.plan
         assert plan is not None
         return plan
 
     def _model(self, n: int) -> AbstractContextManager[Any]:
         """Within this context the module shows the model of a pipeline."""
-        return self._strategy.parallel_model(n) if self._strategy.num_models > 1 else contextlib.nullcontext()
+        return self._subject.showing(n) if self._subject.num_models > 1 else contextlib.nullcontext()
 
     def _owner(self, name: str) -> int:
         """The rank that answers for a parameter, a buffer or an attribute."""
-        stages = self._strategy.stages_of(name)
-        return self._strategy.mesh.rank_of(stages[0]) if stages else 0
+        stages = self._subject.stages_of(name)
+        return self._subject.mesh.rank_of(stages[0]) if stages else 0
 
     def _mine(self, name: str) -> bool:
-        return self._owner(name) == self._strategy.mesh.rank
+        return self._owner(name) == self._subject.mesh.rank
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: p for name, p in self._module.named_parameters() if self._mine(name) and not p.is_meta}
@@ -329,7 +327,7 @@ class Verifier:
     def _collected(self) -> Outcome:
         """On rank 0 what all processes answer for."""
         state = self._state()
-        for other in self._strategy.mesh.gather_objects(state)[1:]:
+        for other in self._subject.mesh.gather_objects(state)[1:]:
             for kind in ("gradients", "parameters", "buffers", "attributes"):
                 getattr(state, kind).update(getattr(other, kind))
         return state
@@ -341,12 +339,12 @@ class Verifier:
             raise VerificationError(self._message(n, difference))
 
     def _message(self, n: int, difference: Difference) -> str:
-        strategy = self._strategy
-        stages = strategy.stages_of(difference.name) or (
-            (strategy.num_stages - 1,) if "loss" in difference.kind else ()
+        subject = self._subject
+        stages = subject.stages_of(difference.name) or (
+            (subject.mesh.num_stages - 1,) if "loss" in difference.kind else ()
         )
         where = [f"stage {', '.join(map(str, stages))}"] if stages else []
-        if strategy.num_models > 1:
+        if subject.num_models > 1:
             where.append(f"pipeline {n}")
         number = self._wanted - self._left + 1
         place = f" ({', '.join(where)})" if where else ""
@@ -360,7 +358,7 @@ class Verifier:
         exact = [f"{self._losses} losses"]
         exact += [f"{numbers[what]} {what}" for what in ("gradients", "weights", "buffers") if what in numbers]
         rounded = [f"{numbers[what]} {what}" for what in ("logged values", "tied gradients") if what in numbers]
-        if self._strategy.num_models > 1:
+        if self._subject.num_models > 1:
             self._omitted |= {"averaging", "logged values"}
         text = f"verified {self._wanted} optimizer steps: {', '.join(exact)} equal bit for bit"
         text += f"; {' and '.join(rounded)} up to rounding" if rounded else ""

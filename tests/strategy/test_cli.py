@@ -139,7 +139,7 @@ def test_a_fit_through_the_command_line(strategy: str, example: Any, tmp_path: P
     assert trainer.global_step == 2
     assert type(trainer.strategy) is AvgPipeStrategy
     if strategy == "short":
-        assert trainer.strategy.plain  # there is nothing to pipeline
+        assert trainer.strategy.passthrough  # there is nothing to pipeline
     else:
         assert trainer.strategy.plan.num_stages == 2
     assert list(tmp_path.rglob("*.ckpt"))

@@ -46,18 +46,18 @@ def test_what_cannot_work_changes_nothing(wanted: dict[str, Any], message: str) 
     strategy = AvgPipeStrategy(num_stages=2, num_microbatches=4, schedule="1f1b")
     with pytest.raises(ConfigurationError, match=message):
         strategy.reconfigure(**wanted)
-    assert strategy.given == {"num_microbatches": 4}
+    assert strategy.overrides == {"num_microbatches": 4}
     assert strategy.num_pipelines == 1
 
 
 def test_what_is_reconfigured_is_what_was_given() -> None:
     strategy = AvgPipeStrategy(num_stages=2)
-    assert strategy.given == {}
+    assert strategy.overrides == {}
     strategy.reconfigure(num_pipelines=3, advance=1)
     strategy.reconfigure(num_microbatches=6)
-    assert strategy.given == {"num_pipelines": 3, "num_microbatches": 6, "advance": 1}
+    assert strategy.overrides == {"num_pipelines": 3, "num_microbatches": 6, "advance": 1}
     strategy.reconfigure(num_pipelines=1, num_microbatches="auto")
-    assert strategy.given == {"advance": 1}
+    assert strategy.overrides == {"advance": 1}
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))])

@@ -125,7 +125,7 @@ def test_callbacks_that_a_pipeline_refuses_work() -> None:
 def test_only_what_cannot_be_pipelined_is_plain(options: dict[str, int], plain: bool) -> None:
     runner = trainer(strategy=AvgPipeStrategy(costs="flops", **options), max_steps=1)
     runner.fit(MLP(), loader(MLP, 8, 8))
-    assert (runner.strategy.plan is None) is plain is runner.strategy.plain
+    assert (runner.strategy.plan is None) is plain is runner.strategy.passthrough
 
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

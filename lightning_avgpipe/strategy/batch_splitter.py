@@ -1,0 +1,134 @@
+"""The splitter: a batch becomes micro-batches, each with what it counts in the mean over the batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.engine.microbatch import MicroBatch, fewest_samples, split, split_with, whole
+from lightning_avgpipe.engine.sample_layout import Seen
+from lightning_avgpipe.engine.weighting import LossWeight, uneven_targets, weighted
+from lightning_avgpipe.errors import BatchError
+from lightning_avgpipe.strategy.batches import Batches
+from lightning_avgpipe.strategy.configuration import Configuration
+from lightning_avgpipe.strategy.data import expected_now
+from lightning_avgpipe.strategy.options import SplitBatch
+
+__all__ = ["BatchSplitter"]
+
+_LOOKED_AT = 8  # batches of training in which ignored targets are looked for
+
+
+class BatchSplitter:
+    """Splits the batches of one run of the trainer.
+
+    Args:
+        trainer: of the run.
+        mesh: of the processes.
+        configuration: with M as it is now.
+        batches: of the run.
+    """
+
+    def __init__(self, trainer: pl.Trainer, mesh: Mesh, configuration: Configuration, batches: Batches) -> None:
+        self._trainer = trainer
+        self._mesh = mesh
+        self._configuration = configuration
+        self._batches = batches
+        self._seen: dict[tuple[str, int], Seen] = {}
+        self._warned: set[str] = set()
+        self._unweighted = _LOOKED_AT
+
+    @property
+    def loss_weight(self) -> LossWeight | None:
+        """What micro-batches count by, if not by samples: a method of the module that takes a batch, or the option."""
+        own = getattr(self._trainer.lightning_module, "loss_weight", None)
+        if inspect.ismethod(own) and next(iter(inspect.signature(own).parameters), None) == "batch":
+            return own
+        return self._configuration.options.loss_weight
+
+    @property
+    def own(self) -> SplitBatch | None:
+        """The user's function that splits, if there is one."""
+        return getattr(self._trainer.lightning_module, "split_batch", None) or self._configuration.options.split_batch
+
+    def split(self, batch: Any, pipeline: int = 0, weighs: bool = True) -> list[MicroBatch]:
+        """The micro-batches of the batch of one pipeline.
+
+        Args:
+            batch: as it was sent to the other processes.
+            pipeline: n.
+            weighs: whether they are weighed, where the loss is.
+        Raises:
+            ConfigurationError: the batch has changed since it was sent.
+            BatchError: it cannot be split.
+        """
+        self._batches.distributor.check_seal(batch, pipeline)
+        parts = self.parts(batch)
+        if not (weighs and self._mesh.hosts_last and len(parts) > 1):  # elsewhere there is no loss
+            return parts
+        if self.loss_weight is not None:
+            return weighted(parts, self.loss_weight)
+        if self._unweighted > 0 and self._configuration.options.loss_reduction == "mean":
+            self._look_for_ignored_targets(parts)
+        return parts
+
+    def counts(self, parts: Sequence[MicroBatch]) -> tuple[list[int], list[float]]:
+        """Sizes of micro-batches, and what they count in a mean."""
+        sizes = [part.size for part in parts]
+        return sizes, list(sizes) if self.loss_weight is None else [part.weight for part in parts]
+
+    def num_samples(self, batch: Any) -> int:
+        """Samples of a batch, as its micro-batches count them."""
+        return sum(part.size for part in self.parts(batch))
+
+    def parts(self, batch: Any) -> list[MicroBatch]:
+        """The micro-batches of a batch, not weighed."""
+        options, trainer, module = self._configuration.options, self._trainer, self._trainer.lightning_module
+        count = options.microbatches(self._mesh.num_stages)
+        if self.own is not None:
+            return split_with(self.own, batch, count)
+        index = self._batches.dataloader_idx
+        expected = expected_now(trainer, index, changed=not self._batches.distributor.early)
+        stage = "" if trainer.state.stage is None else trainer.state.stage.value
+        first = (stage, index) not in self._seen
+        seen = self._seen.setdefault((stage, index), Seen())
+        chosen = options.num_microbatches == "auto"
+        try:
+            parts = split(batch, count, expected, seen, fewest_samples(module) if chosen else 1)
+        except BatchError as error:
+            if not chosen:
+                raise
+            self.warn_once(
+                f"a batch of the {stage} data is not split into micro-batches, so its stages take turns: {error}. An "
+                "explicit num_microbatches makes this an error"
+            )
+            return whole(batch, expected)
+        if first and len(parts) == 1 < count and self._mesh.num_stages > 1:
+            self.warn_once(
+                f"the first batch of the {stage} data holds {parts[0].size} sample(s) and makes one micro-batch where "
+                f"num_microbatches={options.num_microbatches!r} wants {count}, so its stages take turns; use a "
+                "larger batch_size"
+            )
+        return parts
+
+    def _look_for_ignored_targets(self, parts: Sequence[MicroBatch]) -> None:
+        self._unweighted -= 1
+        name = uneven_targets(parts)
+        if name is not None:
+            self._unweighted = 0
+            self.warn_once(
+                f"'{name}' of the batch holds ignored targets (-100), and micro-batches have unequal numbers of "
+                "others. A loss that is a mean over targets is then not that of the whole batch, since each "
+                f"micro-batch counts by its samples; loss_weight={name!r} lets it count by its targets"
+            )
+
+    def warn_once(self, text: str) -> None:
+        """Warn on rank 0, once in this run."""
+        if text not in self._warned:
+            self._warned.add(text)
+            rank_zero_warn(text)

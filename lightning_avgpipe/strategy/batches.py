@@ -1,0 +1,94 @@
+"""The batches of an iteration on their way to the device: that of pipeline 0, and those of the others beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.strategy.bundles import BundledLoader
+from lightning_avgpipe.strategy.data import Distributor
+
+__all__ = ["Batches"]
+
+
+class Batches:
+    """Brings the reader's batches to every process of a group.
+
+    Args:
+        trainer: of the run.
+        mesh: of the processes.
+        distributor: of the run.
+
+    Attributes:
+        distributor: the same.
+        dataloader_idx: of the batch that is worked on.
+    """
+
+    def __init__(self, trainer: pl.Trainer, mesh: Mesh, distributor: Distributor) -> None:
+        self.distributor = distributor
+        self.dataloader_idx = 0
+        self._trainer = trainer
+        self._mesh = mesh
+        self._beside: list[Any] = []  # of pipelines 1.. of this iteration
+
+    def to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
+        """The reader's batch, after its transfer hooks, on every rank's device; the other pipelines' with it."""
+        self.dataloader_idx = dataloader_idx
+        batch = self._moved(batch, device, dataloader_idx, 0)
+        loader = self._trainer.fit_loop._combined_loader
+        if self._trainer.training and isinstance(loader, BundledLoader):
+            self._beside = [
+                self._moved(self._converted(other), device, dataloader_idx, n)
+                for n, other in enumerate(loader.take(), 1)
+            ]
+        return batch
+
+    def _converted(self, batch: Any) -> Any:
+        """What Lightning's loop does to pipeline 0's batch before it asks for its transfer."""
+        batch = self._trainer.precision_plugin.convert_input(batch)
+        return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+    def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int, pipeline: int) -> Any:
+        reads = self._mesh.reads
+        if reads:
+            module, device = self._trainer.lightning_module, device or self._mesh.device
+            batch = module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=dataloader_idx)
+        if self._mesh.world_size > 1 and not self.distributor.early:
+            batch = self.distributor.pass_on(batch)
+        batch = batch if reads else move_data_to_device(batch, self._mesh.device)
+        return self.distributor.seal(batch, pipeline)
+
+    def hand_out(self, batches: Sequence[Any]) -> Any:
+        """The next training step has these batches, which are on the device, one for each pipeline.
+
+        Returns:
+            That of pipeline 0, which the step takes as its argument.
+        """
+        sealed = [self.distributor.seal(batch, n) for n, batch in enumerate(batches)]
+        self._beside = sealed[1:]
+        return sealed[0]
+
+    def take(self, batch: Any) -> list[Any]:
+        """All batches of this iteration, of which pipeline 0 has this one; those of a ragged end are fewer."""
+        beside, self._beside = self._beside, []
+        return [batch, *beside]
+
+    @contextlib.contextmanager
+    def trying(self, batch: Any) -> Iterator[Any]:
+        """Within this context steps are on trial with copies of a batch of training, as read from the dataloader.
+
+        Returns:
+            A copy on the device, after its transfer hooks. Every process asks for it.
+        """
+        beside = self._beside
+        try:
+            yield self._moved(self._converted(copy.deepcopy(batch)), None, 0, 0)
+        finally:
+            self._beside = beside

@@ -1,0 +1,222 @@
+"""The state of a run as checkpoints have it: what is gathered and handed out, and what Lightning does not know of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.strategy.configuration import Configuration
+from lightning_avgpipe.strategy.connection import Connection
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.training.state import (
+    full_optimizer_state,
+    full_state_dict,
+    move_state,
+    named_optimizer_state,
+    own_state_dict,
+    scattered_owners,
+)
+from lightning_avgpipe.weights.initialisation import Origin, on_meta
+from lightning_avgpipe.weights.on_demand import OnDemandGather
+
+__all__ = ["DividedState", "State", "WholeState", "take_origin"]
+
+_KEY = "AvgPipeStrategy"  # of what a checkpoint holds beside Lightning's own
+
+
+class State(Protocol):
+    """The state of a module, its optimizers, and the run that trains them. Every process calls its methods."""
+
+    loaded: Mapping[str, Tensor] | None
+
+    def weights(self) -> dict[str, Any]:
+        """On rank 0 the weights of all stages; for a distributed checkpoint one's own."""
+
+    def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """On rank 0 an ordinary optimizer state; for a distributed checkpoint one's own."""
+
+    def complete(self, checkpoint: dict[str, Any]) -> None:
+        """Add what Lightning does not know of."""
+
+    def load_weights(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load the weights, with Lightning's own method."""
+
+    def load_optimizers(self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
+        """Hand out optimizer states, and what was added beside them."""
+
+
+class WholeState:
+    """The state of a module that no run divides; an earlier one may have left a part of it on each process.
+
+    Args:
+        module: whose weights.
+        connection: of the processes.
+        distributed: whether each process writes its own part of a checkpoint.
+
+    Attributes:
+        module: the same.
+        loaded: weights for a module on meta, which wait until it is known who needs them.
+    """
+
+    def __init__(self, module: pl.LightningModule, connection: Connection, distributed: bool) -> None:
+        self.loaded: Mapping[str, Tensor] | None = None
+        self.module = module
+        self._connection = connection
+        self._distributed = distributed
+
+    def weights(self) -> dict[str, Any]:
+        """On rank 0 the weights of all stages; for a distributed checkpoint one's own."""
+        module, mesh = self.module, self._connection.mesh
+        if mesh is None:
+            return module.state_dict()
+        # after training, each rank has its part of a module that began on meta
+        owner = scattered_owners(module, mesh) if self._is_scattered(mesh) else {}
+        if self._distributed:
+            return own_state_dict(module, mesh, owner)
+        return full_state_dict(module, mesh, owner) if owner and not mesh.group_number else module.state_dict()
+
+    def _is_scattered(self, mesh: Mesh) -> bool:
+        """Whether some process is without contents of a part of the module; one that has all of it takes part too."""
+        if mesh.world_size == 1 or self._connection.failed:
+            return False
+        return bool(int(mesh.sum(torch.tensor(int(on_meta(self.module))))))
+
+    def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """On rank 0 an ordinary optimizer state; for a distributed checkpoint one's own."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        mesh = self._connection.mesh
+        if self._distributed:
+            return named_optimizer_state(inner, self.module)
+        if mesh is None or mesh.world.world_size == 1 or mesh.group_number:
+            return inner.state_dict()
+        return full_optimizer_state(inner, mesh)
+
+    def complete(self, checkpoint: dict[str, Any]) -> None:
+        """Nothing is added."""
+
+    def load_weights(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load the weights; those for parameters on meta are kept."""
+        if on_meta(self.module):
+            self.loaded = dict(checkpoint["state_dict"])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter", category=UserWarning)
+            own(checkpoint, strict)
+
+    def load_optimizers(self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states, on the device."""
+        for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict({"state": {}, **state})
+            mesh = self._connection.mesh
+            if mesh is not None:
+                move_state(optimizer, mesh.device)
+
+    def fill(self) -> None:
+        """Give everything on meta its contents, in a process that is alone."""
+        module, mesh = self.module, self._connection.mesh
+        if mesh is not None and on_meta(module):
+            gather = OnDemandGather(module, mesh, take_origin(module, mesh, torch.initial_seed(), self))
+            gather.bring([name for name, _ in module.named_parameters()])
+
+
+class DividedState:
+    """The state of a module that a run divides, and afterwards what checkpoints have of that run.
+
+    Args:
+        before: the state before the run.
+        configuration: says what checkpoints hold.
+        deployment: of the module on processes.
+        schedule_control: of the run, which goes on where it was; None if there is none.
+        seed: of the random numbers that are drawn in units.
+
+    Attributes:
+        seed: the same; a resumed run goes on with the seed of the first one.
+    """
+
+    loaded: Mapping[str, Tensor] | None = None
+
+    def __init__(
+        self,
+        before: WholeState,
+        configuration: Configuration,
+        deployment: Deployment,
+        schedule_control: ScheduleControl | None,
+        seed: int,
+    ) -> None:
+        self.seed = seed
+        self._before = before
+        self._configuration = configuration
+        self._deployment: Deployment | None = deployment  # until the run ends
+        self._schedule_control = schedule_control
+
+    def end(self) -> None:
+        """The run has ended: its deployment is no more."""
+        self._deployment = None
+
+    def weights(self) -> dict[str, Any]:
+        """On rank 0 the weights of all stages; for a distributed checkpoint one's own. Of the reference."""
+        if self._deployment is None:
+            return self._before.weights()
+        return self._deployment.state_dict(whole=not self._configuration.options.save_distributed_checkpoint)
+
+    def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """On rank 0 an ordinary optimizer state; for a distributed checkpoint one's own."""
+        return self._before.optimizer(optimizer)
+
+    def complete(self, checkpoint: dict[str, Any]) -> None:
+        """Add seed, schedule and parallel models to a checkpoint that training goes on with."""
+        if not checkpoint.get("optimizer_states"):
+            return
+        ours: dict[str, Any] = {"seed": self.seed}
+        if self._schedule_control is not None and (state := self._schedule_control.state_dict()) is not None:
+            ours["advance"] = state
+        if self._configuration.options.save_replicas and self._deployment is not None:
+            models = self._deployment.ensemble_state()
+            ours.update({} if models is None else {"ensemble": models})
+        checkpoint[_KEY] = ours
+
+    def load_weights(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load the weights that this process has; parallel models begin anew, from these."""
+        if self._deployment is not None:
+            self._deployment.dissolve(average=False)
+        self._before.load_weights(own, checkpoint, strict)
+
+    def load_optimizers(self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
+        """Hand out optimizer states. They stay on the host until it is known which process needs which."""
+        assert self._deployment is not None
+        states = [{"state": {}, **state} for state in checkpoint["optimizer_states"]]
+        if on_meta(self._before.module):
+            self._deployment.load_later(states)
+            states = [{**state, "state": {}} for state in states]
+        for optimizer, state in zip(optimizers, states, strict=False):
+            optimizer.load_state_dict(state)
+        ours = checkpoint.get(_KEY, {})
+        self.seed = ours.get("seed", self.seed)
+        if self._schedule_control is not None:
+            self._schedule_control.load_state_dict(ours.get("advance"))
+        self._deployment.load_models_later(ours.get("ensemble", {}))
+
+
+def take_origin(module: nn.Module, mesh: Mesh, seed: int, before: State) -> Origin | None:
+    """Where the contents of parameters and buffers on meta come from; None if there are none there.
+
+    Args:
+        module: that is about to be trained.
+        mesh: of the processes.
+        seed: of random weights.
+        before: the state before this run, which may have been given weights to load.
+    """
+    loaded, before.loaded = before.loaded, None
+    if not on_meta(module):
+        return None
+    origin = Origin(module, seed, mesh.device, loaded)
+    origin.fill_buffers()
+    return origin

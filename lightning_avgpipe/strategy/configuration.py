@@ -1,0 +1,65 @@
+"""The configuration: a strategy's options as they are now, and what is asked of the next iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.strategy.options import Options
+
+__all__ = ["Configuration"]
+
+
+class Configuration:
+    """Options that may change between two iterations of training.
+
+    Attributes:
+        options: as they are now.
+        in_iteration: whether an iteration goes on, from its batch to the optimizer's step. Meanwhile nothing changes.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.in_iteration = False
+        self._asked: dict[str, Any] = {}
+
+    @property
+    def num_pipelines(self) -> int:
+        """N, as it is now."""
+        return self.options.num_pipelines
+
+    def wanted(self, changes: Mapping[str, Any]) -> Options:
+        """What the options would be with these changes, and those asked for before; None changes nothing.
+
+        Raises:
+            ConfigurationError: an option that cannot work.
+        """
+        return replace(self.options, **self._with(changes))
+
+    def ask(self, changes: Mapping[str, Any]) -> None:
+        """Note changes; they come with :meth:`take_over`."""
+        self._asked = self._with(changes)
+
+    def take_over(self, mesh: Mesh | None) -> dict[str, Any]:
+        """The iteration has ended: what was asked for comes now. Every process calls it.
+
+        Args:
+            mesh: of the processes, which must have asked for the same; None before they are connected.
+        Returns:
+            Options that are others now, with their values.
+        Raises:
+            ConfigurationError: not all have.
+        """
+        self.in_iteration = False
+        asked, self._asked = self._asked, {}
+        if asked and mesh is not None and mesh.wiring:
+            call = f"reconfigure({', '.join(f'{name}={value!r}' for name, value in asked.items())})"
+            mesh.confirm(call, "in a hook of a callback, such as on_train_batch_end, and not only if is_global_zero")
+        changed = {name: value for name, value in asked.items() if getattr(self.options, name) != value}
+        self.options = replace(self.options, **asked)
+        return changed
+
+    def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._asked, **{name: value for name, value in changes.items() if value is not None}}

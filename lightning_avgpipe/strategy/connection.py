@@ -1,0 +1,131 @@
+"""The connection of the strategy's processes, from the set-up of the environment to teardown."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.strategy import checks, launch
+from lightning_avgpipe.strategy.options import Options
+from lightning_avgpipe.utils import parent
+from lightning_avgpipe.utils.device import backends, port_of
+
+__all__ = ["Connection"]
+
+T = TypeVar("T")
+
+
+class Connection:
+    """Connects the processes of one strategy, and ends them together. Several runs use one connection.
+
+    Args:
+        backend: of torch.distributed; None: one is chosen for the device.
+
+    Attributes:
+        backend: of torch.distributed; None before it is chosen.
+        mesh: of the processes; None before they are connected, and after a failure.
+        layout: of all processes on devices; None before they are arranged.
+        failed: whether the last run has ended with an error, here or in another process.
+    """
+
+    def __init__(self, backend: str | None) -> None:
+        self.backend = backend
+        self.mesh: Mesh | None = None
+        self.layout: DeviceLayout | None = None
+        self.failed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "mesh": None}  # a trainer that has trained can be pickled
+
+    def arrange(self, num_stages: int, rank: int, device: torch.device, layout: DeviceLayout, options: Options) -> Mesh:
+        """Make the mesh, unless it is there from an earlier run.
+
+        Args:
+            num_stages: K.
+            rank: of this process among all.
+            device: of this process.
+            layout: of all processes on devices.
+            options: of the strategy.
+        """
+        self.layout, several = layout, layout.world_size > 1
+        if several:
+            self.failed = False
+            self.backend = self.backend or _get_default_process_group_backend_for_device(device)
+            checks.backend(self.backend, device)
+        if self.mesh is None:
+            self.mesh = Mesh(
+                num_stages,
+                rank,
+                layout.world_size,
+                device,
+                options.timeout,
+                device_backend=None if port_of(device).is_host or not several else self.backend,
+                reader=layout.group_size(num_stages) - 1 if several and options.reader == "first" else 0,
+                device_layout=layout,
+                deaths=parent.deaths,
+            )
+        return self.mesh
+
+    def open(self, environment: ClusterEnvironment, options: Options) -> None:
+        """Connect the processes, unless they are. All of them call it; the wait is long.
+
+        Args:
+            environment: in which they find each other.
+            options: of the strategy.
+        Raises:
+            PeerError: not all come, or one ends meanwhile.
+        """
+        assert self.mesh is not None
+        rank, size = self.mesh.world.rank, self.mesh.world.world_size
+        if size == 1:
+            self.mesh.open()
+            return
+        assert self.backend is not None
+        with launch.connecting(rank, size):
+            store, keeper = launch.store(environment, rank, options.timeout)
+            # control messages travel on the host, whatever connects the devices
+            all_devices = self.backend if options.processes_per_device == 1 else "gloo"
+            both = backends("gloo", all_devices) if self.backend == "nccl" else self.backend
+            meet = partial(_init_dist_connection, environment, both, timeout=options.timeout, store=store)
+            self.mesh.open(store, meet, keeper)  # if torch has a group of all processes, Lightning leaves it as it is
+
+    def fail(self, exception: BaseException) -> None:
+        """Tell the other processes that this one ends, unless all have agreed to end here."""
+        if self.mesh is None or (isinstance(exception, SIGTERMException) and self.mesh.agreed("stop")):
+            return
+        self.failed = True
+        self.mesh.report(exception)
+        parent.end_with_this_process()
+
+    def close(self) -> None:
+        """A run has ended: stop the channels. After a failure the connections are closed for good."""
+        if self.mesh is not None:
+            self.mesh.close(self.failed)
+        if self.failed:
+            self.mesh = None
+
+    def barrier(self, name: str | None) -> None:
+        """Wait for all processes, if they are connected."""
+        if self.mesh is not None and not self.failed:
+            self.mesh.world.barrier(f"the barrier '{name}'" if name else "a barrier")
+
+    def broadcast(self, item: T, source: int) -> T:
+        """Every process gets the source's item, if they are connected."""
+        return item if self.mesh is None or self.failed else self.mesh.world.broadcast(item, source)
+
+    def decide(self, decision: bool, unanimously: bool) -> bool:
+        """Whether all processes, or any, decided so."""
+        if self.mesh is None or self.failed or self.mesh.world.world_size == 1:
+            return decision
+        votes = int(self.mesh.world.sum(torch.tensor(int(decision))))
+        return votes == self.mesh.world.world_size if unanimously else votes > 0

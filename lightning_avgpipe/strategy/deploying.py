@@ -1,0 +1,77 @@
+"""The deployment that a run of the trainer begins with, by the strategy's options."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torchmetrics import Metric
+
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
+from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.recompute_policy import chosen
+from lightning_avgpipe.strategy.checkpoint_state import State, take_origin
+from lightning_avgpipe.strategy.connection import Connection
+from lightning_avgpipe.strategy.options import Options
+from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.weights.initialisation import on_meta
+
+__all__ = ["announce", "deploy", "memory_per_stage", "sharing_stages"]
+
+_USELESS = 0.9  # a stage with more of the time leaves nothing to gain from the others
+_MOST = 0.9  # of a device's memory, where nobody says what a stage may use
+
+
+def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before: State) -> tuple[Deployment, int]:
+    """The deployment of the trainer's module, not planned yet, and the seed of the run. Every process calls it.
+
+    Args:
+        trainer: whose module and optimizers.
+        connection: of the processes.
+        options: of the strategy.
+        before: the state before the run.
+    """
+    mesh, module = connection.mesh, trainer.lightning_module
+    assert mesh is not None
+    seed = mesh.world.broadcast(torch.initial_seed())  # that of rank 0
+    metrics = [m for m in module.modules() if isinstance(m, Metric)]
+    planner = Planner(
+        module,
+        mesh.num_stages,
+        options.split_points,
+        mesh.device,
+        metrics,
+        "flops" if on_meta(module) else options.costs,  # what has no contents cannot be timed
+        options.cache,
+        limit_of(options.memory_limit, mesh.device, sharing_stages(connection, options)),
+        chosen(module, options.recompute),
+    )
+    origin = take_origin(module, mesh, seed, before)
+    return Deployment(module, mesh, planner, lambda: trainer.optimizers, origin, options.elasticity, metrics), seed
+
+
+def memory_per_stage(connection: Connection, options: Options, limit: MemoryLimit) -> float:
+    """Bytes that each stage may use: by this limit, or else 90 % of the device."""
+    assert connection.mesh is not None
+    return limit_of(_MOST if limit is None else limit, connection.mesh.device, sharing_stages(connection, options))
+
+
+def sharing_stages(connection: Connection, options: Options) -> int:
+    """Stages that share a device's memory; on the CPU all stages of this node."""
+    assert connection.mesh is not None and connection.layout is not None
+    on_host = port_of(connection.mesh.device).is_host
+    return len(connection.mesh.stages) * (connection.layout.node_size if on_host else options.processes_per_device)
+
+
+def announce(plan: Plan, mesh: Mesh) -> None:
+    """Show a plan on rank 0."""
+    groups = f", {mesh.num_groups} groups of them" if mesh.num_groups > 1 else ""
+    size = mesh.world_size
+    processes = "one process" if size == 1 else f"{size} processes"
+    rank_zero_info(f"\n{mesh.num_stages} stages on {processes}{groups}:\n{plan}")
+    if plan.note:
+        tell = rank_zero_warn if plan.slowest.share > _USELESS else rank_zero_info
+        tell(plan.note)

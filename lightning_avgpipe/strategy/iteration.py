@@ -1,0 +1,298 @@
+"""An iteration of the pipeline: the step of a batch, with all forwards and backwards of its micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_avgpipe.comm.alone import alone
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.engine.loss import loss_in, trainable_loss
+from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
+from lightning_avgpipe.engine.pipeline import Outcome, run_together
+from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.schedule import Schedule, build
+from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
+from lightning_avgpipe.strategy.batches import Batches
+from lightning_avgpipe.strategy.checkpoint_state import DividedState
+from lightning_avgpipe.strategy.configuration import Configuration
+from lightning_avgpipe.strategy.log import StepLog
+from lightning_avgpipe.strategy.parallel_models import ParallelModels
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.random_streams import RandomKey
+from lightning_avgpipe.verify import Verifier
+from lightning_avgpipe.weights.initialisation import on_meta
+
+__all__ = ["Iterations"]
+
+Works = Sequence[Sequence[MicroBatch]]  # micro-batches, by pipeline
+Finish = Callable[[int, int, Any], Tensor | None]  # (pipeline, micro-batch, result) -> what the backward begins with
+
+
+@dataclass(kw_only=True)
+class Iterations:
+    """Runs the steps of one run of the trainer.
+
+    Attributes:
+        trainer: of the run.
+        mesh: of the processes.
+        configuration: of the strategy.
+        deployment: of the module on processes.
+        batches: on their way to the device.
+        splitter: of batches.
+        models: that are trained.
+        step_log: collects what steps log.
+        schedule_control: says which schedule an iteration of training has.
+        state: with the seed of random numbers.
+        announce: called when there is a plan that stays.
+        verifier: compares the first iterations with plain ones; None if nobody asked for it.
+        zero_grad: clears the gradients of the training step that runs now; None if they accumulate.
+    """
+
+    trainer: pl.Trainer
+    mesh: Mesh
+    configuration: Configuration
+    deployment: Deployment
+    batches: Batches
+    splitter: BatchSplitter
+    models: ParallelModels
+    step_log: StepLog
+    schedule_control: ScheduleControl
+    state: DividedState
+    announce: Callable[[], None]
+    verifier: Verifier | None = None
+    zero_grad: Callable[[], None] | None = None
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        return self.trainer.lightning_module
+
+    @contextlib.contextmanager
+    def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
+        """Within this context a training step clears the gradients where Lightning does: before its first backward."""
+        self.zero_grad = zero_grad
+        try:
+            yield
+        finally:
+            self.zero_grad = None
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def train(self, batch: Any, *rest: Any) -> Any:
+        """Run all forwards and backwards of a batch, and of those of the other pipelines.
+
+        A micro-batch for which the step returns None has no backward. With none left the batch is skipped.
+
+        Returns:
+            What the step would have returned for the batch, detached; None if it is skipped.
+        """
+        works = [self.splitter.split(one, n) for n, one in enumerate(self.batches.take(batch))]
+        # Lightning's weight averaging passes over the data once more without training
+        trains = not self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
+        finish = self._finish(works, self._clear_now())
+        context = self.trainer.precision_plugin.train_step_context
+        outcomes = self._run("training_step", context, works, rest, finish if trains else None)
+        models = self.models
+        if not outcomes:  # all is skipped, and nothing is known of the step yet
+            models.skipped = frozenset(range(len(works)))
+            return None
+        models.skipped = frozenset(n for n, found in enumerate(outcomes) if len(found.skipped) == len(works[n]))
+        nothing = torch.zeros((), device=self.mesh.device)
+        result: Any = {"loss": nothing}
+        if outcomes[0].results is not None:
+            result = self._merged(outcomes[0].results, works[0])
+        if trains:
+            if not self.trainer.fit_loop._should_accumulate():
+                self.deployment.sum_copied_gradients()
+            if self.verifier is not None and self.verifier.active:
+                self.verifier.compare()
+            models.after_backwards(nothing if result is None else loss_in(result), len(works))
+        return None if 0 in models.skipped else result
+
+    def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
+        """Run a step without backward; on the last stage's rank the merged result, None elsewhere."""
+        contexts = {"validation_step": "val_step_context", "test_step": "test_step_context"}
+        context = getattr(self.trainer.precision_plugin, contexts.get(step, "predict_step_context"))
+        parts = self.splitter.split(batch, weighs=step != "predict_step" and self.splitter.loss_weight is not None)
+        (outcome,) = self._run(step, context, [parts], rest, None)
+        return None if outcome.results is None else merge(outcome.results, *self.splitter.counts(parts))
+
+    def _clear_now(self) -> Callable[[], None] | None:
+        """Clear the gradients now, where that cannot wait; returns what clears them after the first forward."""
+        zero_grad = self.zero_grad
+        if zero_grad is None or (self.models.num_models == 1 and self.mesh.hosts_last):
+            return zero_grad
+        # here no forward comes before all backwards, or the module may show another pipeline's model by then
+        self.models.clear_gradients()
+        zero_grad()
+        return None
+
+    def _finish(self, works: Works, zero_grad: Callable[[], None] | None) -> Finish:
+        """What the last stage does with the result of a micro-batch."""
+        module, precision = self._module, self.trainer.precision_plugin
+        averages = self.configuration.options.loss_reduction == "mean"
+        accumulate = self.trainer.accumulate_grad_batches
+        started: list[None] = []
+
+        def finish(n: int, i: int, result: Any) -> Tensor | None:
+            if i == 0 and zero_grad is not None:  # after a forward, as on one device, and before all backwards
+                zero_grad()
+            if result is None or (averages and not works[n][i].weight):  # a mean over nothing is not a number
+                return None
+            loss = trainable_loss(result)
+            if accumulate > 1:
+                loss = loss / accumulate
+            # a batch deserves its hooks once: with the first micro-batch's loss, before anything else is known
+            first = n == 0 and not started
+            with contextlib.nullcontext() if first else _quiet(self.trainer, "on_before_backward"):
+                loss = precision.pre_backward(loss, module)
+            if n == 0:
+                started.append(None)
+            return loss * works[n][i].weight if averages and len(works[n]) > 1 else loss
+
+        return finish
+
+    # -- micro-batches -----------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        step: str,
+        context: Callable[[], Any],
+        works: Works,
+        rest: Sequence[Any],
+        finish: Finish | None,
+    ) -> list[Outcome]:
+        """Run the micro-batches of one pipeline or several; returns nothing if a first batch is skipped altogether."""
+        training = step == "training_step"
+        num_pipelines = self.configuration.num_pipelines
+        # groups train on batches of their own, but evaluate the same
+        first = self.mesh.group_number * num_pipelines if training else 0
+        verifier = self.verifier if finish is not None and self.verifier is not None and self.verifier.active else None
+        if verifier is not None:
+            verifier.watch()
+        run = partial(self._micro_batch, step, context, works, first)
+        schedules = [self._schedule(parts, finish is not None) for parts in works]
+        if not self._prepare(step, run, works, rest, schedules[0], num_pipelines if training else 1):
+            self._run_skipped(step, context, works, run, rest)
+            return []
+        pipelines = self.models.pipelines_for(step, len(works))
+        self.step_log.begin(sum(map(len, works)))
+        iteration = self._number(step)
+        if verifier is not None and finish is not None:
+            finish = verifier.begin(works, rest, context, iteration, finish)
+        tasks = [
+            Task(
+                partial(run, n),
+                [(part.data, *rest) for part in parts],
+                None if finish is None else partial(finish, n),
+                RandomKey(self.state.seed, iteration, first + n),
+            )
+            for n, parts in enumerate(works)
+        ]
+        plan = self.deployment.plan
+        assert plan is not None
+        with self.schedule_control.iteration(tasks[0], works, plan, schedules[0], num_pipelines):
+            try:
+                outcomes = run_together(pipelines, step, schedules, tasks)
+            finally:
+                if self.deployment.ensemble is not None:
+                    self.deployment.ensemble.place(0)
+        with context():  # which may decide what a number is
+            self.step_log.issue(over_groups=training)
+        return outcomes
+
+    def _micro_batch(
+        self, step: str, context: Callable[[], Any], works: Works, first: int, n: int, i: int, *args: Any
+    ) -> Any:
+        """Call the step function with a micro-batch; ``first`` is the number of pipeline 0 among all groups."""
+        part, total = works[n][i], sum(part.size for part in works[n])
+        weight = None if self.splitter.loss_weight is None else part.weight * (total or 1)
+        with context(), self.step_log.micro_batch(part.size, (first + n, i), weight):
+            return getattr(self._module, step)(*args)
+
+    def _prepare(
+        self, step: str, run: Callable[..., Any], works: Works, rest: Sequence[Any], schedule: Schedule, trains: int
+    ) -> bool:
+        """Make the stages of a step, if they are not there; tells whether they are."""
+        decides = step == "training_step" or self.trainer.state.fn != TrainerFn.FITTING
+        examples = [(part.data, *rest) for parts in works for part in parts]
+        if self.deployment.prepare(step, partial(run, 0, 0), examples, decides, schedule, trains):
+            self.announce()
+        return step in self.deployment.pipeline.steps
+
+    def _run_skipped(
+        self, step: str, context: Callable[[], Any], works: Works, run: Callable[..., Any], rest: Sequence[Any]
+    ) -> None:
+        """Run a batch that trains nothing, before it is known what a step calls: for what it changes and logs.
+
+        As on one device, and on every process, so that attributes stay the same everywhere: a step may count.
+        """
+        if on_meta(self._module):  # nobody has all of it
+            return
+        self.step_log.begin(sum(map(len, works)))
+        with alone():
+            for n, parts in enumerate(works):
+                for i, part in enumerate(parts):
+                    if self.mesh.hosts_last:
+                        run(n, i, part.data, *rest)
+                        continue
+                    with context():
+                        getattr(self._module, step)(part.data, *rest)
+        with context():
+            self.step_log.issue(over_groups=step == "training_step")
+
+    def _schedule(self, parts: Sequence[MicroBatch], trains: bool) -> Schedule:
+        if not trains:
+            return build("forward", self.mesh.num_stages, len(parts))
+        return self.schedule_control.schedule(parts, self.configuration.num_pipelines)
+
+    def _merged(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
+        """The result of those that were not skipped; None if all were."""
+        kept = [(output, part) for output, part in zip(outputs, parts, strict=True) if output is not None]
+        if not kept:
+            return None
+        detached = [tree.map_tensors(Tensor.detach, output) for output, _ in kept]
+        losses, (sizes, weights) = [loss_in(output) for output in detached], self.splitter.counts([p for _, p in kept])
+        adds = self.configuration.options.loss_reduction == "sum"
+        loss = torch.stack(losses).sum(0) if adds else mean(losses, weights)
+        if not all(isinstance(output, Mapping) for output in detached):
+            return loss
+        merged = {}
+        for name in dict.fromkeys(name for output in detached for name in output):
+            having = [(o[name], s, w) for o, s, w in zip(detached, sizes, weights, strict=True) if name in o]
+            merged[name] = merge(*map(list, zip(*having, strict=True)))
+        return {**merged, "loss": loss}
+
+    def _number(self, step: str) -> int:
+        """A number that no other batch of this step function has, and the same after a resume."""
+        if step == "training_step":
+            # of batches that are done, since one that was interrupted comes again after a resume
+            return 1 + int(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed)
+        return int(self.trainer._active_loop.batch_progress.total.ready)  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def _quiet(trainer: pl.Trainer, hook: str) -> Iterator[None]:
+    """Within this context one hook of callbacks and module is not called."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    trainer.callbacks = []  # type: ignore[attr-defined]
+    try:
+        with replaced(trainer.lightning_module, hook, _nothing):
+            yield
+    finally:
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """A hook that is not called."""

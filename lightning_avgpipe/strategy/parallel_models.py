@@ -1,0 +1,290 @@
+"""Parallel models in a run of the trainer: their optimizers, averaging, and what the module shows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.elastic.ensemble import Ensemble
+from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy.configuration import Configuration
+from lightning_avgpipe.strategy.gradient_check import GradientCheck
+from lightning_avgpipe.strategy.log import StepLog
+from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.utils.patching import replaced
+
+__all__ = ["ParallelModels", "check_number"]
+
+
+class ParallelModels:
+    """The models of a group in one run of the trainer, N of them. With one model nothing here does anything.
+
+    Args:
+        trainer: of the run.
+        mesh: of the processes.
+        configuration: with N as it is now.
+        deployment: of the module on processes.
+        step_log: of the run.
+
+    Attributes:
+        check: of the gradients before each step.
+        observed: whether user code may look at the weights between steps.
+        skipped: pipelines whose last batch had no loss, the same on every rank.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, mesh: Mesh, configuration: Configuration, deployment: Deployment, step_log: StepLog
+    ) -> None:
+        self.check = GradientCheck(trainer, mesh, configuration.options.on_nonfinite, self)
+        self.observed = True
+        self.skipped: frozenset[int] = frozenset()
+        self._trainer = trainer
+        self._mesh = mesh
+        self._configuration = configuration
+        self._deployment = deployment
+        self._step_log = step_log
+        self._fed = 0  # pipelines that had a batch since gradients were cleared
+
+    @property
+    def num_models(self) -> int:
+        """Of all groups."""
+        return self._configuration.num_pipelines * self._mesh.num_groups
+
+    @property
+    def stepping(self) -> int:
+        """Models of this group that have had a batch since gradients were cleared, at least 1."""
+        return max(1, self._fed)
+
+    def gradients(self, number: int) -> dict[str, torch.Tensor]:
+        """Full name -> gradient of one model, as far as it is held here."""
+        ensemble = self._ensemble
+        if ensemble is not None:
+            return ensemble.gradients(number)
+        return {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
+
+    def restart(self, number: int, like: int | None) -> None:
+        """Let one model begin again at the reference, or a single one without gradients."""
+        if self._ensemble is not None:
+            self._ensemble.restart(number, like)
+            return
+        for parameter in self._module.parameters():
+            parameter.grad = None
+
+    @property
+    def _ensemble(self) -> Ensemble | None:
+        return self._deployment.ensemble
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        return self._trainer.lightning_module
+
+    # -- an iteration ------------------------------------------------------------------------------------------------
+
+    def pipelines_for(self, step: str, count: int) -> list[Pipeline]:
+        """Those that run a step function, which is prepared, on so many batches. Every process calls it."""
+        deployment = self._deployment
+        if step != "training_step":
+            deployment.show_reference(True)
+            return [deployment.pipeline]
+        self._finish_averaging()
+        deployment.show_reference(False)
+        if deployment.ensemble is not None:
+            deployment.ensemble.check_checksums()
+        saved = deployment.saved_models
+        pipelines = deployment.parallel(self._configuration.num_pipelines)
+        if saved is not None and (saved or 1) != self.num_models:
+            self._tell_restart(saved)
+        deployment.show_reference(False)
+        self._fed = max(self._fed, count)
+        return pipelines[:count]
+
+    def _tell_restart(self, saved: int) -> None:
+        num_pipelines, num_groups = self._configuration.num_pipelines, self._mesh.num_groups
+        groups = f" in each of {num_groups} groups" if num_groups > 1 else ""
+        rank_zero_info(
+            f"num_pipelines={num_pipelines}{groups}, but the checkpoint holds "
+            f"{f'{saved} parallel models' if saved else 'one model'}: all pipelines start from its weights"
+        )
+
+    def tensors_beside(self) -> list[torch.Tensor]:
+        """What parallel models have of their own that are not in the module."""
+        ensemble = self._ensemble
+        return [] if ensemble is None else [t for n in range(1, ensemble.size) for t in ensemble.tensors(n).values()]
+
+    def after_backwards(self, loss: torch.Tensor, count: int) -> None:
+        """What follows a backward, for each of so many pipelines: hooks may change the gradients of the model they see.
+
+        They log for pipeline 0. A batch that was skipped had no backward.
+        """
+        precision = self._trainer.precision_plugin
+        if 0 not in self.skipped:
+            precision.post_backward(loss, self._module)
+        for n in range(1, count):
+            if n in self.skipped:
+                continue
+            assert self._ensemble is not None
+            with self._ensemble.placed(n), self._step_log.muted():
+                precision.post_backward(loss, self._module)
+
+    def clear_gradients(self) -> None:
+        """Lightning clears the gradients of pipeline 0; here go those of the others."""
+        self._fed = 0
+        if self._ensemble is not None:
+            self._ensemble.clear_gradients()
+
+    # -- the optimizers' step ----------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self, own: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
+    ) -> Any:
+        """Run the closure, step, let the other pipelines' optimizers step, and average.
+
+        Args:
+            own: the step of pipeline 0's optimizer.
+        """
+        if self.num_models == 1:
+            return own(optimizer, self.check.after(closure), model, **kwargs)
+        results: list[Any] = []
+
+        def run() -> Any:
+            if results:  # the batches of other pipelines are used up, and their models are not where this one is
+                raise ConfigurationError(
+                    f"{type(getattr(optimizer, '_optimizer', optimizer)).__name__} evaluates its closure several times "
+                    f"per step, but with {self.num_models} parallel models one evaluation serves the optimizers of "
+                    "all; use an optimizer that evaluates it once, such as SGD or AdamW, or num_pipelines=1"
+                )
+            results.append(self.check.after(closure)())
+            return results[-1]
+
+        with _noticing(optimizer) as steps:
+            result = own(optimizer, run, model, **kwargs)
+        if self._ensemble is not None:
+            with self._recorded("step"):
+                others = self._step_others(self._ensemble, results, kwargs)
+            if steps or others:
+                with self._recorded("averaging"):
+                    self._ensemble.stepped(self._fed - len(self.check.left_out))
+            if is_overridden("optimizer_step", self._module):  # whose code after the step may look
+                self._finish_averaging()
+            self._ensemble.mark(bool(self._trainer.is_last_batch))
+        return result
+
+    def _step_others(self, ensemble: Ensemble, results: list[Any], kwargs: dict[str, Any]) -> bool:
+        """Step the optimizers of pipelines 1..; tells whether one has."""
+        precision = self._trainer.precision_plugin
+        loss = next((result for result in results if result is not None), torch.zeros((), device=self._mesh.device))
+        stepped = False
+        for n in range(1, self._fed):
+            closure = functools.partial(_done, None if n in self.skipped or n in self.check.left_out else loss)
+            with ensemble.placed(n), self._step_log.muted():
+                for made in ensemble.optimizers(n):
+                    with _noticing(made) as steps:
+                        precision.optimizer_step(made, model=self._module, closure=closure, **kwargs)
+                    stepped |= bool(steps)
+        return stepped
+
+    def finish_averaging_if_observed(self) -> None:
+        """Wait for the models of other groups, if a hook may look at them; else the next step does, when it begins."""
+        ensemble = self._ensemble
+        if self.observed and ensemble is not None and ensemble.averages:
+            self._finish_averaging()
+            ensemble.mark(bool(self._trainer.is_last_batch))
+
+    def _finish_averaging(self) -> None:
+        ensemble = self._ensemble
+        if ensemble is not None and ensemble.averages:
+            with self._recorded("averaging"):
+                ensemble.finish_averaging()
+
+    def _recorded(self, kind: Literal["step", "averaging"]) -> AbstractContextManager[None]:
+        recorder = self._mesh.recorder
+        return contextlib.nullcontext() if recorder is None else recorder.activity(kind)
+
+    def together_with(self, optimizer: Optimizer) -> list[Optimizer]:
+        """The optimizers of other pipelines that step in this iteration, if this is that of pipeline 0."""
+        ensemble = self._ensemble
+        if ensemble is None or not any(optimizer is known for known in self._trainer.optimizers):
+            return []
+        stepping = (n for n in range(1, self._fed) if n not in self.skipped)
+        return [made for n in stepping for made in ensemble.optimizers(n)]
+
+    def follow_optimizers(self, optimizer: Optimizer) -> None:
+        """The other pipelines' optimizers take over the hyper-parameters of pipeline 0's, before any of them steps.
+
+        Args:
+            optimizer: that is about to step: pipeline 0's, which all follow, or one whose hooks may have changed it.
+        """
+        if self._ensemble is not None:
+            known = any(optimizer is first for first in self._trainer.optimizers)
+            self._ensemble.follow_optimizers(None if known else optimizer)
+
+    # -- which model the module shows --------------------------------------------------------------------------------
+
+    def showing(self, number: int | None) -> AbstractContextManager[None]:
+        """Within the context returned the module is the model of one pipeline; None: the reference.
+
+        Raises:
+            ConfigurationError: there are not so many, or nothing is trained yet.
+        """
+        ensemble = self._ensemble
+        if number is None:
+            return self._deployment.showing_reference()
+        check_number(number, 1 if ensemble is None else ensemble.size)
+        if ensemble is None:
+            return contextlib.nullcontext()
+        ensemble.checksums.forget()
+        return ensemble.placed(number)
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Within this context steps are on trial, of which nothing remains."""
+        fed = self._fed
+        with self._deployment.trying():
+            try:
+                yield
+            finally:
+                self._fed = fed
+
+
+def check_number(number: int, size: int) -> None:
+    """Check that there is a model of this number, 0-based.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if not 0 <= number < size:
+        raise ConfigurationError(
+            f"parallel_model({number}): there are {size} parallel models here; they begin with the first batch of "
+            "training and end with it"
+        )
+
+
+def _done(result: Any) -> Any:
+    """A closure whose work is done."""
+    return result
+
+
+@contextlib.contextmanager
+def _noticing(optimizer: Optimizer) -> Iterator[list[None]]:
+    """Within this context an entry for each step; a scaler that finds an infinite gradient skips them."""
+    steps: list[None] = []
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        steps.append(None)
+        return step(*args, **kwargs)
+
+    with replaced(optimizer, "step", noticed):
+        yield steps

@@ -1,0 +1,296 @@
+"""A run of the trainer as a pipeline: its parts, put together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.memory_limit import MemoryLimit
+from lightning_avgpipe.strategy import lightning_changes as changes
+from lightning_avgpipe.strategy.aftermath import hooks_with_results
+from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
+from lightning_avgpipe.strategy.batches import Batches
+from lightning_avgpipe.strategy.bundles import bundling, recount
+from lightning_avgpipe.strategy.checkpoint_state import DividedState, WholeState
+from lightning_avgpipe.strategy.configuration import Configuration
+from lightning_avgpipe.strategy.connection import Connection
+from lightning_avgpipe.strategy.data import Distributor
+from lightning_avgpipe.strategy.data_sharding import sharing
+from lightning_avgpipe.strategy.deploying import announce, deploy, memory_per_stage
+from lightning_avgpipe.strategy.gradient_check import GradientCheck
+from lightning_avgpipe.strategy.iteration import Iterations
+from lightning_avgpipe.strategy.log import StepLog
+from lightning_avgpipe.strategy.loop import PipelineOptimization
+from lightning_avgpipe.strategy.parallel_models import ParallelModels
+from lightning_avgpipe.strategy.run import Own
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.verify import Subject, Verifier, request
+
+__all__ = ["PipelineRun"]
+
+_STEPS = {
+    RunningStage.TRAINING: "training_step",
+    RunningStage.SANITY_CHECKING: "validation_step",
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
+
+
+class PipelineRun:
+    """A run of the trainer whose steps are iterations of a pipeline.
+
+    Args:
+        trainer: of the run.
+        connection: of the processes.
+        configuration: of the strategy.
+        before: the state before the run.
+        distributor: of batches.
+        tuner: is shown the first batch of training before it is used, and may reconfigure; called once more before each
+            further batch until it returns True.
+
+    Attributes:
+        mesh: of the processes.
+        configuration: of the strategy.
+        batches: on their way to the device.
+        splitter: of batches.
+        deployment: of the module on processes, from set-up on, as all that follows.
+        step_log: collects what steps log.
+        models: that are trained.
+        iterations: runs the steps.
+        state: what checkpoints save and load.
+        plan: the stages; None before the first batch.
+    """
+
+    plan: Plan | None = None
+    deployment: Deployment
+    step_log: StepLog
+    models: ParallelModels
+    iterations: Iterations
+    state: DividedState
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        connection: Connection,
+        configuration: Configuration,
+        before: WholeState,
+        distributor: Distributor,
+        tuner: Callable[[Any], bool] | None,
+    ) -> None:
+        assert connection.mesh is not None
+        self.mesh = connection.mesh
+        self.batches = Batches(trainer, self.mesh, distributor)
+        self.splitter = BatchSplitter(trainer, self.mesh, configuration, self.batches)
+        self._trainer = trainer
+        self._connection = connection
+        self.configuration = configuration
+        self._before = before
+        self._tuner = tuner
+        self._verifier: Verifier | None = None
+        self._undo = contextlib.ExitStack()
+
+    @property
+    def check(self) -> GradientCheck:
+        """Of gradients before a step."""
+        return self.models.check
+
+    # -- set-up and teardown -----------------------------------------------------------------------------------------
+
+    def setup(self, own: Own) -> None:
+        """Put the parts together; the plan is made when the first batch is there."""
+        trainer, module, mesh = self._trainer, self._trainer.lightning_module, self.mesh
+        fitting, options = trainer.state.fn == TrainerFn.FITTING, self.configuration.options
+        if fitting:  # before the optimizers are made, for which the number of iterations may be asked
+            # partial functions of what can be pickled, as a trainer can; data of unknown length ends everywhere at once
+            any_ends = partial(self._connection.decide, unanimously=False) if mesh.num_groups > 1 else None
+            count = partial(getattr, self.configuration, "num_pipelines")
+            self._undo.enter_context(bundling(trainer, count, any_ends, self._tuner))
+            self._undo.enter_context(sharing(trainer, mesh))
+        own(trainer)
+        self.deployment, seed = deploy(trainer, self._connection, options, self._before)
+        self.step_log = StepLog(module, mesh.hosts_last, mesh.leaders)
+        self.models = ParallelModels(trainer, mesh, self.configuration, self.deployment, self.step_log)
+        schedule_control = ScheduleControl(
+            options.schedule, options.advance, mesh, self.memory_per_stage(), module, lambda: trainer.optimizers,
+            self.models.tensors_beside,
+        )  # fmt: skip
+        self.state = DividedState(self._before, self.configuration, self.deployment, schedule_control, seed)
+        self.iterations = Iterations(
+            trainer=trainer, mesh=mesh, configuration=self.configuration, deployment=self.deployment,
+            batches=self.batches, splitter=self.splitter, models=self.models, step_log=self.step_log,
+            schedule_control=schedule_control, state=self.state, announce=self._announce,
+        )  # fmt: skip
+        if fitting:
+            self._verifier = self.iterations.verifier = request.verifier(self._subject(), options.verify)
+        self._adapt(fitting)
+        self._undo.callback(self._give_back)
+
+    def _subject(self) -> Subject:
+        return Subject(
+            trainer=self._trainer,
+            mesh=self.mesh,
+            deployment=self.deployment,
+            step_log=self.step_log,
+            seed=lambda: self.state.seed,
+            num_pipelines=lambda: self.configuration.num_pipelines,
+            clears_gradients=lambda: self.iterations.zero_grad is not None,
+            loss_is_mean=self.configuration.options.loss_reduction == "mean",
+            loss_weight=lambda: self.splitter.loss_weight,
+            showing=self.models.showing,
+        )
+
+    def _adapt(self, fitting: bool) -> None:
+        """From now on Lightning does what a pipeline needs, until teardown."""
+        trainer, mesh, deployment, enter = self._trainer, self.mesh, self.deployment, self._undo.enter_context
+        several = mesh.world.world_size > 1
+        enter(changes.observing(trainer, self.step_log, mesh.leaders))
+        if fitting:
+            optimization = PipelineOptimization(
+                trainer.fit_loop.epoch_loop.automatic_optimization, mesh, self.iterations, self.end_iteration
+            )
+            enter(changes.optimizing(trainer, optimization))
+            enter(changes.showing_reference(trainer, self.models, deployment))
+        if fitting or several:
+            enter(changes.scaling(trainer, mesh, self.models.together_with))
+        if not several:
+            return
+        enter(changes.several_processes(trainer, mesh, deployment, self.batches.distributor.early))
+        if mesh.world_size > 1:
+            enter(hooks_with_results(trainer, mesh, deployment))
+            enter(changes.clipping(trainer, mesh))
+        enter(changes.known_at_epoch_end(trainer))
+
+    def _give_back(self) -> None:
+        """Every process holds the whole module again, unless it began on meta."""
+        try:
+            if self._connection.failed:
+                self.deployment.abandon()
+            else:
+                self.deployment.restore()
+        finally:
+            self.state.end()
+
+    def _announce(self) -> None:
+        """A plan has been made that stays."""
+        plan = self.plan = self.deployment.plan
+        assert plan is not None
+        announce(plan, self.mesh)
+        if plan.graph.carried and self.configuration.options.microbatches(self.mesh.num_stages) > 1:
+            self.splitter.warn_once(
+                f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
+                "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
+                "num_microbatches=1 it goes from batch to batch, as on one device"
+            )
+
+    def teardown(self) -> None:
+        """Give every process the whole module back."""
+        self._undo.close()
+
+    def end_verification(self) -> None:
+        """After teardown: a script that runs to be verified ends here."""
+        request.end_of_run(self._verifier)
+
+    def model_to_device(self, own: Own) -> None:
+        """Nothing moves before it is known which stage needs what."""
+
+    # -- batches and steps -------------------------------------------------------------------------------------------
+
+    def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
+        """The reader's batch, after its transfer hooks, on every rank's device; the other pipelines' with it."""
+        if self._trainer.training:
+            self.end_iteration()  # of a batch that a hook has skipped
+            self.configuration.in_iteration = True
+        return self.batches.to_device(batch, device, dataloader_idx)
+
+    def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
+        """The tensors of a batch for a process; None is all of them."""
+        stage = self._trainer.state.stage
+        if self.configuration.options.send_batch == "all" or self.splitter.own is not None or stage is None:
+            return None
+        if self.splitter.loss_weight is not None and rank == self.mesh.rank_of(self.mesh.num_stages - 1):
+            return None  # which weighs micro-batches
+        return self.deployment.pipeline.leaves(_STEPS[stage], rank, batch)
+
+    def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
+        """An iteration of the pipeline."""
+        return self.iterations.train(*args) if name == "training_step" else self.iterations.evaluate(name, *args)
+
+    def optimizer_step(
+        self, own: Own, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
+    ) -> Any:
+        """Run the closure and step, all parallel models."""
+        with contextlib.nullcontext() if self._verifier is None else self._verifier.stepping():
+            result = self.models.optimizer_step(own, optimizer, closure, model, **kwargs)
+        if self.configuration.options.verify_copies:
+            self.deployment.verify_copies()
+        return result
+
+    def end_iteration(self) -> None:
+        """What was asked for within the iteration comes now."""
+        changed = self.configuration.take_over(self.mesh)
+        if "advance" in changed:
+            self.iterations.schedule_control.fix(changed["advance"])
+        if "num_pipelines" in changed and self._trainer.state.fn == TrainerFn.FITTING:
+            recount(self._trainer)
+
+    # -- what callbacks ask for --------------------------------------------------------------------------------------
+
+    @property
+    def peaks(self) -> dict[int, int]:
+        """Stage -> bytes at its peak, as far as measured."""
+        return dict(self.iterations.schedule_control.peaks)
+
+    def memory_per_stage(self, limit: MemoryLimit = None) -> float:
+        """Bytes that each stage may use: by this limit, or else ``memory_limit``, or else 90 % of the device."""
+        options = self.configuration.options
+        return memory_per_stage(self._connection, options, options.memory_limit if limit is None else limit)
+
+    def showing(self, number: int | None) -> AbstractContextManager[None]:
+        """Within this context the module is the model of one pipeline; None: the reference."""
+        return self.models.showing(number)
+
+    @contextlib.contextmanager
+    def trying(self, batch: Any) -> Iterator[Any]:
+        """Within this context steps are on trial; after it the strategy knows nothing of them but their stages.
+
+        Every process calls it. What steps change in module, trainer and plugins is left to the caller.
+
+        Args:
+            batch: of training, as read from the dataloader; it is not touched.
+        Returns:
+            A copy on the device, after its transfer hooks.
+        """
+        options, schedule_control = self.configuration.options, self.iterations.schedule_control
+        try:
+            with self.step_log.unheard(), self.models.trying(), self.batches.trying(batch) as here:
+                yield here
+        finally:
+            self.configuration.options, self.iterations.schedule_control = options, schedule_control
+
+    def try_next(self, batches: Sequence[Any], num_microbatches: int, schedule_control: ScheduleControl) -> Any:
+        """While steps are on trial: what the next one runs with.
+
+        Args:
+            batches: on the device, one for each pipeline; a step may change them.
+            num_microbatches: M.
+            schedule_control: gives the iteration its schedule.
+        Returns:
+            The batch of pipeline 0, which the step takes as its argument.
+        """
+        self.configuration.options = replace(
+            self.configuration.options, num_pipelines=len(batches), num_microbatches=num_microbatches
+        )
+        self.iterations.schedule_control = schedule_control
+        return self.batches.hand_out(batches)
