@@ -181,7 +181,7 @@ def bundling(
     trainer: pl.Trainer,
     count: Callable[[], int],
     any_ends: Callable[[bool], bool] | None = None,
-    look: Callable[[Any], bool] | None = None,
+    look: Callable[[], Callable[[Any], bool] | None] = lambda: None,
 ) -> Iterator[None]:
     """Within this context the training dataloader is read in groups.
 
@@ -189,7 +189,7 @@ def bundling(
         trainer: that is about to fit.
         count: N.
         any_ends: see :meth:`BundledLoader.of`.
-        look: see there.
+        look: returns what looks, see there; asked when the dataloader is.
     """
     source = trainer.fit_loop._data_source
     request = source.dataloader
@@ -199,7 +199,7 @@ def bundling(
         if not isinstance(loader, CombinedLoader):
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning does
         counts_iterations = isinstance(trainer.limit_train_batches, int)
-        return BundledLoader.of(loader, count, counts_iterations, any_ends, look, partial(_done, trainer))
+        return BundledLoader.of(loader, count, counts_iterations, any_ends, look(), partial(_done, trainer))
 
     with replaced(source, "dataloader", dataloader):
         yield

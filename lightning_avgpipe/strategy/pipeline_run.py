@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,12 +19,11 @@ from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.aftermath import hooks_with_results
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.bundles import bundling, recount
+from lightning_avgpipe.strategy.bundles import recount
 from lightning_avgpipe.strategy.checkpoint_state import DividedState, WholeState
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor
-from lightning_avgpipe.strategy.data_sharding import sharing
 from lightning_avgpipe.strategy.deploying import announce, deploy, memory_per_stage
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import Iterations
@@ -57,8 +55,6 @@ class PipelineRun:
         configuration: of the strategy.
         before: the state before the run.
         distributor: of batches.
-        tuner: is shown the first batch of training before it is used, and may reconfigure; called once more before each
-            further batch until it returns True.
 
     Attributes:
         mesh: of the processes.
@@ -87,7 +83,6 @@ class PipelineRun:
         configuration: Configuration,
         before: WholeState,
         distributor: Distributor,
-        tuner: Callable[[Any], bool] | None,
     ) -> None:
         assert connection.mesh is not None
         self.mesh = connection.mesh
@@ -97,7 +92,6 @@ class PipelineRun:
         self._connection = connection
         self.configuration = configuration
         self._before = before
-        self._tuner = tuner
         self._verifier: Verifier | None = None
         self._undo = contextlib.ExitStack()
 
@@ -112,12 +106,6 @@ class PipelineRun:
         """Put the parts together; the plan is made when the first batch is there."""
         trainer, module, mesh = self._trainer, self._trainer.lightning_module, self.mesh
         fitting, options = trainer.state.fn == TrainerFn.FITTING, self.configuration.options
-        if fitting:  # before the optimizers are made, for which the number of iterations may be asked
-            # partial functions of what can be pickled, as a trainer can; data of unknown length ends everywhere at once
-            any_ends = partial(self._connection.decide, unanimously=False) if mesh.num_groups > 1 else None
-            count = partial(getattr, self.configuration, "num_pipelines")
-            self._undo.enter_context(bundling(trainer, count, any_ends, self._tuner))
-            self._undo.enter_context(sharing(trainer, mesh))
         own(trainer)
         self.deployment, seed = deploy(trainer, self._connection, options, self._before)
         self.step_log = StepLog(module, mesh.hosts_last, mesh.leaders)

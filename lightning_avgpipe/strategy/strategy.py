@@ -27,12 +27,13 @@ from lightning_avgpipe.elastic.averaging import OuterOptimizer
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.strategy import checks, launch
+from lightning_avgpipe.strategy.bundles import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor, batches_wanted, has_transfer_hooks, mirror
-from lightning_avgpipe.strategy.data_sharding import check_alike
+from lightning_avgpipe.strategy.data_sharding import check_alike, sharing
 from lightning_avgpipe.strategy.options import ALLOWED, Options, SplitBatch
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.run import PassthroughRun, Run
@@ -435,6 +436,16 @@ class AvgPipeStrategy(ParallelStrategy):
         sends, early = mesh.reads and mesh.world_size > 1, not has_transfer_hooks(trainer)
         wanted = partial(batches_wanted, trainer)
         self._distributor = Distributor(mesh.batch_stream, self._needs, sends, early, wanted)
+        if trainer.state.fn == TrainerFn.FITTING and not self.passthrough and self.whole is None:
+            self._divide_data(trainer, mesh)
+
+    def _divide_data(self, trainer: pl.Trainer, mesh: Mesh) -> None:
+        """Before anybody asks for the number of iterations, in ``setup`` or ``configure_optimizers`` of the module."""
+        # partial functions of what can be pickled, as a trainer can; data of unknown length ends everywhere at once
+        any_ends = partial(self._connection.decide, unanimously=False) if mesh.num_groups > 1 else None
+        count, look = partial(getattr, self._configuration, "num_pipelines"), partial(getattr, self, "tuner")
+        self._undo.enter_context(bundling(trainer, count, any_ends, look))
+        self._undo.enter_context(sharing(trainer, mesh))
 
     def _needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         return None if self._run is None else self._run.needs(batch, rank)
@@ -465,7 +476,7 @@ class AvgPipeStrategy(ParallelStrategy):
         checks.same_options([shared for _, shared in everywhere])
         checks.contents(module)
         if why is None:
-            return PipelineRun(*parts, self._distributor, self.tuner)
+            return PipelineRun(*parts, self._distributor)
         request.refuse(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
         return WholeRun(*parts, self._distributor)
 

@@ -190,6 +190,22 @@ def test_limits_steps_and_schedulers_count_iterations() -> None:
         # the scheduler's last value counts for every model alike
 
 
+def test_who_asks_for_the_number_of_iterations_in_setup_changes_nothing() -> None:
+    class Asks(Net):
+        def setup(self, stage: str) -> None:
+            self.total = self.trainer.estimated_stepping_batches
+
+    results = []
+    for kind in (Net, Asks):
+        torch.manual_seed(3)
+        model = kind()
+        runner = pipeline(2, strategy={"num_pipelines": 2, "num_microbatches": 2}, max_epochs=2)
+        runner.fit(model, loader(Net, 32, 8))
+        results.append(state(model))
+    assert model.total == runner.global_step == 4
+    assert_equal(*results)
+
+
 @pytest.mark.parametrize("option", ["limit_train_batches", "overfit_batches"])
 def test_a_fraction_of_the_batches_ends_within_an_iteration(option: str) -> None:
     found = []
