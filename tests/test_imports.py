@@ -19,11 +19,6 @@ ROOMS = (
 )  # fmt: skip
 # What knows Lightning.
 UPPER = ("training", "verify", "strategy", "callbacks", "pytorch_lightning", "__init__")
-# Types of arguments that rooms further down take: to be handed over as protocols.
-UPWARDS = {
-    ("comm/channel.py", "engine.recording"), ("comm/mesh.py", "engine.accounting"), ("comm/mesh.py", "engine.guard"),
-    ("comm/mesh.py", "engine.recording"),
-}  # fmt: skip
 
 
 def modules() -> list[Path]:
@@ -50,8 +45,7 @@ def test_imports_go_downwards(path: Path) -> None:
         assert here in UPPER or root not in (*LIGHTNING, "torchmetrics"), f"{file} must not know Lightning"
         there = rest.split(".")[0]
         if root == "lightning_avgpipe" and there in ROOMS:
-            known = any((file, above) in UPWARDS for above in (there, ".".join(rest.split(".")[:2])))
-            assert known or ROOMS.index(there) <= ROOMS.index(here), f"{file} must not import {name}"
+            assert ROOMS.index(there) <= ROOMS.index(here), f"{file} must not import {name}"
 
 
 # Of the planning room what looks at modules.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -29,7 +28,6 @@ from lightning_avgpipe.comm.waits import Waits
 __all__ = ["Cluster"]
 
 _DISCONNECTED_S = 3.0  # longest time that threads take to end when their connections are closed
-_openings = itertools.count()  # of this process; the same on all of them
 
 
 class Cluster:
@@ -149,10 +147,7 @@ class Cluster:
         if self.world.world_size == 1:
             self._begin(None)
         else:
-            store = store or dist.distributed_c10d._get_default_store()
-            # a connection of its own, where torch can make one: others may wait in the store for long
-            store = store.clone() if hasattr(store, "clone") else store
-            self._begin(dist.PrefixStore(f"avgpipe/runs/{next(_openings)}", store), keeper or self._names[0])
+            self._begin(self._network.run_store(store), keeper or self._names[0])
 
             def connect() -> None:
                 meet()

@@ -108,7 +108,7 @@ class ControlChannel:
             common, requests = self._hear(self._channels.relay_source)
         return self.publish((common, own), requests)  # type: ignore[return-value]
 
-    def hand_in(self, item: T) -> list[tuple[int, T]]:
+    def report(self, item: T) -> list[tuple[int, T]]:
         """Tell rank 0, and do not wait. Every process calls it equally often.
 
         Args:

@@ -31,7 +31,7 @@ _POLL_S = 0.2  # between two looks at the board
 _ASKING_POLL_S = 0.05  # while answers are awaited
 _ACKNOWLEDGE_S = 3.0  # how long a failing process stays, so that the others can read why
 _ANSWER_S = 1.5  # how long the others may take to say what they do
-_LISTEN_S = 30.0  # how long after a failure the main thread may go on with what it does
+_LISTEN_S = 5.0, 30.0  # how long after a failure the main thread may go on with what it does, at least and at most
 _LOCAL_S = 2.0  # longest wait of the main thread for the thread of the watch
 _SILENT_S = 3.0  # a store that takes longer does not answer
 _LAPSE_S = 5.0  # a process in which no thread runs for longer was stopped, rather than slow
@@ -60,7 +60,7 @@ class Monitor:
         rank: of this process.
         names: of all processes, by rank, for messages.
         store: shared by all processes; None if there is only one.
-        timeout_s: longest time, in seconds, that this process may take to end after a failure; at most 30 s are given.
+        timeout_s: longest time, in seconds, that this process may take to end after a failure; 5 to 30 s are given.
         wake: called when there is a failure.
         announces: whether this process tells the others of requests, and so must know of all of them.
         keeper: name of the process that keeps the store.
@@ -91,13 +91,13 @@ class Monitor:
         self.failure: str | None = None
         self.requests: set[str] = set()
         self._names = names
-        self._listen_s = min(timeout_s, _LISTEN_S)
+        self._listen_s = sorted((timeout_s, *_LISTEN_S))[1]
         self._wake = wake
         self._announces = announces
         self._keeper = keeper
         self._idle_s = idle_s
         self._deaths = deaths
-        self._main = threading.main_thread().ident
+        self._main = threading.get_ident()
         self._deadline = math.inf
         self._report: str | None = None
         self._posted: set[str] = set()
@@ -319,7 +319,7 @@ class Monitor:
 
     def _doing(self) -> str:
         """What the main thread does, and the innermost lines of user code that it is in."""
-        frame = sys._current_frames().get(self._main or 0)
+        frame = sys._current_frames().get(self._main)
         lines: list[str] = []
         while frame is not None and len(lines) < _LINES:
             if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:

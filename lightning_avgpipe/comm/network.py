@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
@@ -36,6 +37,9 @@ class Network(Protocol):
     @property
     def is_open(self) -> bool:
         """Whether it may connect."""
+
+    def run_store(self, store: dist.Store | None) -> dist.Store:
+        """What the next run has of the store that all processes share; None takes that of the network."""
 
     def open(self) -> None:
         """Begin to connect."""

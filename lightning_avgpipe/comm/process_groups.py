@@ -30,7 +30,7 @@ _NEVER_SENT = 99  # a tag of transfers
 _HOST = "avgpipe_gloo"  # backend of groups on the host
 
 _current: ProcessGroups | None = None  # of this process
-_numbers = itertools.count()  # of what was opened; the same on all processes, which open in the same order
+_openings, _runs = itertools.count(), itertools.count()  # the same on all processes, which do the same in order
 
 
 class ProcessGroups:
@@ -51,7 +51,6 @@ class ProcessGroups:
         self._device = device
         self._timeout = timeout + _GRACE  # our own waits end first: their errors name stage and action
         self._device_backend = None if device_backend == "gloo" else device_backend
-        self._opened: int | None = None
         self._store: dist.Store | None = None
         self._pairs: dict[Route, tuple[Pair, Pair | None]] = {}  # on hosts, and between devices
         self._parties: dict[Party, dist.ProcessGroup] = {}
@@ -61,7 +60,11 @@ class ProcessGroups:
     @property
     def is_open(self) -> bool:
         """Whether it may connect."""
-        return self._opened is not None
+        return self._store is not None
+
+    def run_store(self, store: dist.Store | None) -> dist.Store:
+        """What the next run has of a store; None: that of torch.distributed."""
+        return _part_of(store, f"runs/{next(_runs)}")
 
     def open(self) -> None:
         """Begin to connect, in the place of other connections of this process. Every process calls it."""
@@ -69,11 +72,7 @@ class ProcessGroups:
         if _current is not None and _current is not self:
             _current.close()
         _current = self
-        self._opened = next(_numbers)
-        store = dist.distributed_c10d._get_default_store()
-        # a connection of its own, where torch can make one: who connects may wait in the store for long
-        store = store.clone() if hasattr(store, "clone") else store
-        self._store = dist.PrefixStore(f"avgpipe/connections/{self._opened}", store)
+        self._store = _part_of(None, f"connections/{next(_openings)}")
 
     def close(self) -> None:
         """Give up all connections, on which nothing is under way. They may be opened again."""
@@ -83,7 +82,7 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
         self._pairs.clear()
         self._parties.clear()
-        self._groups, self._ours, self._opened, self._store = [], [], None, None
+        self._groups, self._ours, self._store = [], [], None
         if _current is self:
             _current = None
 
@@ -151,6 +150,13 @@ class ProcessGroups:
                 if peer != group.rank():
                     with contextlib.suppress(RuntimeError):  # this is the purpose
                         group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def _part_of(store: dist.Store | None, name: str) -> dist.Store:
+    store = store or dist.distributed_c10d._get_default_store()
+    # a connection of its own, where torch can make one: who connects may wait in the store for long
+    store = store.clone() if hasattr(store, "clone") else store
+    return dist.PrefixStore(f"avgpipe/{name}", store)
 
 
 # -- gloo ------------------------------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ class ScheduleControl:
             return None  # the same on every rank
         laps, measured = self._stopwatch.finished(), self._report
         self._report = []
-        for rank, (times, footprints) in self._mesh.control_channel.hand_in((laps, measured)):
+        for rank, (times, footprints) in self._mesh.control_channel.report((laps, measured)):
             for number, seconds in times:
                 self._times[number][rank] = seconds
             for number, stage, *values in footprints:

@@ -220,6 +220,6 @@ def test_what_other_ranks_measured_may_come_an_iteration_late() -> None:
     runner = pipeline(
         2, 1, {**SPLIT, "costs": "measured", "costs_cache": None, "advance": 0}, max_steps=4, callbacks=[Changing()]
     )
-    with mock.patch.object(ControlChannel, "hand_in", late):
+    with mock.patch.object(ControlChannel, "report", late):
         runner.fit(MLP(), loader(MLP, BATCH * 4, BATCH))
     assert runner.strategy.peak_memory_bytes.keys() == {0, 1}

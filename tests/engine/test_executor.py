@@ -1,0 +1,147 @@
+"""The executor, on threads that stand for processes: order, failures, observers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
+from lightning_avgpipe.engine.guard import MemoryGuard
+from lightning_avgpipe.engine.observer import Observer, Work
+from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.errors import MemoryShortage, PeerError, StageError
+from lightning_avgpipe.schedule import Schedule, build
+from lightning_avgpipe.utils.random_streams import RandomKey
+from tests.threads import Blown, Injector, results, run
+
+LAYOUTS = {
+    "one process": StageMap(4),
+    "two processes": StageMap.on(DeviceLayout(2), 4),
+    "four": StageMap.on(DeviceLayout(4), 4),
+}
+SCHEDULE = build("1f1b", 4, 6)
+
+
+class Adding:
+    """A stage that adds one in both directions."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        self.program = SimpleNamespace(stage=stage, num_stages=num_stages)
+        self.results: dict[int, Any] = {}
+        self.last: dict[int, torch.Tensor] = {}
+
+    def forward(self, task: Task, i: int, message: Message | None) -> Message | None:
+        value = torch.tensor([float(100 * i)]) if message is None else message.tensors[0]
+        assert value is not None and (message is None or message.micro_batch == i)
+        if self.program.stage == self.program.num_stages - 1:
+            self.results[i] = value + 1
+            return None
+        return Message(i, (value + 1,), (True,))
+
+    def backward(self, i: int, message: Message | None) -> Message | None:
+        gradient = torch.zeros(1) if message is None else message.tensors[0]
+        assert gradient is not None and (message is None or message.micro_batch == i)
+        self.last[i] = gradient + 1
+        return Message(i, (self.last[i],)) if self.program.stage else None
+
+
+class Order(Observer):
+    """Notes the actions of each stage and pipeline."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], list[str]] = {}
+
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        self.rows.setdefault((work.pipeline, work.stage), []).append(str(work.action))
+        return do()
+
+
+def iterate(cluster: Cluster, schedule: Schedule = SCHEDULE, pipelines: int = 1, observers: Any = ()) -> list[Lane]:
+    """One iteration of this process; with the lanes of all pipelines."""
+    cluster.transport.widen(pipelines)
+    lanes = []
+    for n in range(pipelines):
+        for stage in cluster.stages:
+            ends = cluster.transport.ends(n, stage)
+            adding: Any = Adding(stage, schedule.num_stages)
+            task = Task(lambda i: None, [], key=RandomKey(0, pipeline=n))
+            lane = Lane(adding, ends.values, ends.to_next, ends.gradients, ends.to_previous, task)
+            lane.begin(schedule.rows[stage], observers)
+            lanes.append(lane)
+    execute(lanes, IterationContext(cluster.waits, cluster.world.rank, tuple(observers)))
+    return lanes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["1f1b", "afab", "advance_forward"])
+def test_each_lane_follows_its_row_and_values_go_forth_and_back(name: str, layout: str) -> None:
+    schedule = build(name, 4, 6, advance=1)
+
+    def work(cluster: Cluster) -> Any:
+        order = Order()
+        lanes: list[Any] = iterate(cluster, schedule, 2, [order])
+        return order.rows, {lane.stage.program.stage: lane.stage for lane in lanes}
+
+    rows, stages = {}, {}
+    for found, here in results(run(LAYOUTS[layout], work)):
+        rows |= found
+        stages |= here
+    assert rows == {(n, k): [str(action) for action in schedule.rows[k]] for n in range(2) for k in range(4)}
+    assert {i: float(value) for i, value in stages[3].results.items()} == {i: 100 * i + 4 for i in range(6)}
+    assert {i: float(gradient) for i, gradient in stages[0].last.items()} == dict.fromkeys(range(6), 4.0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "action"),
+    [("one process", 0, "F3"), ("two processes", 1, "F0"), ("two processes", 0, "B5"), ("four", 3, "B0"),
+     ("four", 2, "F3"), ("four", 0, "F5")],
+)  # fmt: skip
+def test_an_error_in_an_action_is_named_on_all_processes(layout: str, rank: int, action: str) -> None:
+    stage_map, injector = LAYOUTS[layout], Injector().fail_at(rank, action)
+
+    def work(cluster: Cluster) -> None:
+        iterate(cluster, observers=[injector.observer(cluster.rank)])
+        cluster.group.barrier()
+
+    outcomes = run(stage_map, work, injector)
+    (note,) = outcomes[rank].__notes__
+    assert isinstance(outcomes[rank], Blown)
+    assert note in {f"stage {k} of 4 (rank {rank}) failed in {action}" for k in stage_map.stages(rank)}
+    for other in set(range(stage_map.world_size)) - {rank}:
+        assert isinstance(outcomes[other], PeerError)
+        told = f"{stage_map.name(rank)}, which runs {action} of stage "
+        assert told in str(outcomes[other]) and "Blown: the fuse has blown" in str(outcomes[other])
+
+
+def test_code_that_stops_an_iteration_ends_no_loop_around() -> None:
+    injector = Injector().fail_at(0, "F1", StopIteration("no more"))
+    (outcome,) = run(StageMap(4), lambda cluster: iterate(cluster, observers=[injector.observer(0)]), injector)
+    assert isinstance(outcome, StageError) and "failed in F1: StopIteration: no more" in str(outcome)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("action", ["F1", "B2"])
+def test_a_trial_without_memory_ends_on_all_processes_and_another_can_be_run(action: str, layout: str) -> None:
+    injector = Injector().fail_at(0, action, MemoryError("no room"))
+
+    def work(cluster: Cluster) -> str:
+        guard = MemoryGuard()
+        iterate(cluster, observers=[guard, injector.observer(cluster.rank)])
+        with pytest.raises(MemoryShortage) as short:
+            guard.agree(cluster.world)
+        guard = MemoryGuard()
+        iterate(cluster, observers=[guard])
+        guard.agree(cluster.world)
+        return str(short.value)
+
+    accounts = set(results(run(LAYOUTS[layout], work, injector)))
+    assert len(accounts) == 1
+    assert f"in {action}: no room" in accounts.pop()
