@@ -22,6 +22,11 @@ check_versions()  # before others are imported that would fail in their own word
 packages.install(_arrived)
 
 # isort: split
+from lightning_avgpipe.utils import torch_compat
+
+torch_compat.check()
+
+# isort: split
 from lightning_avgpipe.callbacks import AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 

@@ -10,18 +10,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.changes import address
 from lightning_avgpipe.capture.outside import outside, places
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects, Variable
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.torch_compat import REGISTRIES, address
 
 __all__ = ["Assignments", "Mutations"]
 
 _MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}
-
-_REGISTERS = ("_parameters", "_buffers", "_modules")
 
 Key = tuple[str, str]  # path of a module, name of the attribute
 
@@ -88,7 +86,7 @@ class Assignments:
 
     def _assigned(self, module: nn.Module, name: str, value: Any) -> None:
         position, key = self._position(), self._key(module, name)
-        if position is None or key is None or any(name in vars(module)[register] for register in _REGISTERS):
+        if position is None or key is None or any(name in vars(module)[register] for register in REGISTRIES):
             return
         self._before.setdefault(key, vars(module).get(name, _MISSING))
         self._writes[key].append(_Write(position, source_line(), _layout(value)))

@@ -17,17 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.capture.visit import Visit
+from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, untraced
 
-__all__ = ["Changes", "address", "put_back", "targets"]
-
-
-def address(tensor: Tensor) -> int:
-    """Of the memory that a tensor shares with its views."""
-    try:
-        with torch._C.DisableTorchFunction():  # of a parameter without contents here, not of what is lent for it
-            return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none
-        return id(tensor)
+__all__ = ["Changes", "put_back"]
 
 
 class Changes(TorchDispatchMode):
@@ -58,7 +50,7 @@ class Changes(TorchDispatchMode):
 
     def __enter__(self) -> Changes:
         self._parameters = dict(self._module.named_parameters())
-        with torch._C.DisableTorchFunction():  # nothing is lent for it
+        with untraced():  # nothing is lent for it
             self._memory = {name: p.detach() for name, p in self._parameters.items()}
         self._locate([*self._parameters.items(), *self._module.named_buffers()])
         super().__enter__()
@@ -113,7 +105,7 @@ class Changes(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if func._schema.is_mutable:
+        if is_mutable(func):
             for tensor in targets(func, args, kwargs):
                 self._note(tensor)
         result = func(*args, **kwargs)
@@ -136,21 +128,10 @@ class Changes(TorchDispatchMode):
 
 def put_back(parameter: nn.Parameter, memory: Tensor, contents: Tensor | None) -> None:
     """Give a parameter its former memory, and that its former contents (None: they did not change)."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():  # what is only lent has no memory here
+    with torch.no_grad(), untraced():  # what is only lent has no memory here
         if parameter.is_meta or memory.is_meta:  # given up or taken back meanwhile
             return
         if address(parameter) != address(memory):
             parameter.data = memory
         if contents is not None and not torch.equal(memory, contents.to(memory.device)):
             memory.copy_(contents)
-
-
-def targets(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation writes into."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = args[i] if i < len(args) else kwargs.get(argument.name)
-        for tensor in given if isinstance(given, (list, tuple)) else (given,):
-            if isinstance(tensor, Tensor):
-                yield tensor

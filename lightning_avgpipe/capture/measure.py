@@ -38,6 +38,7 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
+from lightning_avgpipe.utils.torch_compat import storage_id
 
 __all__ = ["Samples", "measure"]
 
@@ -166,14 +167,14 @@ class _Timer(StepTracer):
         self._position = 0
         self._packer = Packer(module)
         self._measured: dict[Hashable, int] = defaultdict(int)
-        self._excluded = {_storage(t) for t in _tensors_of(module)}
+        self._excluded = {storage_id(t) for t in _tensors_of(module)}
         self._homes: dict[int, tuple[Tensor, int]] = {}  # storage -> a tensor that keeps it alive, its value
         self.internal = [0] * len(graph.nodes)
         self.saved: set[int] = set()
 
     def exclude(self, tensors: Sequence[Tensor]) -> None:
         """These are in memory whatever is stashed."""
-        self._excluded.update(map(_storage, tensors))
+        self._excluded.update(map(storage_id, tensors))
 
     def calibrate(self) -> None:
         """Find out what it takes to start a backward, which each node alone does and a stage does once."""
@@ -290,7 +291,7 @@ class _Timer(StepTracer):
 
     def _learn(self, tensor: Tensor, value: int) -> None:
         self.know(tensor, value)
-        self._homes.setdefault(_storage(tensor), (tensor.detach(), value))
+        self._homes.setdefault(storage_id(tensor), (tensor.detach(), value))
 
     # -- one node alone ---------------------------------------------------------------------------------------------
 
@@ -365,7 +366,7 @@ class _Timer(StepTracer):
             with saved_tensors_hooks(note if counts else _keep, _keep):
                 result, forward_s = self._timed(lambda: run(*args, **kwargs))
             if counts:
-                aliases = {_storage(given): self._storage_value(tensor) for tensor, _, given in copies.values()}
+                aliases = {storage_id(given): self._storage_value(tensor) for tensor, _, given in copies.values()}
                 self._count(node, module, kept, self._given(result, written), aliases)
             outputs = list({id(t): t for t in self._given(result, written) if t.requires_grad}.values())
             sources = [leaf for _, leaf, _ in copies.values() if leaf.requires_grad] + weights
@@ -405,11 +406,11 @@ class _Timer(StepTracer):
         aliases: dict[int, int | None],
     ) -> None:
         """Note what a forward saved: values by their numbers, everything else in bytes."""
-        own = {_storage(t): value for t, value in zip(outputs, node.outputs, strict=True) if value >= 0}
-        visitors = {_storage(t) for t in _tensors_of(module)} if module is not None else set()
+        own = {storage_id(t): value for t, value in zip(outputs, node.outputs, strict=True) if value >= 0}
+        visitors = {storage_id(t) for t in _tensors_of(module)} if module is not None else set()
         inside: dict[int, int] = {}
         for tensor in kept:
-            storage = _storage(tensor)
+            storage = storage_id(tensor)
             if storage in visitors or storage in self._excluded:
                 continue
             value = aliases.get(storage)
@@ -421,7 +422,7 @@ class _Timer(StepTracer):
         self.internal[node.index] = sum(inside.values())
 
     def _storage_value(self, tensor: Tensor) -> int | None:
-        home = self._homes.get(_storage(tensor))
+        home = self._homes.get(storage_id(tensor))
         return home[1] if home is not None else None
 
 
@@ -456,13 +457,6 @@ def _map_arguments(fn: Callable[[Tensor], Tensor], arguments: Any) -> Any:
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _storage(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none
-        return id(tensor)
 
 
 def _nbytes(tensor: Tensor) -> int:

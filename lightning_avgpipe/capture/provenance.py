@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_avgpipe.capture.changes import address, targets
 from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, version_of
 
 __all__ = ["Provenance"]
 
@@ -74,17 +74,17 @@ class Provenance(TorchDispatchMode):
 
     def written(self) -> list[Tensor]:
         """Those of them that the node changed."""
-        return [tensor for tensor, version in self._used.values() if _version(tensor) != version]
+        return [tensor for tensor, version in self._used.values() if version_of(tensor) != version]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = tensor_arguments(args, kwargs)
         for tensor in tensors:
             if self.birth(tensor) != self._node:
-                self._used.setdefault(id(tensor), (tensor, _version(tensor)))
+                self._used.setdefault(id(tensor), (tensor, version_of(tensor)))
         known = func.overloadpacket in _LIKE or all(map(self.is_constant, tensors))
         constant = known and not self._told and torch.Tag.nondeterministic_seeded not in func.tags
-        if func._schema.is_mutable and not constant:
+        if is_mutable(func) and not constant:
             self._mixed.update(map(address, targets(func, args, kwargs)))
         result = func(*args, **kwargs)
         found = tensor_arguments(result)
@@ -152,7 +152,3 @@ def _description(args: Any, kwargs: Any) -> tuple[Any, ...]:
     """What a node is given, without numbers in tensors."""
     leaves = tree.flatten((args, kwargs))[0]
     return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x if type(x) in _ATOMS else type(x) for x in leaves)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

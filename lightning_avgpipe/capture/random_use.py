@@ -14,13 +14,14 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_avgpipe.capture.tracer import CallWatcher
 from lightning_avgpipe.utils.random_streams import generators
+from lightning_avgpipe.utils.torch_compat import untraced
 
 __all__ = ["DrawWatch", "random_bits"]
 
 
 def random_bits(device: torch.device | None) -> tuple[bytes, ...]:
     """State of torch's generators that units and glue draw from; without an operation, since those are watched."""
-    with torch._C.DisableTorchFunction():
+    with untraced():
         states = [generator.get_state() for generator in generators(device or torch.device("cpu"))]
         return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
 

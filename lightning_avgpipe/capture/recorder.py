@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.attributes import Assignments, Mutations
 from lightning_avgpipe.capture.batch_use import BatchUse
 from lightning_avgpipe.capture.calls import Calls
-from lightning_avgpipe.capture.changes import Changes, address
+from lightning_avgpipe.capture.changes import Changes
 from lightning_avgpipe.capture.flop_counter import Flops, recurrent_flops
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.capture.outermost import Outermost
@@ -32,6 +32,7 @@ from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.placeholder import described
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.torch_compat import address, untraced, version_of
 
 __all__ = ["capture", "owned_tensors"]
 
@@ -102,7 +103,7 @@ def _record(
 ) -> CallGraph:
     module = recorder.module
     spare = tree.map_tensors(torch.clone, tuple(args))
-    batch = [(leaf, _version(leaf)) for leaf in tree.tensors(args)]
+    batch = [(leaf, version_of(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
     with untouched(module), Objects(args).restored(), recorder.visiting(), recorder.changes:
@@ -138,7 +139,7 @@ def _record(
         drawing=frozenset(recorder.watch.drawing),
         host_drawing=frozenset(recorder.watch.host_drawing),
         leaves=recorder.batch.leaves(),
-        batch_writes=any(_version(leaf) != version for leaf, version in batch),
+        batch_writes=any(version_of(leaf) != version for leaf, version in batch),
         glue_states=frozenset(recorder.glue_states),
         rewritten=frozenset(recorder.rewritten),
         attributes=attributes,
@@ -248,7 +249,7 @@ class _Recorder(StepTracer):
         objects = Objects((args, kwargs), module.modules() if exports else ())
         visible = tree.tensors((args, kwargs))
         tensors = [*visible, *objects.tensors]
-        versions, calls = [_version(t) for t in tensors], len(self.watch.calls)
+        versions, calls = [version_of(t) for t in tensors], len(self.watch.calls)
         random_before = random_bits(self._device)
         with self._visit(module):
             before = self._state(path)
@@ -283,7 +284,7 @@ class _Recorder(StepTracer):
             flops=flops + sum(t.numel() for t in tree.tensors(result)),
         )  # fmt: skip
         self._taken([*visible, *used])
-        changed = {id(t) for t, version in zip(tensors, versions, strict=True) if _version(t) != version}
+        changed = {id(t) for t, version in zip(tensors, versions, strict=True) if version_of(t) != version}
         node, given = self._opened(node, result, objects, exports, not changed <= set(map(id, visible)))
         self._note_writes(node, [self._buffer(name) for name in changes], changed)
         self._add(node, given, tensors if node.opens else visible, versions)
@@ -313,7 +314,7 @@ class _Recorder(StepTracer):
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tensor_arguments(args, kwargs)
-        versions, calls = [_version(t) for t in tensors], len(self.watch.calls)
+        versions, calls = [version_of(t) for t in tensors], len(self.watch.calls)
         outer = Outermost(self.watch, self._visit, self._state)
         random_before = random_bits(self._device)
         self.changes.begin()
@@ -350,7 +351,7 @@ class _Recorder(StepTracer):
     def _state(self, path: str) -> list[tuple[str, Tensor, Tensor]]:
         """Full name, tensor and what is needed to see whether it changes, for a module's parameters and buffers."""
         module = self.module.get_submodule(path)
-        with torch._C.DisableTorchFunction():  # nothing is lent for it
+        with untraced():  # nothing is lent for it
             state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters()]
         return state + [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
 
@@ -378,7 +379,7 @@ class _Recorder(StepTracer):
         parameters = tuple(dict.fromkeys(self._owned[id(t)] for t in tensors if id(t) in self._owned))
         name = function_name(func)
         self._find_hidden(tensors, f"{name}()", True)
-        versions = [_version(t) for t in tensors]
+        versions = [version_of(t) for t in tensors]
         self.mutations.look()
         free = not inputs and not parameters
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
@@ -437,7 +438,7 @@ class _Recorder(StepTracer):
         """Note a node that gave these tensors and may have written into those that it took."""
         writes: list[tuple[int, int, bool]] = []
         for i, (tensor, version) in enumerate(zip(tensors, versions, strict=False)):
-            if _version(tensor) == version:
+            if version_of(tensor) == version:
                 continue
             for target, base in ((tensor, False), (tensor._base, True)):
                 if target is not None and id(target) not in self._owned:  # whose uses are known by name
@@ -580,7 +581,3 @@ class _Recorder(StepTracer):
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -17,10 +17,11 @@ from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.utils.device import all_generators
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.packages import LIGHTNING
+from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced, version_of
 
 __all__ = ["Attributes", "attribute_values", "random_state", "unchanged", "untouched"]
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_REGISTRIES = (*REGISTRIES, "_non_persistent_buffers_set")
 _CONTAINERS = (list, dict, set, deque)
 _MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -54,7 +55,7 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
         changing: full names of the parameters that the step changes.
     """
     parameters = dict(module.named_parameters())
-    with torch._C.DisableTorchFunction():  # nothing is lent for it
+    with untraced():  # nothing is lent for it
         weights = [(p, p.detach(), p.detach().clone() if name in changing else None) for name, p in parameters.items()]
     saved = [(m, _save(m)) for m in module.modules()]
     classes = [(kind, _save_class(kind)) for kind in _own_classes(module)]
@@ -120,7 +121,7 @@ class Attributes:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._saved = [(m, *_references(m)) for m in modules]
         self._versions = [
-            (m, name, held, held._version)
+            (m, name, held, version_of(held))
             for m, attributes, buffers in self._saved
             for name, held in (*((name, held) for name, (held, _) in attributes.items()), *buffers.items())
             if isinstance(held, Tensor) and not held.is_inference()
@@ -152,7 +153,7 @@ class Attributes:
 
     def written(self) -> tuple[nn.Module, str] | None:
         """An attribute or buffer whose tensor has been changed in place since; None if there is none."""
-        return next(((m, name) for m, name, held, version in self._versions if held._version != version), None)
+        return next(((m, name) for m, name, held, version in self._versions if version_of(held) != version), None)
 
 
 def _references(module: nn.Module) -> tuple[dict[str, tuple[Any, Any]], dict[str, Any]]:

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET
+
 __all__ = [
     "DEVICE_QUESTIONS",
     "METADATA",
@@ -331,7 +333,7 @@ class intercepting:
             if _interceptions == 0:
                 nn.Module.__call__ = _call  # type: ignore[method-assign, assignment]
                 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, arg-type]
-                setattr(checkpoint, _BRACKET, _checkpointing)
+                setattr(checkpoint, CHECKPOINT_BRACKET, _checkpointing)
             _interceptions += 1
 
     def __exit__(self, *error: object) -> None:
@@ -341,17 +343,14 @@ class intercepting:
             if _interceptions == 0:
                 nn.Module.__call__ = _call_module  # type: ignore[method-assign]
                 torch.autograd.Function.apply = _apply_function  # type: ignore[method-assign]
-                setattr(checkpoint, _BRACKET, _checkpointing_generator)
+                setattr(checkpoint, CHECKPOINT_BRACKET, _checkpointing_generator)
 
 
 _lock = threading.Lock()
 _interceptions = 0
 _call_module: Callable[..., Any] = nn.Module.__call__
 _apply_function = torch.autograd.Function.__dict__["apply"]
-# what brackets a region in torch.utils.checkpoint; newer versions of torch call it otherwise
-_BRACKET = "_checkpoint_without_reentrant_generator"
-_BRACKET += "_impl" if hasattr(checkpoint, f"{_BRACKET}_impl") else ""
-_checkpointing_generator: Callable[..., Iterator[Any]] = getattr(checkpoint, _BRACKET)
+_checkpointing_generator: Callable[..., Iterator[Any]] = getattr(checkpoint, CHECKPOINT_BRACKET)
 _keeping_inputs = getattr(checkpoint, "_NoopSaveInputs", None)  # how older versions of torch keep a region's inputs
 
 

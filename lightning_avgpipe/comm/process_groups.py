@@ -22,6 +22,7 @@ from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import NetworkInbox, NetworkOutbox, Pair, Wire
 from lightning_avgpipe.comm.routes import Edge, Party, Route
 from lightning_avgpipe.utils.device import backends
+from lightning_avgpipe.utils.torch_compat import default_store
 
 __all__ = ["ProcessGroups"]
 

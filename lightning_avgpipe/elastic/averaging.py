@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.utils.patching import nothing
 
-__all__ = ["Averaging", "Elasticity", "OuterOptimizer", "average"]
+__all__ = ["Averaging", "Elasticity", "OuterOptimizer", "average", "wide"]
 
 # Makes the optimizer of the reference model from its parameters.
 OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -86,7 +87,7 @@ class Averaging:
         self._count = len(models) * (1 if replica_group is None else replica_group.count)
         self._active = torch.tensor([active])
         self._parts: Iterator[_Part] = (_Part(*chunk) for chunk in _chunks(models, reference))
-        self._count_active = _nothing
+        self._count_active = nothing
         if replica_group is not None:
             self._count_active = replica_group.begin_sum([self._active])
             self._parts = iter([part.begun(replica_group) for part in self._parts])
@@ -105,9 +106,9 @@ class Averaging:
         rate = outer_lr * self._over_active()
         for part in self._parts:
             drift = part.drift(self._count)
-            mean = torch._foreach_add(_wide(part.centres), drift)
+            mean = torch._foreach_add(wide(part.centres), drift)
             for model in part.models:
-                diluted = torch._foreach_lerp(_wide(model), mean, alpha)
+                diluted = torch._foreach_lerp(wide(model), mean, alpha)
                 _move(diluted, drift, rate - 1.0)
                 torch._foreach_copy_(model, diluted)
             if rate:
@@ -120,9 +121,9 @@ class Averaging:
         over_active = self._over_active()
         for part in self._parts:
             drift = part.drift(self._count)
-            mean = torch._foreach_add(_wide(part.centres), drift)
+            mean = torch._foreach_add(wide(part.centres), drift)
             for model in part.models:  # keeps its deviation until the reference has moved
-                deviation = torch._foreach_sub(torch._foreach_lerp(_wide(model), mean, alpha), mean)
+                deviation = torch._foreach_sub(torch._foreach_lerp(wide(model), mean, alpha), mean)
                 torch._foreach_copy_(model, deviation)
             torch._foreach_mul_(drift, -over_active)
             for centre, gradient in zip(part.centres, drift, strict=True):
@@ -153,7 +154,7 @@ class _Part:
         self.models = models
         self.centres = centres
         self._sum: list[Tensor] | None = None
-        self._arrive = _nothing
+        self._arrive = nothing
 
     def begun(self, replica_group: ReplicaGroup) -> _Part:
         """The same, whose sums are on their way to and from other groups."""
@@ -171,15 +172,11 @@ class _Part:
 
     @torch.no_grad()
     def _own_sum(self) -> list[Tensor]:
-        wide = _wide(self.centres)
-        total = list(torch._foreach_sub(_wide(self.models[0]), wide))
+        centres = wide(self.centres)
+        total = list(torch._foreach_sub(wide(self.models[0]), centres))
         for model in self.models[1:]:
-            torch._foreach_add_(total, torch._foreach_sub(_wide(model), wide))
+            torch._foreach_add_(total, torch._foreach_sub(wide(model), centres))
         return total
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""
 
 
 def _move(tensors: Sequence[Tensor], drift: Sequence[Tensor], rate: float) -> None:
@@ -187,7 +184,7 @@ def _move(tensors: Sequence[Tensor], drift: Sequence[Tensor], rate: float) -> No
         torch._foreach_add_(list(tensors), list(drift), alpha=rate)
 
 
-def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
+def wide(tensors: Sequence[Tensor]) -> list[Tensor]:
     """In at least single precision; those that have it as they are."""
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 

@@ -18,6 +18,7 @@ from lightning_avgpipe.elastic.optimizer_start import load_states, states_of_gro
 from lightning_avgpipe.elastic.replica import Placement, Replica, alike, leaf_like
 from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 
 __all__ = ["Ensemble"]
 
@@ -129,7 +130,7 @@ class Ensemble:
     def _leaf(self, name: str) -> nn.Parameter:
         leaf, own = leaf_like(self._reference[name]), self._placement.own.parameters[name]
         leaf.requires_grad_(own.requires_grad)
-        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # of gradients: they act on every model's
+        for hooks in GRADIENT_HOOKS:  # they act on every model's
             if getattr(own, hooks, None):
                 setattr(leaf, hooks, getattr(own, hooks))
         return leaf

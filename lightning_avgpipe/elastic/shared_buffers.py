@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.elastic.averaging import wide
 from lightning_avgpipe.elastic.replica import alike
 from lightning_avgpipe.errors import ConfigurationError
 
@@ -69,18 +70,14 @@ class SharedBuffers:
         if not _has_mean(centre):  # no sum at all: of one group only
             found = models[0][name].to(torch.int64)
             return found if self._replica_group.number == 0 else torch.zeros_like(found)
-        return sum((deviation(model[name], centre) for model in models), torch.zeros_like(_wide(centre)))
+        return sum((deviation(model[name], centre) for model in models), torch.zeros_like(*wide([centre])))
 
 
 def deviation(tensor: Tensor, centre: Tensor) -> Tensor:
     """How far a tensor is from another, in at least single precision; where they are equal (infinite, too) nothing."""
-    tensor, centre = _wide(tensor), _wide(centre)
+    tensor, centre = wide((tensor.detach(), centre.detach()))
     return torch.where(tensor == centre, torch.zeros_like(centre), tensor - centre)
 
 
 def _has_mean(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))

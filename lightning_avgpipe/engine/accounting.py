@@ -31,7 +31,8 @@ from lightning_avgpipe.planning.model_memory import Holding
 from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
-from lightning_avgpipe.utils.placeholder import Absent
+from lightning_avgpipe.utils.placeholder import has_memory
+from lightning_avgpipe.utils.torch_compat import storage_id, untraced
 
 __all__ = ["DeviceMeter", "Footprint", "HostMeter", "Meter"]
 
@@ -150,8 +151,8 @@ class HostMeter(Meter):
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
         super().__init__()
-        tensors = [tensor for tensor in excluded if _is_real(tensor)]
-        self._excluded = {tensor.untyped_storage()._cdata for tensor in tensors}
+        tensors = [tensor for tensor in excluded if has_memory(tensor)]
+        self._excluded = {storage_id(tensor) for tensor in tensors}
         self._alive: dict[int, dict[int, tuple[StorageWeakRef, int]]] = defaultdict(dict)
         self._received: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         self._total: dict[int, int] = defaultdict(int)
@@ -166,9 +167,9 @@ class HostMeter(Meter):
         pipeline: int = 0,
     ) -> None:
         for tensor in received:
-            if tensor is not None and _is_real(tensor):
+            if tensor is not None and has_memory(tensor):
                 self._note(stage, tensor)
-                self._received[stage, pipeline, micro_batch].append(tensor.untyped_storage()._cdata)
+                self._received[stage, pipeline, micro_batch].append(storage_id(tensor))
         for tensor in made:
             if tensor is not None:
                 self._note(stage, tensor)
@@ -191,7 +192,7 @@ class HostMeter(Meter):
     def _during(self, stage: int, action: Action) -> contextlib.AbstractContextManager[object]:
         def pack(tensor: Tensor) -> Tensor:
             # the step is being followed, and this is no part of it
-            with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+            with untraced():
                 self._note(stage, tensor)
                 return tensor.detach()  # an output itself would keep its own graph alive
 
@@ -203,10 +204,10 @@ class HostMeter(Meter):
             self._total[stage] -= self._alive[stage].pop(key, (None, 0))[1]
 
     def _note(self, stage: int, tensor: Tensor) -> None:
-        if not _is_real(tensor):
+        if not has_memory(tensor):
             return
         storage, alive = tensor.untyped_storage(), self._alive[stage]
-        key = storage._cdata
+        key = storage_id(tensor)
         if key in self._excluded or key in alive:
             return
         alive[key] = StorageWeakRef(storage), storage.nbytes()
@@ -255,8 +256,3 @@ class DeviceMeter(Meter):
 
 def _unpack(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _is_real(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own."""
-    return not isinstance(tensor, Absent) and not tensor.is_meta and tensor.layout == torch.strided

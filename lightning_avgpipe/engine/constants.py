@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.engine.rewriting import places
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.utils.torch_compat import version_of
 
 __all__ = ["Constants"]
 
@@ -61,7 +62,7 @@ class Constants:
     def _now(self, name: str) -> tuple[Tensor | None, int]:
         register, leaf = self.places[name]
         tensor = register.get(leaf)
-        return tensor, 0 if tensor is None or tensor.is_inference() else tensor._version
+        return tensor, version_of(tensor)
 
 
 def _is_like(one: Tensor | None, other: Tensor | None) -> bool:

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_avgpipe.capture.changes import address
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.parcel import Parcel
 from lightning_avgpipe.utils.placeholder import Absent, Description
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.torch_compat import address
 
 __all__ = ["Detour", "Entry", "Path", "Step"]
 

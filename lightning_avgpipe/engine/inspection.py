@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.utils.placeholder import Absent
+from lightning_avgpipe.utils.placeholder import has_memory
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.torch_compat import storage_id
 
 __all__ = ["ForeignTensors", "Inspection"]
 
@@ -43,10 +43,10 @@ class Inspection(TorchDispatchMode):
     def __init__(self, foreign_tensors: Mapping[str, Sequence[Tensor]]) -> None:
         super().__init__()
         self._names = {
-            tensor.untyped_storage()._cdata: name
+            storage_id(tensor): name
             for name, tensors in foreign_tensors.items()
             for tensor in tensors
-            if _has_memory(tensor)
+            if has_memory(tensor)
         }
         self._found: dict[str, str] = {}  # name -> where
 
@@ -94,11 +94,7 @@ class Inspection(TorchDispatchMode):
         )
 
     def _look(self, tensor: Tensor, place: Callable[[], str]) -> None:
-        if _has_memory(tensor):
-            name = self._names.get(tensor.untyped_storage()._cdata)
+        if has_memory(tensor):
+            name = self._names.get(storage_id(tensor))
             if name is not None and name not in self._found:
                 self._found[name] = place()
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return not isinstance(tensor, Absent) and not tensor.is_meta and tensor.layout == torch.strided

@@ -16,6 +16,7 @@ from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.errors import CaptureError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.torch_compat import version_of
 
 __all__ = ["Joint", "Unit"]
 
@@ -149,7 +150,7 @@ class Joint:
 
         begin = torch.zeros((), requires_grad=True).view(()) if traced else None
         own_args, own_kwargs = tree.map_tensors(enter, (args, kwargs))
-        versions = [_version(tensor) for tensor in entered]
+        versions = [version_of(tensor) for tensor in entered]
         before = _attributes(module)
         for owner, name, tensor in hidden:
             vars(owner)[name] = enter(tensor)
@@ -162,7 +163,7 @@ class Joint:
             for owner, name, tensor in hidden:
                 if id(vars(owner).get(name)) in inside:
                     vars(owner)[name] = tensor
-        written = [i for i, (t, v) in enumerate(zip(entered, versions, strict=False)) if _version(t) != v]
+        written = [i for i, (t, v) in enumerate(zip(entered, versions, strict=False)) if version_of(t) != v]
         if written and not writes:
             raise CaptureError(
                 f"unit '{path}', called at {source_line()}, changes its argument in place, which other processes would "
@@ -371,10 +372,6 @@ def _same_items(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return all(a is b and one[a] is other[b] for a, b in zip(one, other, strict=True))
     return isinstance(one, set) or all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _refuse_outer(record: _Record, made: Sequence[Tensor], begin: Tensor) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.changes import address
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.engine.detour import Detour, Entry, Path, Step
@@ -35,6 +34,7 @@ from lightning_avgpipe.utils.parcel import Packer, Parcel
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta, described
 from lightning_avgpipe.utils.random_streams import RandomKey, host_stream, stream
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.torch_compat import address, version_of
 
 __all__ = ["Observe", "Repeat", "Replayed", "replay"]
 
@@ -286,7 +286,7 @@ class _Replayer(StepTracer):
         objects = _opened(node, args, kwargs, module)
         if objects is not None:
             tensors = [*tensors, *objects.tensors]
-        versions = [_version(tensor) for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         result, leaves, entry = self._execute(node, run, args, kwargs, objects)
         node = replace(node, outputs=self._outputs(kind, leaves, tensors), writes=self._writes(node, tensors, versions))
         detour.note(node)
@@ -316,7 +316,7 @@ class _Replayer(StepTracer):
         assert self._detour is not None
         writes = []
         for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
-            if _version(tensor) == version:
+            if version_of(tensor) == version:
                 continue
             known = self.value_of(tensor)
             if not self._detour.may_write(known, id(tensor) in self._owned):
@@ -469,10 +469,6 @@ def _opened(node: Node, args: Any, kwargs: Any, module: nn.Module | None) -> Obj
     if not node.opens:
         return None
     return Objects((args, kwargs), module.modules() if module is not None and node.exports else ())
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _called(kind: str, name: str | None) -> str:

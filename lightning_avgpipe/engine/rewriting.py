@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_avgpipe.capture.changes import address
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.utils.torch_compat import address
 
 __all__ = ["Rewritten", "places"]
 

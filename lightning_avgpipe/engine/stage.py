@@ -28,6 +28,7 @@ from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.random_streams import RandomKey
+from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.tied import TiedParameters
 
 __all__ = ["Stage", "Task"]
@@ -284,7 +285,7 @@ class Stage:
         buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
         surroundings = Surroundings(modules, buffers, self._rewritten.parameters(), self.attributes.variables)
         observations = Observations()
-        versions = tuple(_version(t) for t in message.tensors) if message is not None else ()
+        versions = tuple(version_of(t) for t in message.tensors) if message is not None else ()
         _, replayed = self._replay(task, micro_batch, message, copies, observations.first)
         surroundings.done()
         ending = None
@@ -322,7 +323,7 @@ class Stage:
         for value, tensor, version in zip(
             self._received(kept.message), kept.message.tensors, kept.versions, strict=True
         ):
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 name = f"'{graph.values[value].name}'" if value < len(graph.values) else "off the captured path"
                 raise StepChangedError(
                     f"the value {name}, which stage {self.program.stage} received, was changed "
@@ -389,10 +390,6 @@ def _message(task: Task, micro_batch: int, replayed: Replayed) -> Message:
 def _cut(tensor: Tensor) -> Tensor:
     """The same numbers without history, such that a gradient can be asked for."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _version(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _profiled(name: str) -> AbstractContextManager[Any]:

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
-from lightning_avgpipe.capture.changes import address, targets
 from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.comm.codec import as_bytes
 from lightning_avgpipe.comm.mesh import Mesh
@@ -30,6 +29,7 @@ from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.objects import Objects, Variable
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent
+from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets
 
 __all__ = ["hooks_with_results"]
 
@@ -162,7 +162,7 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if is_mutable(func):
             for tensor in targets(func, args, kwargs):
                 self.found.update(self._names.get(address(tensor), ()))
         return func(*args, **kwargs)

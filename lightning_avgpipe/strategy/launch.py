@@ -19,6 +19,7 @@ from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.utils.attempt import fresh
 from lightning_avgpipe.utils.parent import needing_starter, started, starting
+from lightning_avgpipe.utils.torch_compat import default_store
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
@@ -130,7 +131,7 @@ def store(environment: ClusterEnvironment, rank: int, timeout: timedelta) -> tup
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # of torchrun
     found: dist.Store
     if dist.is_initialized():
-        found = dist.distributed_c10d._get_default_store()
+        found = default_store()
     else:
         found = dist.TCPStore(
             environment.main_address,

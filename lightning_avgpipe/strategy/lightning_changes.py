@@ -27,7 +27,7 @@ from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.gradient_norm import norms_over_stages
 from lightning_avgpipe.training.loss_scale import scaling_together
 from lightning_avgpipe.utils.packages import LIGHTNING
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import nothing, replaced
 
 __all__ = [
     "clipping",
@@ -156,8 +156,8 @@ def several_processes(trainer: pl.Trainer, mesh: Mesh, deployment: Deployment, e
         if not mesh.leads:
             for writer in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(writer, BasePredictionWriter):
-                    undo.enter_context(replaced(writer, "write_on_batch_end", _nothing))
-                    undo.enter_context(replaced(writer, "write_on_epoch_end", _nothing))
+                    undo.enter_context(replaced(writer, "write_on_batch_end", nothing))
+                    undo.enter_context(replaced(writer, "write_on_epoch_end", nothing))
         if not mesh.reads:
             undo.enter_context(replaced(module, "_on_before_batch_transfer", _pass_on))
             if not early:  # what arrives later is converted already
@@ -229,10 +229,6 @@ def _looks_between_steps(trainer: pl.Trainer, module: pl.LightningModule) -> boo
 def _has_hooks(owner: object, base: type) -> bool:
     hooks = [(getattr(owner, name), getattr(base, name)) for name in _HOOKS_BETWEEN_STEPS if hasattr(base, name)]
     return any(getattr(hook, "__func__", hook) is not original for hook, original in hooks)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """A hook that looks at what only the last stage has."""
 
 
 def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:

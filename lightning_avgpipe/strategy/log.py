@@ -21,7 +21,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AvgPipeError
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import nothing, replaced
 
 __all__ = ["BatchValues", "StepLog", "SyncedLoggerConnector", "local_metrics"]
 
@@ -97,7 +97,7 @@ def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable
         if tracer is None:
             function(*args, **kwargs)
         else:
-            tracer.observe(_nothing if tracer.rehearses and not rehearsed else function, args, kwargs)
+            tracer.observe(nothing if tracer.rehearses and not rehearsed else function, args, kwargs)
 
     return observed
 
@@ -178,7 +178,7 @@ class StepLog:
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
         """Within this context nothing is logged; after it nothing is known of what was collected."""
-        with unchanged(self.batch_values), unchanged(self), replaced(self, "_log", _nothing):
+        with unchanged(self.batch_values), unchanged(self), replaced(self, "_log", nothing):
             yield
 
     def begin(self, num_microbatches: int) -> None:
@@ -318,10 +318,6 @@ def _reduce(values: list[Any], sizes: list[float], reduce_fx: Any) -> Any:
         reduce_fx = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[reduce_fx.lower()]
         return reduce_fx(stacked, dim=0)
     return reduce_fx(stacked)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Takes the place of what shall not happen yet."""
 
 
 @contextlib.contextmanager

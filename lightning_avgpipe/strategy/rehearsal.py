@@ -43,7 +43,7 @@ from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import nothing, replaced
 
 __all__ = ["Rehearsal", "rehearsing"]
 
@@ -304,7 +304,7 @@ def _unheard(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
             if isinstance(value, GradScaler):
                 undo.enter_context(unchanged(value))
         for hook in _BACKWARD_HOOKS:
-            undo.enter_context(replaced(module, hook, _nothing))
+            undo.enter_context(replaced(module, hook, nothing))
         undo.enter_context(replaced(module, "_current_fx_name", None))
         trainer.callbacks, trainer.loggers = [], [DummyLogger() for _ in loggers]  # type: ignore[attr-defined]
         try:
@@ -325,7 +325,3 @@ def _without_gradients(module: pl.LightningModule) -> Iterator[None]:
             # what has gone to another process or device since has left its gradient behind, as at any first batch
             same = gradient is not None and gradient.device == parameter.device
             parameter.grad = gradient if same else None
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Takes the place of what shall not be heard."""

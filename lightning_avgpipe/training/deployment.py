@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.capture.changes import address
 from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.mesh import Mesh
@@ -35,6 +34,7 @@ from lightning_avgpipe.training.state import (
     spread_parameters,
 )
 from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.torch_compat import address
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.on_demand import OnDemandGather
 from lightning_avgpipe.weights.ownership import give_up, take_back

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.utils.patching import replaced
 
 __all__ = ["global_norm", "norms_over_stages"]
 
@@ -35,12 +36,8 @@ def norms_over_stages(parameters: Sequence[Tensor], mesh: Mesh) -> Iterator[None
             raise RuntimeError(f"the norm of the gradients of all stages is {total.item()}, which cannot be clipped")
         return total
 
-    before = clip_grad._get_total_norm
-    clip_grad._get_total_norm = total_norm
-    try:
+    with replaced(clip_grad, "_get_total_norm", total_norm):
         yield
-    finally:
-        clip_grad._get_total_norm = before
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.utils import opaque as opaque_contents
 from lightning_avgpipe.utils.packages import LIGHTNING
+from lightning_avgpipe.utils.torch_compat import version_of
 
 __all__ = ["Change", "Objects", "Variable", "is_open"]
 
@@ -150,7 +151,7 @@ class Objects:
                 children = list(state.children())
                 if not _ATOMS.issuperset(map(type, children)):  # long lists of numbers are common
                     waiting.extend(children[::-1])
-        self._versions = [(tensor, _version(tensor)) for tensor in self.tensors]
+        self._versions = [(tensor, version_of(tensor)) for tensor in self.tensors]
         numbers = [t for t in self.tensors if contents and not isinstance(t, nn.Parameter)]
         self._contents = [(t, t.detach().clone()) for t in numbers]
 
@@ -178,7 +179,7 @@ class Objects:
         """The objects, and tensors, that have been changed since they were found."""
         found = [obj for obj, before in self._states if not before.is_same(_state(obj))]
         found += [obj for obj, copy in self._opaque if not opaque_contents.is_same(obj, copy)]
-        return found + [tensor for tensor, version in self._versions if _version(tensor) != version]
+        return found + [tensor for tensor, version in self._versions if version_of(tensor) != version]
 
     def follow(self, changed: Iterable[Any]) -> None:
         """Of these objects keep what they hold now."""
@@ -391,10 +392,6 @@ def _mapped(fn: Callable[[Tensor], Tensor], items: Any) -> Any:
     if items is None:
         return None
     return {key: of(item) for key, item in items.items()} if isinstance(items, dict) else type(items)(map(of, items))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _same(one: Any, other: Any) -> bool:

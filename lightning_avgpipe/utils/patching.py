@@ -6,12 +6,17 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["replaced"]
+__all__ = ["nothing", "replaced"]
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """An attribute of this one object is something else within the context."""
+    """An attribute of this one object is something else within the context.
+
+    Raises:
+        AttributeError: it has no such attribute, so nobody would look there.
+    """
+    getattr(owner, name)
     attributes = vars(owner)
     had, before = name in attributes, attributes.get(name)
     attributes[name] = replacement
@@ -22,3 +27,7 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
             attributes[name] = before
         else:
             attributes.pop(name, None)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of what is not to be done."""

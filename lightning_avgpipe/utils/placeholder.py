@@ -86,6 +86,11 @@ class Absent(Tensor):
         )
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own."""
+    return not isinstance(tensor, Absent) and not tensor.is_meta and tensor.layout == torch.strided
+
+
 def _described(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, Absent) else tensor
 

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 
 __all__ = ["duplicate"]
 
 _CONTAINERS = (list, dict, set, tuple, deque)
 _SHARED = (Dataset, DataLoader, Sampler, pl.LightningDataModule, pl.Callback, pl.Trainer)
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def duplicate(
@@ -58,7 +58,7 @@ def duplicate(
             held = _contents(cell)
             empty.cell_contents = copy.deepcopy(held, memo) if _is_state(held) else held
     for tensor in named.values():
-        for hooks in _HOOKS:
+        for hooks in GRADIENT_HOOKS:
             if getattr(tensor, hooks, None):
                 setattr(memo[id(tensor)], hooks, copy.deepcopy(getattr(tensor, hooks), memo))
     made._metric_attributes = None  # known by their ids
@@ -105,7 +105,7 @@ def _within(module: nn.Module) -> Iterator[Any]:
     """What attributes of a module and its submodules hold, and what containers and bound arguments hold in turn."""
     seen: set[int] = set()
     waiting = [value for m in module.modules() for value in vars(m).values()]
-    waiting += [hooks for p in module.parameters() for name in _HOOKS if (hooks := getattr(p, name, None))]
+    waiting += [hooks for p in module.parameters() for name in GRADIENT_HOOKS if (hooks := getattr(p, name, None))]
     while waiting:
         thing = waiting.pop()
         if id(thing) in seen or isinstance(thing, nn.Module):

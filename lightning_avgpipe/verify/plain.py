@@ -23,6 +23,7 @@ from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.weighting import LossWeight, counts_for
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.patching import nothing
 from lightning_avgpipe.verify.plain_draws import drawing_as_promised
 from lightning_avgpipe.verify.state import attributes, clone
 
@@ -119,7 +120,7 @@ class PlainRun:
                 if self.accumulate > 1:
                     loss = loss / self.accumulate
                 loss = self.precision.pre_backward(loss, module)
-                vars(module)["on_before_backward"] = _nothing  # a batch has this hook once
+                vars(module)["on_before_backward"] = nothing  # a batch has this hook once
                 if self.mean and len(parts) > 1:
                     loss = loss * weight
                 if loss.requires_grad:
@@ -244,10 +245,6 @@ def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return copy.deepcopy(args)
     except Exception:  # of user types that cannot be copied, the tensors
         return tuple(tree.map_tensors(torch.clone, args))
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """A hook that has been called."""
 
 
 def notify_zero_grad(module: pl.LightningModule, optimizer: Any) -> None:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_avgpipe.capture.tracer import DEVICE_QUESTIONS, METADATA
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.errors import CaptureError
+from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.ownership import take_back
 
@@ -175,7 +176,7 @@ class _Lent(TorchFunctionMode):
                 torch.inference_mode(False),
             ):  # what fetches, or initialises, is no part of the step
                 self._last = self._fetch(name)
-            self._versions = {name: tensor._version for name, tensor in self._last.items()}
+            self._versions = {name: version_of(tensor) for name, tensor in self._last.items()}
         return self._last[name].detach()
 
     def clear(self) -> None:
@@ -186,7 +187,7 @@ class _Lent(TorchFunctionMode):
         """
         last, self._last = self._last, {}
         for name, tensor in last.items():
-            if tensor._version != self._versions[name]:
+            if version_of(tensor) != self._versions[name]:
                 raise _changed(name)
 
     @staticmethod

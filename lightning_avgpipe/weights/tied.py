@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 
 __all__ = ["TiedParameters", "copied_parameters"]
 
@@ -64,7 +65,7 @@ class TiedParameters:
         self._copied = dict(sorted(copied.items()))
         self._parameters = {name: p for name, p in module.named_parameters() if name in copied}
         for name, parameter in self._parameters.items():
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            if any(getattr(parameter, hooks, None) for hooks in GRADIENT_HOOKS):
                 raise ConfigurationError(
                     f"'{name}' has a hook on its gradient and is used on the stages "
                     f"{', '.join(map(str, copied[name]))}, of which none has the whole gradient; keep its uses on one "

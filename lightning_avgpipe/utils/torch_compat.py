@@ -1,0 +1,161 @@
+"""What we rely on in torch that it does not promise: the table of it, and the functions that several modules share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import checkpoint
+
+from lightning_avgpipe.utils import upstream
+from lightning_avgpipe.utils.upstream import Private
+
+__all__ = [
+    "CHECKPOINT_BRACKET", "GRADIENT_HOOKS", "NAMES", "REGISTRIES", "address", "check", "default_store", "is_mutable",
+    "storage_id", "targets", "untraced", "version_of",
+]  # fmt: skip
+
+# What brackets a region in torch.utils.checkpoint: newer versions of torch call it otherwise.
+CHECKPOINT_BRACKET = "_checkpoint_without_reentrant_generator"
+CHECKPOINT_BRACKET += "_impl" if hasattr(checkpoint, f"{CHECKPOINT_BRACKET}_impl") else ""
+GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
+REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a module
+
+_TENSORS = (
+    Private("torch.Tensor._version", "counts changes in place"),
+    Private("torch.Tensor._base", "the tensor that a view is of"),
+    Private("torch.UntypedStorage._cdata", "tells memory apart, also where it has no address"),
+    Private("torch.Tensor._backward_hooks", "hooks on gradients: parallel models share them, tied copies bear none"),
+    Private("torch.Tensor._post_accumulate_grad_hooks", "the same"),
+    Private("torch.Tensor._make_wrapper_subclass", "absent values: a shape and a type without memory"),
+    Private("torch._C._disabled_torch_function_impl", "absent values: what torch does of itself with subclasses"),
+    Private("torch._C._swap_tensor_impl", "gives up and takes back parameters, which stay the same objects"),
+    *(
+        Private(f"torch._foreach_{name}", "one kernel for many tensors: averaging and norms")
+        for name in ("add", "add_", "copy_", "div_", "lerp", "mul_", "norm", "sub")
+    ),
+)
+_MODULES = (
+    *(Private(f"torch.nn.Module.{name}", "where a module's own tensors and parts lie") for name in REGISTRIES),
+    Private("torch.nn.Module._non_persistent_buffers_set", "is not an attribute that a step assigns"),
+    Private("torch.nn.Module._forward_hooks", "a unit with hooks is followed from within"),
+    Private("torch.nn.Module._forward_pre_hooks", "the same"),
+    Private("torch.nn.Module._compiled_call_impl", "whether a module is compiled, and must not be watched"),
+    Private("torch.nn.Module.__call__", "replaced while calls of units are followed", "self"),
+    Private("torch.nn.Module.__setattr__", "replaced while assignments of attributes are watched", "self name value"),
+    Private("torch.nn.modules.dropout._DropoutNd", "draws in training, also if it is in evaluation mode now"),
+    Private("torch.nn.modules.batchnorm._BatchNorm", "what depends on how a batch is split"),
+    Private("torch.nn.RNNBase._flat_weights", "a list of parameters that recurrent layers build anew by themselves"),
+    Private("torch.nn.MultiheadAttention._reset_parameters", "initialises what has no reset_parameters", "self"),
+)
+_STEPS = (
+    Private("torch._C.DisableTorchFunction", "what we do to tensors ourselves is not followed"),
+    Private("torch.overrides._get_current_function_mode", "whether our mode is on top", ""),
+    Private("torch.utils._python_dispatch.TorchDispatchMode", "sees operations inside of units"),
+    Private("torch.utils._python_dispatch._disable_current_modes", "what fetches parameters is no part of a step", ""),
+    Private("torch._ops.OpOverload._schema", "says what an operation writes into"),
+    Private("torch.ops.aten._to_copy", "hands numbers on without looking at them"),
+    Private("torch.ops.aten._unsafe_view", "the same"),
+    Private("torch._standard_gamma", "draws random numbers"),
+    Private("torch._sample_dirichlet", "the same"),
+    Private("torch.utils._pytree.tree_flatten", "trees of batches, outputs and states", "tree is_leaf"),
+    Private("torch.utils._pytree.register_pytree_node", "classes of batches", "cls flatten_fn unflatten_fn"),
+    Private("torch.utils._pytree.SUPPORTED_NODES", "which classes it knows"),
+)
+_BACKWARDS = (
+    Private("torch.autograd.Function.apply", "replaced while a step is followed: no torch function, so not seen else"),
+    Private(f"torch.utils.checkpoint.{CHECKPOINT_BRACKET}", "replaced meanwhile: regions are called again", "fn"),
+    Private("torch.utils.checkpoint._NoopSaveInputs", "how it keeps a region's inputs", versions="<2.9"),
+    Private("torch.autograd.Variable._execution_engine", "whether a backward accumulates gradients"),
+    Private("torch._C._autograd._get_current_graph_task_keep_graph", "whether a backward retains its graph"),
+    Private("torch._C._current_graph_task_id", "whether a backward runs"),
+    Private("torch.autograd.graph.Node._sequence_nr", "what was computed before a unit's arguments"),
+    Private("torch.autograd._profiler_enabled", "names actions only for a profiler that looks"),
+)
+_OPTIMIZERS = (
+    Private("torch.optim.Optimizer._optimizer_step_pre_hooks", "do not run while steps are timed"),
+    Private("torch.optim.Optimizer._optimizer_step_post_hooks", "the same"),
+    Private(
+        "torch.nn.utils.clip_grad._get_total_norm", "replaced by the norm over all stages",
+        "tensors norm_type error_if_nonfinite foreach",
+    ),
+    Private("torch.amp.GradScaler._scale", "whether it knows its device"),
+    Private("torch.amp.GradScaler._lazy_init_scale_growth_tracker", "tells it its device", "dev"),
+    Private(
+        "torch.amp.GradScaler._unscale_grads_", "replaced by one that all stages agree on",
+        "optimizer inv_scale found_inf allow_fp16",
+    ),
+)  # fmt: skip
+_DISTRIBUTED = (
+    Private("torch.distributed.distributed_c10d._get_default_store", "where processes meet", ""),
+    Private("torch.distributed.distributed_c10d._get_default_group", "replaced: in a step a process is alone", ""),
+    Private("torch.distributed.distributed_c10d._rank_not_in_group", "replaced: the same", "group"),
+    Private("torch.distributed.distributed_c10d._world", "the same: its entries of groups"),
+    Private("torch.distributed.distributed_c10d._World.pg_map", "the same"),
+    Private("torch.distributed.distributed_c10d._World.pg_group_ranks", "the same"),
+    Private("torch.distributed.ProcessGroup._get_backend", "the network interfaces of torch's own group"),
+    Private("torch.distributed.ProcessGroupGloo._Options", "pairs of processes that share one listening socket"),
+    Private("torch.distributed.ProcessGroupGloo._Options._devices", "the same"),
+    Private("torch.distributed.ProcessGroupGloo._Options._threads", "the same"),
+    Private(
+        "torch.distributed.checkpoint.state_dict_loader._load_state_dict", "reads shards in one process",
+        "state_dict storage_reader no_dist planner",
+    ),
+    Private("torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner", "some of them", "keys"),
+)  # fmt: skip
+
+_COMPILER = (Private("torch._dynamo.OptimizedModule._orig_mod", "whether a module is compiled"),)
+
+NAMES = (*_TENSORS, *_MODULES, *_STEPS, *_BACKWARDS, *_OPTIMIZERS, *_DISTRIBUTED, *_COMPILER)
+
+untraced = torch._C.DisableTorchFunction  # the context in which torch functions are not followed
+
+
+def check() -> None:
+    """Warn of what this version of torch has not, or has otherwise."""
+    later = () if "torch._dynamo" in sys.modules else _COMPILER  # which takes seconds to import
+    upstream.check((name for name in NAMES if name not in later), "torch", torch.__version__)
+
+
+def version_of(tensor: Tensor | None) -> int:
+    """How often a tensor, or one that it shares memory with as a view, was changed in place."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Of the memory that a tensor shares with its views."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none
+        return id(tensor)
+
+
+def address(tensor: Tensor) -> int:
+    """The same; of a parameter without contents here, not of what is lent for it."""
+    with untraced():
+        return storage_id(tensor)
+
+
+def is_mutable(func: Any) -> bool:
+    """Whether an operation, as a dispatch mode sees it, writes into its arguments."""
+    return bool(func._schema.is_mutable)
+
+
+def targets(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operation writes into."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[i] if i < len(args) else kwargs.get(argument.name)
+        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(tensor, Tensor):
+                yield tensor
+
+
+def default_store() -> dist.Store:
+    """Where the processes of ``torch.distributed`` meet."""
+    return dist.distributed_c10d._get_default_store()

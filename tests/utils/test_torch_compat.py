@@ -1,0 +1,126 @@
+"""What the package relies on in torch, entry by entry."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+from torch.nn.utils import clip_grad
+
+from lightning_avgpipe.utils import torch_compat, upstream
+from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.upstream import Private
+
+PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
+EXPECTED = [entry for entry in torch_compat.NAMES if SpecifierSet(entry.versions).contains(torch.__version__)]
+
+
+@pytest.mark.parametrize("entry", EXPECTED, ids=lambda entry: entry.name)
+def test_torch_has_what_the_package_relies_on(entry: Private) -> None:
+    assert upstream.problem(entry) is None
+    assert entry.why
+
+
+def test_each_name_has_one_entry() -> None:
+    names = [entry.name for entry in torch_compat.NAMES]
+    assert len(names) == len(set(names))
+
+
+def torchs(path: Path) -> Iterator[str]:
+    """Private names that a module reaches through names of torch's."""
+    tree = ast.parse(path.read_text())
+    roots = {"torch", "dist", "nn", "Tensor"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            if any(part.startswith("_") for part in node.module.split(".")):  # type: ignore[union-attr]
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name.startswith("_"))
+            roots.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            text = ast.unparse(node)
+            if text.split(".")[0].split("(")[0] in roots:
+                yield text
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_whatever_is_private_in_torch_has_an_entry(path: Path) -> None:
+    known = {part for entry in torch_compat.NAMES for part in entry.name.split(".")}
+    for name in torchs(path):
+        last = name.split(".")[-1]
+        assert last in known or last in ("TreeSpec", "_pytree", "_C", "_autograd"), f"{name} needs an entry"
+
+
+class Upstream:
+    """Another package's class."""
+
+    declared: int
+
+    def __init__(self) -> None:
+        self._held = 0
+
+    def _method(self, first: int, second: int = 0) -> None:
+        self._later = first
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        (Private("_held", ""), None),
+        (Private("_later", ""), None),
+        (Private("declared", ""), None),
+        (Private("_method", "", "first"), None),
+        (Private("_method", "", "first second"), None),
+        (Private("_method", "", "second"), "takes (self, first, second) instead of (second)"),
+        (Private("_method", "", "first third"), "takes (self, first, second) instead of (first, third)"),
+        (Private("_missing", ""), "does not exist"),
+    ],
+)
+def test_an_entry_says_what_it_expects(entry: Private, found: str | None) -> None:
+    assert upstream.problem(Private(f"{__name__}.Upstream.{entry.name}", "", entry.takes)) == found
+
+
+def test_what_is_missing_is_said_with_the_version_and_what_it_is_for() -> None:
+    with pytest.warns(UserWarning, match=r"torch\._nowhere, .* \(does something\), does not exist in torch 2\.99"):
+        upstream.check([Private("torch._nowhere", "does something")], "torch", "2.99.0")
+
+
+def test_only_versions_that_have_a_name_are_asked_for_it() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        upstream.check([Private("torch._nowhere", "does something", versions="<2.9")], "torch", "2.99.0")
+
+
+def test_this_version_of_torch_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_compat.check()
+
+
+def test_a_patch_of_what_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(clip_grad, "_get_total_norm")
+    with pytest.raises(AttributeError, match="_get_total_norm"), replaced(clip_grad, "_get_total_norm", None):
+        pass
+    assert not hasattr(clip_grad, "_get_total_norm")
+
+
+def test_versions_count_changes_also_through_views() -> None:
+    x = torch.zeros(3)
+    before = torch_compat.version_of(x)
+    x[0].add_(1)
+    assert torch_compat.version_of(x) == before + 1
+    with torch.inference_mode():
+        assert torch_compat.version_of(torch.zeros(3)) == 0
+    assert torch_compat.version_of(None) == 0
+
+
+def test_memory_is_told_apart_also_where_it_has_no_address() -> None:
+    x = torch.zeros(3)
+    empty, other = torch.zeros(0), torch.zeros(0)
+    assert torch_compat.address(x) == torch_compat.address(x[1:]) != torch_compat.address(x.clone())
+    assert torch_compat.address(empty) != torch_compat.address(other)
+    assert torch_compat.address(x.to_sparse())
