@@ -154,7 +154,7 @@ class ProcessGroups:
 
 
 def _part_of(store: dist.Store | None, name: str) -> dist.Store:
-    store = store or dist.distributed_c10d._get_default_store()
+    store = store or default_store()
     # a connection of its own, where torch can make one: who connects may wait in the store for long
     store = store.clone() if hasattr(store, "clone") else store
     return dist.PrefixStore(f"avgpipe/{name}", store)

@@ -42,6 +42,8 @@ def problem(entry: Private) -> str | None:
         return "does not exist"
     if entry.takes is None:
         return None
+    if not callable(found):
+        return "is no function"
     wanted, given = entry.takes.split(), inspect.signature(found).parameters
     needed = {n for n, p in given.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if [n for n in given if n in wanted] == wanted and needed <= {"self", *wanted}:
@@ -76,5 +78,5 @@ def _find(name: str) -> Any:
 
 def _assigned(kind: type) -> set[str]:
     """Attributes of instances that a class declares, or that its methods name."""
-    methods = [member for member in vars(kind).values() if isinstance(member, FunctionType)]
+    methods = [inspect.unwrap(member) for member in vars(kind).values() if isinstance(member, FunctionType)]
     return set(vars(kind).get("__annotations__", ())).union(*(method.__code__.co_names for method in methods))
