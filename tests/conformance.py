@@ -96,14 +96,17 @@ def _swap(mode: str) -> None:
         set_up = AvgPipeStrategy.setup_environment
 
         def num_stages(self: Any) -> int:
+            if self.run is not None:  # layers that come with configure_model do not count
+                return int(self.mesh.num_stages)
             modules = [] if self.lightning_module is None else self.lightning_module.modules()
             layers = [m for m in modules if not list(m.children()) and list(m.parameters())]
             return min(2, max(1, len(layers)))
 
         @functools.wraps(set_up)
         def with_stages(self: Any) -> None:
-            if self._mesh is not None and self._mesh.num_stages != self.num_stages:
-                self._mesh = None  # of another module
+            connection = self._connection
+            if connection.mesh is not None and connection.mesh.num_stages != self.num_stages:
+                connection.mesh = None  # of another module
             set_up(self)
 
         AvgPipeStrategy.num_stages = property(num_stages)
