@@ -51,7 +51,7 @@ from lightning_avgpipe.engine.stage import Stage, Task
 from lightning_avgpipe.planning import cut_at
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.program import stage_programs
-from lightning_avgpipe.schedule import Schedule, StageCosts, build, simulate, smallest_sufficient_advance
+from lightning_avgpipe.schedule import Schedule, StageCosts, build, first_advance, simulate, uneven_steps
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.weights.tied import TiedParameters
 
@@ -225,9 +225,8 @@ def measure(mesh: Mesh, size: Size, rounds: int) -> dict[str, Any]:
     engine, peer, costs = Engine(size, mesh), Peer(size, mesh), Costs(size, mesh)
     models = (engine.model, peer.model, costs.model)
     costs.probe()
-    advance = smallest_sufficient_advance(
-        NUM_STAGES, size.num_microbatches, _stage_costs(mesh, costs, [costs.run(batch, size.num_microbatches)])
-    )
+    probed = _stage_costs(mesh, costs, [costs.run(batch, size.num_microbatches)])
+    advance = first_advance(uneven_steps(probed), size.num_microbatches, probed)
     sides: dict[str, Callable[[], list[Tensor]]] = {
         "avgpipe afab": partial(engine.run, "afab", 0, batch),
         "avgpipe 1f1b": partial(engine.run, "1f1b", 0, batch),

@@ -54,7 +54,17 @@ from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.planning import Link
 from lightning_avgpipe.planning.model_memory import Holding
 from lightning_avgpipe.planning.planner import Planner
-from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, smallest_sufficient_advance
+from lightning_avgpipe.schedule import (
+    BACKWARD,
+    FORWARD,
+    Schedule,
+    StageCosts,
+    Timeline,
+    build,
+    first_advance,
+    picture,
+    uneven_steps,
+)
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.tuning import Curve, Device, HopProfile, Profile, Setting, Simulator, StageMemory, StageProfile
 from lightning_avgpipe.tuning.memory import memory_at
@@ -175,7 +185,7 @@ def measure_time(mesh: Mesh, options: argparse.Namespace, rate: float) -> list[d
     """A row for each M and N; on ranks other than 0 none."""
     bench = make_bench(mesh, options)
     if options.compute == "sleep":
-        wanted = {"F": options.forward_ms / 1e3, "B": options.backward_ms / 1e3}
+        wanted = {FORWARD: options.forward_ms / 1e3, BACKWARD: options.backward_ms / 1e3}
         assert isinstance(bench.model, Blocks)
         calibrate(mesh, bench.model, wanted, lambda: bench.record(build("1f1b", NUM_STAGES, 4)))
     rows: list[dict[str, Any]] = []
@@ -191,7 +201,8 @@ def measure_setting(
     mesh, message_s = bench.mesh, bench.message_bytes / rate
     found = mesh.broadcast(bench.record(build("1f1b", NUM_STAGES, num_microbatches)))
     assert found is not None
-    advance = smallest_sufficient_advance(NUM_STAGES, num_microbatches, costs_of([found], message_s))
+    expected = costs_of([found], message_s)
+    advance = first_advance(uneven_steps(expected), num_microbatches, expected)
     schedule = build("advance_forward", NUM_STAGES, num_microbatches, advance)
     counts = list(options.pipelines)
     seconds: dict[int, list[float]] = {n: [] for n in counts}
@@ -274,8 +285,9 @@ def profile_of(
 def lost_s(timeline: Timeline) -> float:
     """Seconds, of all devices, in which none of a device's actions ran although the input of one was there."""
     arrivals = {
-        (t.hop + (t.direction == "forward"), t.pipeline, t.action): t.arrival_s for t in timeline.transfers
-    }  # receiving stage, pipeline, action
+        (t.hop + (t.direction == "forward"), t.pipeline, t.direction, t.micro_batch): t.arrival_s
+        for t in timeline.transfers
+    }  # by receiving stage and pipeline
     total = 0.0
     for device in timeline.rows:
         here = sorted((s for s in timeline.spans if s.stage in timeline.stages_of(device)), key=lambda s: s.begin_s)
@@ -283,7 +295,8 @@ def lost_s(timeline: Timeline) -> float:
         for lane in {(s.stage, s.pipeline) for s in here}:
             before = timeline.begin_s
             for span in (s for s in here if (s.stage, s.pipeline) == lane):
-                ready.append((max(before, arrivals.get((*lane, span.action), before)), span.begin_s))
+                message = span.action.kind.consumes, span.action.micro_batch
+                ready.append((max(before, arrivals.get((*lane, *message), before)), span.begin_s))
                 before = span.end_s
         pauses = itertools.pairwise([(timeline.begin_s, timeline.begin_s), *((s.begin_s, s.end_s) for s in here)])
         for (_, left), (right, _) in pauses:

@@ -4,7 +4,7 @@
     python benchmarks/predictors.py --schedule advance_forward --advance 1
 
 Each pipeline has uneven stages, links of its own and utilisation curves in several pieces. It is profiled with many
-micro-batches and one pipeline; the simulation shares devices and links among all pipelines, see ``tuning.sharing``.
+micro-batches and one pipeline; the simulation shares devices and links among all pipelines, see ``schedule.simulator``.
 Regret is how much longer than the best setting's the time per batch of the predicted best is; rank correlation
 (Spearman) and error are over the settings of a pipeline, and their means over the pipelines are shown.
 """

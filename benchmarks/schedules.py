@@ -41,12 +41,16 @@ from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import (
+    BACKWARD,
+    FORWARD,
+    Kind,
     Schedule,
     StageCosts,
     Timeline,
     build,
+    first_advance,
     simulate,
-    smallest_sufficient_advance,
+    uneven_steps,
 )
 from lightning_avgpipe.utils.random_streams import RandomKey
 
@@ -63,14 +67,14 @@ class Sleep(torch.autograd.Function):
     """Takes a while in both directions."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rest_s: dict[str, float]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rest_s: dict[Kind, float]) -> Tensor:
         ctx.rest_s = rest_s
-        time.sleep(max(0.0, rest_s["F"]))
+        time.sleep(max(0.0, rest_s[FORWARD]))
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(max(0.0, ctx.rest_s["B"]))
+        time.sleep(max(0.0, ctx.rest_s[BACKWARD]))
         return gradients[0], None
 
 
@@ -81,7 +85,7 @@ class Block(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
         self.width = width
-        self.rest_s = {"F": 0.0, "B": 0.0}
+        self.rest_s = {FORWARD: 0.0, BACKWARD: 0.0}
 
     def forward(self, x: Tensor) -> Tensor:
         return Sleep.apply(x.expand(1, self.width) * self.scale, self.rest_s)
@@ -179,14 +183,14 @@ class Bench:
         task = Task(lambda i, x: self.model.training_step(x), args, lambda i, loss: loss, RandomKey(0))
         return record(self.mesh, lambda: self.pipeline.run("training_step", schedule, task))
 
-    def calibrate(self, wanted_s: dict[str, float]) -> None:
+    def calibrate(self, wanted_s: dict[Kind, float]) -> None:
         """Make actions last as long as wanted, whatever the engine adds to the sleep."""
         schedule = build("1f1b", self.mesh.num_stages, self.num_microbatches)
         calibrate(self.mesh, self.model, wanted_s, lambda: self.run(schedule))
 
 
-def calibrate(mesh: Mesh, model: Blocks, wanted_s: dict[str, float], run: Callable[[], Timeline | None]) -> None:
-    """Make actions last as long as wanted: seconds of a forward ``"F"`` and of a backward ``"B"``.
+def calibrate(mesh: Mesh, model: Blocks, wanted_s: dict[Kind, float], run: Callable[[], Timeline | None]) -> None:
+    """Make actions last as long as wanted: seconds of a forward and of a backward.
 
     Args:
         run: an iteration; on rank 0 what happened in it.
@@ -198,8 +202,8 @@ def calibrate(mesh: Mesh, model: Blocks, wanted_s: dict[str, float], run: Callab
         assert timeline is not None
         measured = StageCosts.measured(timeline)
         for k, block in enumerate(model.blocks):
-            block.rest_s["F"] += wanted_s["F"] - measured.forward_s[k]
-            block.rest_s["B"] += wanted_s["B"] - measured.backward_s[k]
+            block.rest_s[FORWARD] += wanted_s[FORWARD] - measured.forward_s[k]
+            block.rest_s[BACKWARD] += wanted_s[BACKWARD] - measured.backward_s[k]
 
 
 def work(options: argparse.Namespace) -> None:
@@ -219,8 +223,8 @@ def measure(mesh: Mesh, options: argparse.Namespace, ratio: float, bytes_per_s: 
     send_s = ratio * forward_s
     costs = StageCosts.uniform(num_stages, forward_s, backward_s, send_s)
     bench = Bench(mesh, num_microbatches, send_s * bytes_per_s)
-    bench.calibrate({"F": forward_s, "B": backward_s})
-    advance = smallest_sufficient_advance(num_stages, num_microbatches, costs)
+    bench.calibrate({FORWARD: forward_s, BACKWARD: backward_s})
+    advance = first_advance(uneven_steps(costs), num_microbatches, costs)
     schedules = [("afab", 0), ("1f1b", 0), ("advance_forward", advance)]
     if options.every_advance is not None:
         schedules = [("advance_forward", h) for h in range(options.every_advance + 1)]

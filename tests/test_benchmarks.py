@@ -13,7 +13,7 @@ from benchmarks import parallel_pipelines, statistical_efficiency, tuning
 from benchmarks.engine import summary
 from benchmarks.predictors import random_profile
 from benchmarks.schedules import table
-from lightning_avgpipe.schedule import Action, Span, Timeline, Transfer
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Span, Timeline, Transfer
 from lightning_avgpipe.tuning import Profile, Setting, Simulator, candidates
 from tests.commands import ROOT, run
 
@@ -69,7 +69,7 @@ def test_the_engine_is_measured_beside_torchs_pipelining(tmp_path: Path) -> None
 
 
 def test_time_is_lost_where_some_pipeline_could_have_gone_on() -> None:
-    f0, b0 = Action("F", 0), Action("B", 0)
+    f0, b0 = Action(FORWARD, 0), Action(BACKWARD, 0)
     spans = (
         Span(0, f0, 0, 1), Span(0, f0, 1, 2, 1), Span(0, b0, 8, 10),
         Span(1, f0, 3, 4), Span(1, b0, 4, 6), Span(1, f0, 6.5, 7.5, 1),

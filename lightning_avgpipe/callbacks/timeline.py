@@ -19,8 +19,6 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
 from lightning_avgpipe.schedule.trace import chrome_trace
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-from lightning_avgpipe.tuning.scaling import Loads
-from lightning_avgpipe.tuning.sharing import iteration_s
 from lightning_avgpipe.utils.allowed import check, directory, documented, optional, whole
 from lightning_avgpipe.utils.option_types import Count
 from lightning_avgpipe.utils.packages import adopted
@@ -151,15 +149,9 @@ def _mesh(trainer: pl.Trainer) -> Mesh:
 
 def _simulated(timeline: Timeline) -> tuple[float, float]:
     """Seconds and idle share that the schedules cost with the measured times, every stage on a device of its own."""
-    costs, count = StageCosts.measured(timeline), timeline.num_pipelines
-    schedule = timeline.schedule()
-    if count == 1:
-        simulated = simulate(schedule, costs)
-        return simulated.iteration_s, simulated.bubble_fraction
-    stages = range(timeline.num_stages)
-    seconds = iteration_s(schedule, count, Loads.of(costs, count), stages, in_turns=True)
-    busy = count * schedule.num_microbatches * (sum(costs.forward_s) + sum(costs.backward_s))
-    return seconds, 1.0 - busy / (len(stages) * seconds) if seconds else 0.0
+    schedules = [timeline.schedule()] * timeline.num_pipelines
+    simulated = simulate(schedules, StageCosts.measured(timeline))
+    return simulated.iteration_s, simulated.bubble_fraction
 
 
 def _title(step: int, timeline: Timeline, simulated_s: float, simulated_bubble: float) -> str:

@@ -44,13 +44,12 @@ class Footprint:
     Attributes:
         peak: the most of it, with weights, gradients, optimizer states and the batch.
         crest: the most that actions had added by the end of one.
-        changes: what the actions of each micro-batch add, in forward and backward, shape ``(M, 2)``; of several
-            pipelines the sum.
+        changes: what each action adds; of several pipelines the sum.
     """
 
     peak: int
     crest: int
-    changes: tuple[tuple[int, int], ...]
+    changes: Mapping[Action, int]
 
     @classmethod
     def estimated(cls, held: int, stash: int, row: Sequence[Action]) -> Footprint:
@@ -61,18 +60,19 @@ class Footprint:
             stash: of one micro-batch, with the values that it received.
             row: of the schedule that gives the number of micro-batches.
         """
-        crest = _crest(row, [(stash, -stash)] * len(row))
-        return cls(held + crest, crest, ((stash, -stash),) * (len(row) // 2))
+        changes = {action: action.kind.stash * stash for action in row}
+        crest = _crest(row, changes)
+        return cls(held + crest, crest, changes)
 
     def predicted(self, row: Sequence[Action]) -> int:
         """The peak in bytes, if the stage ran its actions in this order."""
         return self.peak + _crest(row, self.changes) - self.crest
 
 
-def _crest(row: Sequence[Action], changes: Sequence[tuple[int, int]]) -> int:
+def _crest(row: Sequence[Action], changes: Mapping[Action, int]) -> int:
     kept = crest = 0
     for action in row:
-        kept += changes[action.micro_batch][action.kind == "B"]
+        kept += changes[action]
         crest = max(crest, kept)
     return crest
 
@@ -124,15 +124,14 @@ class Meter(Observer, ABC):
         """An action has ended."""
         return
 
-    def _changes(self, stage: int) -> tuple[tuple[tuple[int, int], ...], int]:
-        """By micro-batch what forwards and backwards added, and the crest if all pipelines ran them side by side."""
+    def _changes(self, stage: int) -> tuple[dict[Action, int], int]:
+        """What actions added, and the crest if all pipelines ran them side by side."""
         kept, rows = self._kept[stage], defaultdict(list)
-        found = [[0, 0] for _ in range(1 + max(action.micro_batch for _, action in self._rows[stage]))]
+        changes: dict[Action, int] = defaultdict(int)
         for i, (pipeline, action) in enumerate(self._rows[stage]):
-            found[action.micro_batch][action.kind == "B"] += kept[i + 1] - kept[i]
+            changes[action] += kept[i + 1] - kept[i]
             rows[pipeline].append(action)
-        changes = tuple((forward, backward) for forward, backward in found)
-        return changes, _crest(max(rows.values(), key=len), changes)
+        return dict(changes), _crest(max(rows.values(), key=len), changes)
 
     def _top(self, stage: int) -> int:
         """The most that actions had in fact added by the end of one."""
@@ -200,7 +199,7 @@ class HostMeter(Meter):
 
     def _after(self, stage: int, action: Action, pipeline: int) -> None:
         # in one process the stage before still has what it sent: it counts there
-        for key in self._received.pop((stage, pipeline, action.micro_batch), ()) if action.kind == "B" else ():
+        for key in self._received.pop((stage, pipeline, action.micro_batch), ()) if action.kind.stash < 0 else ():
             self._total[stage] -= self._alive[stage].pop(key, (None, 0))[1]
 
     def _note(self, stage: int, tensor: Tensor) -> None:

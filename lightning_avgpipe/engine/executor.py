@@ -21,6 +21,7 @@ from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.stage import Stage, Task
 from lightning_avgpipe.errors import StageError
 from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.schedule.rules import urgency
 
 __all__ = ["IterationContext", "Lane", "execute"]
 
@@ -52,19 +53,18 @@ class Lane:
     def begin(self, row: Sequence[Action], observers: Sequence[Observer] = ()) -> None:
         """Take on one iteration's actions and post their receives."""
         self.actions = deque(row)
-        if self.values is not None:
-            self.values.expect(sum(action.kind == "F" for action in row), observers)
-        if self.gradients is not None:
-            self.gradients.expect(sum(action.kind == "B" for action in row), observers)
+        for direction, inbox in (("forward", self.values), ("backward", self.gradients)):
+            if inbox is not None:
+                inbox.expect(sum(action.kind.consumes == direction for action in row), observers)
 
     def ready(self) -> bool:
         """Whether the next action's input has arrived."""
         inbox = self._inbox()
         return inbox is None or inbox.ready()
 
-    def urgency(self) -> tuple[bool, int, int]:
-        """Backwards first, then the lowest micro-batch, then the lowest pipeline: the smallest is the most urgent."""
-        return self.actions[0].kind != "B", self.actions[0].micro_batch, self.task.key.pipeline
+    def urgency(self) -> tuple[tuple[int, int], int]:
+        """That of the next action, then the lowest pipeline: the smallest is the most urgent."""
+        return urgency(self.actions[0]), self.task.key.pipeline
 
     def run_next(self, observers: Sequence[Observer] = ()) -> None:
         """Do the next action and send what it gives."""
@@ -78,18 +78,17 @@ class Lane:
         for observer in reversed(observers):
             do = partial(observer.perform, work, do)
         output = do()
-        outbox = self.to_next if action.kind == "F" else self.to_previous
+        outbox = self.to_next if action.kind.produces == "forward" else self.to_previous
         if output is not None and outbox is not None:
             outbox.put(output, observers)
 
     def _do(self, action: Action, message: Message | None) -> Message | None:
         with alone():
-            if action.kind == "F":
-                return self.stage.forward(self.task, action.micro_batch, message)
-            return self.stage.backward(action.micro_batch, message)
+            return self.stage.perform(action, self.task, message)
 
     def _inbox(self) -> Inbox | None:
-        return self.values if self.actions[0].kind == "F" else self.gradients
+        consumes = self.actions[0].kind.consumes
+        return None if consumes is None else self.values if consumes == "forward" else self.gradients
 
 
 @dataclass(frozen=True)

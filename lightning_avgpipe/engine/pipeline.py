@@ -17,7 +17,7 @@ from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.observer import Observer
-from lightning_avgpipe.engine.stage import Stage, Task
+from lightning_avgpipe.engine.stage import Stage, Task, check_runnable
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule
@@ -200,6 +200,8 @@ def run_together(
     Returns:
         One for each pipeline.
     """
+    for schedule in schedules:
+        check_runnable(schedule)
     mesh = pipelines[0]._mesh
     context = IterationContext(mesh.waits, mesh.world.rank, (*observers, *mesh.observers))
     lanes = [

@@ -15,8 +15,7 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.errors import PeerError
-from lightning_avgpipe.schedule import Action, Activity, Span, Timeline, Transfer
-from lightning_avgpipe.schedule.timeline import peak_stash
+from lightning_avgpipe.schedule import Action, Activity, Span, Timeline, Transfer, peak_stash
 from lightning_avgpipe.utils.device import Moment
 
 __all__ = ["Recorder", "Recording", "assemble"]

@@ -21,17 +21,17 @@ from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import Observations, Surroundings, UnitRepeater, overwritten, scope
 from lightning_avgpipe.engine.replay import Observe, Replayed, replay
 from lightning_avgpipe.engine.rewriting import Rewritten
-from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.errors import ScheduleError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
-from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Kind, Schedule
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.tied import TiedParameters
 
-__all__ = ["Stage", "Task"]
+__all__ = ["Stage", "Task", "check_runnable"]
 
 
 @dataclass(frozen=True)
@@ -180,14 +180,21 @@ class Stage:
         self.attributes.begin()
         self._repeats = repeated(row, self.program.is_last) if self._recompute.stages else frozenset()
 
-    def forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
-        """Run one forward.
+    def perform(self, action: Action, task: Task, message: Message | None) -> Message | None:
+        """Run one action.
 
         Args:
-            message: from the stage before; None for the first stage.
+            action: of a kind that :func:`check_runnable` accepts.
+            task: the iteration's.
+            message: that the action waits for; None if it waits for none.
         Returns:
-            The message for the next stage; None from the last.
+            The message that it sends; None if it sends none.
         """
+        with _profiled(f"avgpipe::{action}"):
+            return _HANDLERS[action.kind](self, task, action.micro_batch, message)
+
+    def _forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
+        """What a forward keeps depends on whether it trains, and on whether it will be repeated."""
         program = self.program
         if message is not None and message.micro_batch != micro_batch:
             raise StepChangedError(
@@ -195,7 +202,6 @@ class Stage:
                 "the stages do not run the same schedule"
             )
         with (
-            _profiled(f"avgpipe::F{micro_batch}"),
             self._copies.placed(program.stage) as copies,
             self._of_units.placed(),
             self.attributes.placed(),
@@ -335,14 +341,8 @@ class Stage:
         glue_states = self.program.graph.glue_states  # such buffers may be other objects by now
         return owned_tensors(self._module, glue_states) if glue_states else self._owned
 
-    def backward(self, micro_batch: int, message: Message | None) -> Message | None:
-        """Run one backward: gradients of this stage's parameters accumulate.
-
-        Args:
-            message: gradients from the next stage; None on the last stage.
-        Returns:
-            Gradients for the stage before; None from the first.
-        """
+    def _backward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
+        """Gradients of this stage's parameters accumulate; those of what it received are sent back."""
         stash = self.stash.pop(micro_batch)
         gradients: Sequence[Tensor | None] = (None,) if message is None else message.tensors
         skipped = stash.is_skipped if message is None else bool(message.entries)
@@ -351,7 +351,6 @@ class Stage:
         alone = message is None  # a loss needs no gradient
         # copies are in place for what is recomputed
         with (
-            _profiled(f"avgpipe::B{micro_batch}"),
             self._copies.placed(self.program.stage) as copies,
             self._of_units.placed(),
             self.attributes.placed(),
@@ -376,6 +375,28 @@ class Stage:
         self.stash.clear()
         self.results.clear()
         self.skipped.clear()
+
+
+_HANDLERS: dict[Kind, Callable[[Stage, Task, int, Message | None], Message | None]] = {
+    FORWARD: Stage._forward,
+    BACKWARD: Stage._backward,
+}
+
+
+def check_runnable(schedule: Schedule) -> None:
+    """Check that stages can run a schedule, before any of them begins.
+
+    Raises:
+        ScheduleError: it has a kind of actions that stages have no handler for.
+    """
+    kinds = dict.fromkeys(action.kind for row in schedule.rows for action in row)
+    strange = [f"{kind.name} ({kind})" for kind in kinds if kind not in _HANDLERS]
+    if strange:
+        able = ", ".join(f"{kind.name} ({kind})" for kind in _HANDLERS)
+        raise ScheduleError(
+            f"the schedule {schedule.name!r} has actions that stages cannot run: {', '.join(strange)}; they can run "
+            f"{able}. Use another schedule for training; this one can be simulated"
+        )
 
 
 def _roots(replayed: Replayed) -> tuple[Tensor, ...]:

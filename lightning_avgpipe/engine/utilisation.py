@@ -18,6 +18,7 @@ import torch
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.observer import Work
 from lightning_avgpipe.engine.recording import Recorder
+from lightning_avgpipe.schedule import FORWARD, Kind
 from lightning_avgpipe.utils.device import port_of
 
 __all__ = ["BusyRecorder", "Kernel", "KernelTrace", "sampling_device", "tracing_kernels"]
@@ -25,6 +26,7 @@ __all__ = ["BusyRecorder", "Kernel", "KernelTrace", "sampling_device", "tracing_
 _log = logging.getLogger(__name__)
 
 _SAMPLE_S = 0.02
+_FORWARDS = f"avgpipe::{FORWARD}"
 
 
 class BusyRecorder(Recorder):
@@ -36,7 +38,7 @@ class BusyRecorder(Recorder):
 
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(rank, device)
-        self.processor_s: dict[tuple[int, str], list[float]] = defaultdict(list)
+        self.processor_s: dict[tuple[int, Kind], list[float]] = defaultdict(list)
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
         """Have an action done."""
@@ -85,8 +87,8 @@ class KernelTrace:
             if category == "kernel":
                 share = min(1.0, float(arguments.get("blocks per SM", 1.0)))
                 self.kernels.append(Kernel(begin_s, begin_s + float(event["dur"]) / 1e6, share))
-            elif category == "gpu_user_annotation" and event["name"].startswith("avgpipe::F"):
-                self.forwards_s[int(event["name"].removeprefix("avgpipe::F"))] = begin_s
+            elif category == "gpu_user_annotation" and event["name"].startswith(_FORWARDS):
+                self.forwards_s[int(event["name"].removeprefix(_FORWARDS))] = begin_s
         self.kernels.sort(key=lambda kernel: kernel.begin_s)
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.planning import Memory, Plan
 from lightning_avgpipe.planning.recompute_policy import repeated
-from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
+from lightning_avgpipe.schedule import Schedule, peak_stash
 
 __all__ = [
     "ModelBytes",
@@ -75,8 +75,7 @@ def memory_of(
     flights: tuple[int, ...] = ()
     repeats: tuple[bool, ...] = ()
     if schedule is not None:
-        stashed = simulate(schedule, StageCosts.uniform(schedule.num_stages, 1, 2)).peak_stash
-        flights = tuple(num_pipelines * max(1, count) for count in stashed)
+        flights = tuple(num_pipelines * max(1, count) for count in peak_stash(schedule))
         if recompute:
             rows = schedule.rows
             repeats = tuple(bool(repeated(row, k == len(rows) - 1)) for k, row in enumerate(rows))

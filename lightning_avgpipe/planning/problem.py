@@ -14,7 +14,7 @@ from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.network import Network
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
-from lightning_avgpipe.schedule.simulator import least_possible_s
+from lightning_avgpipe.schedule.costs import least_possible_s
 
 __all__ = ["Problem", "Stage"]
 

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.schedule import FORWARD, Action
 
 __all__ = ["Recompute", "chosen", "repeated"]
 
@@ -90,6 +90,6 @@ def repeated(row: Sequence[Action], is_last: bool) -> frozenset[int]:
     at_once = {
         action.micro_batch
         for action, following in itertools.pairwise(row)
-        if is_last and action.kind == "F" and following.kind == "B" and action.micro_batch == following.micro_batch
+        if is_last and action.kind in following.kind.after and action.micro_batch == following.micro_batch
     }
-    return frozenset(action.micro_batch for action in row if action.kind == "B") - at_once
+    return frozenset(action.micro_batch for action in row if FORWARD in action.kind.after) - at_once

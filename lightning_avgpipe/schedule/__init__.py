@@ -1,4 +1,4 @@
-"""Schedules are data: for each stage the order of its forwards and backwards.
+"""Schedules are data: for each stage the order of its actions.
 
 1F1B with 3 stages and 4 micro-batches, one row per stage (time goes to the right)::
 
@@ -11,22 +11,26 @@ needs torch.
 """
 
 from lightning_avgpipe.schedule.actions import Action, Schedule
-from lightning_avgpipe.schedule.builders import (
-    build,
-    check,
-    from_warm_up,
-    stepped_warm_up,
-    uneven_steps,
-    uneven_warm_up,
-    warm_up,
-)
-from lightning_avgpipe.schedule.simulator import StageCosts, first_advance, simulate, smallest_sufficient_advance
+from lightning_avgpipe.schedule.advance import first_advance, stepped_warm_up, uneven_steps
+from lightning_avgpipe.schedule.builders import build, check, from_warm_up, warm_up
+from lightning_avgpipe.schedule.costs import StageCosts
+from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind
+from lightning_avgpipe.schedule.rules import peak_stash
+from lightning_avgpipe.schedule.sharing import InTurns, SideBySide
+from lightning_avgpipe.schedule.simulator import simulate
 from lightning_avgpipe.schedule.timeline import Activity, Span, Timeline, Transfer
 
 __all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "INPUT_GRADIENT",
+    "WEIGHT_GRADIENT",
     "Action",
     "Activity",
+    "InTurns",
+    "Kind",
     "Schedule",
+    "SideBySide",
     "Span",
     "StageCosts",
     "Timeline",
@@ -35,10 +39,9 @@ __all__ = [
     "check",
     "first_advance",
     "from_warm_up",
+    "peak_stash",
     "simulate",
-    "smallest_sufficient_advance",
     "stepped_warm_up",
     "uneven_steps",
-    "uneven_warm_up",
     "warm_up",
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, simulate
-from lightning_avgpipe.schedule.builders import NAMES
+from lightning_avgpipe.schedule.builders import NAMES, ZERO_BUBBLE
 from lightning_avgpipe.schedule.trace import chrome_trace
 
 __all__ = ["main", "summary"]
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m lightning_avgpipe.schedule",
         description="Print a schedule as a grid (one row per stage), simulate it on equal stages, and draw it.",
     )
-    parser.add_argument("schedule", choices=NAMES, help="advance_forward with --advance 0 is 1f1b")
+    parser.add_argument("schedule", choices=(*NAMES, *ZERO_BUBBLE), help="advance_forward with --advance 0 is 1f1b")
     parser.add_argument("--stages", type=int, default=4, metavar="K", help="number of stages (default: 4)")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="per iteration (default: 8)")
     parser.add_argument("--advance", type=int, default=0, metavar="H", help="of advance_forward (default: 0)")

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.schedule.kinds import Kind
 
 __all__ = ["Action", "Schedule"]
 
 
 class Action(NamedTuple):
-    """What a stage does with one micro-batch: its forward, or its backward.
+    """What a stage does with one micro-batch.
 
     Attributes:
-        kind: ``"F"`` or ``"B"``.
+        kind: forward, backward, or half of a backward.
         micro_batch: i, 0-based.
     """
 
-    kind: Literal["F", "B"]
+    kind: Kind
     micro_batch: int
 
     def __str__(self) -> str:

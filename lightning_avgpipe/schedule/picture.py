@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.schedule.kinds import KINDS
 from lightning_avgpipe.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "draw", "pixels", "require_matplotlib", "save"]
 
-COLOURS = {
-    "forward": "#4c84c4",
-    "backward": "#5fa65a",
+# One for each kind of actions, in their order.
+_PALETTE = ("#4c84c4", "#5fa65a", "#3f9c93", "#a3b53f", "#b07aa1", "#76665c")
+COLOURS = dict(zip((kind.name for kind in KINDS), _PALETTE, strict=False)) | {
     "transfer": "#e39b3c",
     "idle": "#ececec",
     "step": "#8c6bb1",
@@ -144,16 +145,16 @@ def _boxes(timeline: Timeline, device: int, end_s: float) -> Iterator[tuple[str,
     stages = timeline.stages_of(device)
     yield "idle", _ACTIONS, [(0.0, end_s, "")], COLOURS["idle"]
     prefix = "" if len(stages) == 1 else "{}."
-    for kind, letter in (("forward", "F"), ("backward", "B")):
+    for kind in KINDS:
         for n in range(timeline.num_pipelines):
-            found = [s for s in timeline.spans if s.stage in stages and (s.action.kind, s.pipeline) == (letter, n)]
+            found = [s for s in timeline.spans if s.stage in stages and (s.action.kind, s.pipeline) == (kind, n)]
             boxes = [
                 (s.begin_s - zero, s.end_s - zero, prefix.format(s.stage) + str(s.action.micro_batch)) for s in found
             ]
-            yield kind, _ACTIONS, boxes, _lighter(COLOURS[kind], _LIGHTEST * n / timeline.num_pipelines)
-    for kind in ("step", "averaging"):
-        activities = [a for a in timeline.activities if (a.device, a.kind) == (device, kind)]
-        yield kind, _ACTIONS, [(a.begin_s - zero, a.end_s - zero, "") for a in activities], COLOURS[kind]
+            yield kind.name, _ACTIONS, boxes, _lighter(COLOURS[kind.name], _LIGHTEST * n / timeline.num_pipelines)
+    for other in ("step", "averaging"):
+        activities = [a for a in timeline.activities if (a.device, a.kind) == (device, other)]
+        yield other, _ACTIONS, [(a.begin_s - zero, a.end_s - zero, "") for a in activities], COLOURS[other]
     for direction, lane in (("forward", _FORWARD), ("backward", _BACKWARD)):
         sent = [t for t in timeline.transfers if t.source in stages and t.direction == direction]
         boxes = [(t.begin_s - zero, t.arrival_s - zero, "") for t in sent if t.arrival_s > t.begin_s]

@@ -1,212 +1,194 @@
-"""The simulator: when each action of a schedule runs, and how long an iteration takes.
+"""The simulator: when each action of each pipeline runs, and how long an iteration takes.
 
-The model: a stage does one action at a time, in the order of its row. Each hop has two links, one per direction, that
-do not disturb each other. A message queues at its link when its action ends, occupies the link for its transfer time,
-and arrives after the latency. Sending costs the stage nothing. A stage stashes a micro-batch from the start of its
-forward to the end of its backward; without a backward it stashes nothing.
+The model: a stage of a pipeline does one action at a time, in the order of its row. Each hop has two links, one per
+direction, that do not disturb each other. A message queues at its link, behind those of all pipelines, when its action
+ends, occupies the link for its transfer time, and arrives after the latency. Sending costs the stage nothing. Devices
+serve their lanes in turns or side by side, see ``sharing``; what happens at the same instant has happened before a
+device decides what to do. A stage stashes a micro-batch from the begin of its forward until nothing of it is left;
+without a backward it stashes nothing.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+import heapq
+from collections.abc import Sequence
 
 from lightning_avgpipe.errors import ScheduleError
-from lightning_avgpipe.schedule.actions import Action, Schedule
-from lightning_avgpipe.schedule.builders import build, check, from_warm_up, stepped_warm_up
-from lightning_avgpipe.schedule.timeline import Span, Timeline, Transfer, peak_stash
+from lightning_avgpipe.schedule.actions import Schedule
+from lightning_avgpipe.schedule.builders import check, check_complete
+from lightning_avgpipe.schedule.costs import Costs, Pieces
+from lightning_avgpipe.schedule.kinds import KINDS, Direction, Kind
+from lightning_avgpipe.schedule.rules import peak_stash, receiver, sender
+from lightning_avgpipe.schedule.sharing import InTurns, Sharing, SideBySide, SimulatedLane, SimulatedLink
+from lightning_avgpipe.schedule.timeline import Span, Timeline, Transfer
 
-__all__ = ["StageCosts", "first_advance", "least_possible_s", "simulate", "smallest_sufficient_advance"]
-
-# Relative; times that differ by less differ only in the order of their additions.
-_ROUNDING = 1e-12
-
-
-@dataclass(frozen=True)
-class StageCosts:
-    """Seconds per micro-batch.
-
-    Attributes:
-        forward_s: of each stage, shape ``(K,)``.
-        backward_s: of each stage, shape ``(K,)``.
-        send_forward_s: time for which values occupy the link of each hop, shape ``(K-1,)``.
-        send_backward_s: the same for gradients, shape ``(K-1,)``.
-        latency_s: of each hop, in either direction, shape ``(K-1,)``.
-    Raises:
-        ScheduleError: no stage, lengths that do not fit together, or a time that is negative or not finite.
-    """
-
-    forward_s: Sequence[float]
-    backward_s: Sequence[float]
-    send_forward_s: Sequence[float]
-    send_backward_s: Sequence[float]
-    latency_s: Sequence[float]
-
-    def __post_init__(self) -> None:
-        num_stages = len(self.forward_s)
-        if num_stages == 0:
-            raise ScheduleError("forward_s has no entries; give one per stage, at least one")
-        wanted = {"backward_s": num_stages} | dict.fromkeys(
-            ("send_forward_s", "send_backward_s", "latency_s"), num_stages - 1
-        )
-        for name, length in wanted.items():
-            if len(getattr(self, name)) != length:
-                raise ScheduleError(
-                    f"{name} has {len(getattr(self, name))} entries, but needs {length}: forward_s has {num_stages}"
-                )
-        for name in ("forward_s", *wanted):
-            if not all(0 <= seconds < math.inf for seconds in getattr(self, name)):
-                raise ScheduleError(f"{name}={list(getattr(self, name))}: times must be finite and not negative")
-
-    @classmethod
-    def uniform(
-        cls, num_stages: int, forward_s: float, backward_s: float, send_s: float = 0.0, latency_s: float = 0.0
-    ) -> StageCosts:
-        """Equal stages and hops; ``send_s`` per hop and direction."""
-        send = (send_s,) * (num_stages - 1)
-        latency = (latency_s,) * (num_stages - 1)
-        return cls((forward_s,) * num_stages, (backward_s,) * num_stages, send, send, latency)
-
-    @classmethod
-    def measured(cls, timeline: Timeline) -> StageCosts:
-        """Medians of what a timeline shows; 0 for what does not occur in it, such as messages within a device."""
-        stages, hops = range(timeline.num_stages), range(timeline.num_stages - 1)
-
-        def action_s(stage: int, kind: str) -> float:
-            return _median(s.end_s - s.begin_s for s in timeline.spans if (s.stage, s.action.kind) == (stage, kind))
-
-        def send_s(hop: int, direction: str) -> float:
-            return _median(t.end_s - t.begin_s for t in timeline.transfers if (t.hop, t.direction) == (hop, direction))
-
-        return cls(
-            tuple(action_s(k, "F") for k in stages),
-            tuple(action_s(k, "B") for k in stages),
-            tuple(send_s(hop, "forward") for hop in hops),
-            tuple(send_s(hop, "backward") for hop in hops),
-            tuple(_median(t.arrival_s - t.end_s for t in timeline.transfers if t.hop == hop) for hop in hops),
-        )
+__all__ = ["Simulation", "simulate"]
 
 
-def _median(seconds: Iterable[float]) -> float:
-    found = list(seconds)
-    return max(0.0, statistics.median(found)) if found else 0.0
-
-
-def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
+def simulate(
+    schedules: Schedule | Sequence[Schedule],
+    costs: Costs,
+    devices: Sequence[int] = (),
+    sharing: type[Sharing] = InTurns,
+) -> Timeline:
     """Predict when each action runs.
 
     Args:
-        schedule: every action once per stage.
+        schedules: of each pipeline, or of the only one: every action once per stage. All begin at once.
         costs: seconds per action and message.
+        devices: of each stage, shape ``(K,)``; default: stage k on device k.
+        sharing: how a device serves several lanes.
     Returns:
-        The timeline of one iteration; each action and message is looked at once.
+        The timeline of one iteration.
     Raises:
         ScheduleError: costs for another number of stages, or a schedule that is not complete.
         DeadlockError: a stage waits for something that never comes; shows the grid.
     """
-    num_stages = schedule.num_stages
-    if len(costs.forward_s) != num_stages:
-        raise ScheduleError(f"costs for {len(costs.forward_s)} stages, but the schedule has {num_stages}")
-    check(schedule)  # so the loop below gets to the end of every row
-    clock = [0.0] * num_stages
-    position = [0] * num_stages
-    link_free = {("forward", k): 0.0 for k in range(num_stages)} | {("backward", k): 0.0 for k in range(num_stages)}
-    arrival: dict[tuple[int, Action], float] = {}  # when a stage's action may begin
-    spans: list[Span] = []
-    transfers: list[Transfer] = []
-    # A stage runs as far as its inputs have arrived; what it sends may set its neighbours going.
-    awake = list(range(num_stages))
-    while awake:
-        k = awake.pop()
-        row = schedule.rows[k]
-        while position[k] < len(row):
-            action = row[position[k]]
-            needs_message = k > 0 if action.kind == "F" else k < num_stages - 1
-            if needs_message and (k, action) not in arrival:
-                break
-            begin = max(clock[k], arrival.get((k, action), 0.0))
-            duration = costs.forward_s[k] if action.kind == "F" else costs.backward_s[k]
-            clock[k] = begin + duration
-            position[k] += 1
-            spans.append(Span(k, action, begin, clock[k]))
-            neighbour = k + 1 if action.kind == "F" else k - 1
-            if 0 <= neighbour < num_stages:
-                transfer = _send(k, action, clock[k], costs, link_free)
-                transfers.append(transfer)
-                arrival[neighbour, action] = transfer.arrival_s
-                awake.append(neighbour)
-    return Timeline(num_stages, tuple(spans), tuple(transfers), peak_stash(schedule))
+    schedules = [schedules] if isinstance(schedules, Schedule) else schedules
+    for schedule in schedules:
+        if costs.num_stages != schedule.num_stages:
+            raise ScheduleError(f"costs for {costs.num_stages} stages, but the schedule has {schedule.num_stages}")
+        check_complete(schedule)
+    simulation = Simulation(schedules, costs, devices or range(costs.num_stages), sharing)
+    simulation.run()
+    for lane in simulation.lanes:
+        if lane.row[lane.position] is not None:
+            check(schedules[lane.pipeline])  # which says why
+    return simulation.timeline()
 
 
-def _send(
-    stage: int, action: Action, now: float, costs: StageCosts, link_free: dict[tuple[str, int], float]
-) -> Transfer:
-    direction: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
-    hop = stage if direction == "forward" else stage - 1
-    seconds = costs.send_forward_s[hop] if direction == "forward" else costs.send_backward_s[hop]
-    begin = max(now, link_free[direction, hop])
-    link_free[direction, hop] = begin + seconds
-    return Transfer(hop, direction, action.micro_batch, begin, begin + seconds, begin + seconds + costs.latency_s[hop])
-
-
-def smallest_sufficient_advance(num_stages: int, num_microbatches: int, costs: StageCosts) -> int:
-    """The smallest advance h whose iteration is as short as that of any advance.
-
-    Searched, not bisected: more advance can also be slower, when a transfer takes longer than a forward or a backward,
-    or when the stages are uneven. An extra forward then delays a backward that another stage waits for.
+class Simulation:
+    """What is known to happen.
 
     Args:
-        num_stages: K.
-        num_microbatches: M; beyond h = M - 1 nothing changes any more.
+        schedules: of each pipeline.
         costs: seconds per action and message.
+        devices: of each stage, shape ``(K,)``.
+        sharing: how a device serves several lanes.
+
+    Attributes:
+        lanes: those of pipeline 0, then those of pipeline 1, ..., by stage.
+        now: what has happened until then is known, in seconds.
     """
-    schedules = (build("advance_forward", num_stages, num_microbatches, h) for h in range(num_microbatches))
-    return _first_of_the_fastest(schedules, num_microbatches, costs)
+
+    def __init__(
+        self, schedules: Sequence[Schedule], costs: Costs, devices: Sequence[int], sharing: type[Sharing]
+    ) -> None:
+        self.now = 0.0
+        self._devices = tuple(devices)
+        self._links: dict[tuple[Direction, int], SimulatedLink] = {}
+        self.lanes = self._connected(schedules, costs, sharing)
+        # time, serial number (so that nothing else is compared), device and its version, or lane that may go on
+        self._events: list[tuple[float, int, Sharing | SimulatedLane, int]] = []
+        self._serial = 0
+        for lane in self.lanes:
+            self._wake(lane)
+
+    def _connected(self, schedules: Sequence[Schedule], costs: Costs, sharing: type[Sharing]) -> list[SimulatedLane]:
+        count, stages = costs.num_stages, range(costs.num_stages)
+        used = {action.kind for schedule in schedules for row in schedule.rows for action in row}
+        kinds = [kind for kind in KINDS if kind in used]
+        pieces = [{kind: costs.pieces(kind, k) for kind in kinds} for k in stages]
+        full = _full(len(schedules), pieces, self._devices) if sharing is SideBySide else set()
+        pieces = [
+            of if device in full else {kind: ((sum(s for s, _ in p), 0.0),) for kind, p in of.items()}
+            for of, device in zip(pieces, self._devices, strict=True)
+        ]
+        served = {device: sharing() for device in self._devices}
+        lanes: list[SimulatedLane] = []
+        for n, schedule in enumerate(schedules):
+            lanes += (
+                SimulatedLane(schedule.rows[k], k, n, n * count + k, served[self._devices[k]], pieces[k])
+                for k in stages
+            )
+        for lane in lanes:
+            for kind in kinds:
+                if kind.consumes is not None and sender(kind, lane.stage, count) is not None:
+                    lane.waits[kind] = kind.consumes
+                there = receiver(kind, lane.stage, count)
+                if kind.produces is not None and there is not None:
+                    key = kind.produces, min(there, lane.stage)
+                    link = self._links.get(key) or SimulatedLink(*costs.message_s(*key))
+                    self._links[key] = link
+                    lane.receivers[kind] = lanes[lane.number - lane.stage + there], link
+        return lanes
+
+    def run(self, actions: int | None = None) -> float:
+        """Play on until the first lane has ended so many actions, or to the end; returns when that is, in seconds."""
+        events, done = self._events, self.lanes[0].spans
+        while events and len(done) != actions:
+            now = self.now = events[0][0]
+            changed: dict[Sharing, None] = {}  # in order
+            while events and events[0][0] == now:
+                _, _, who, version = heapq.heappop(events)
+                if isinstance(who, SimulatedLane):
+                    action = who.row[who.position]
+                    assert action is not None
+                    who.device.add(who, action)
+                    changed[who.device] = None
+                elif version == who.version:
+                    for lane in who.ended(now):
+                        self._end(lane)
+                    changed[who] = None
+            for device in changed:
+                due = device.go_on(now)
+                if due is not None:
+                    self._push(due, device, device.version)
+        return self.now
+
+    def _push(self, time: float, who: Sharing | SimulatedLane, version: int) -> None:
+        self._serial += 1
+        heapq.heappush(self._events, (time, self._serial, who, version))
+
+    def _wake(self, lane: SimulatedLane) -> None:
+        """Let a lane go on as soon as the input of its next action is there, if that is known."""
+        input_s = lane.input_s()
+        if input_s is not None:
+            self._push(max(self.now, input_s), lane, 0)
+
+    def _end(self, lane: SimulatedLane) -> None:
+        """Send what an action gave, and see when the next one may begin."""
+        action = lane.row[lane.position]
+        assert action is not None
+        lane.position += 1
+        lane.spans.append((lane.begin_s, self.now))
+        if action.kind in lane.receivers:
+            there, link = lane.receivers[action.kind]
+            arrival_s = link.send(self.now, lane.pipeline, action.micro_batch)
+            assert action.kind.produces is not None
+            waiting = there.input_s() is None
+            there.arrivals[action.kind.produces, action.micro_batch] = arrival_s
+            if waiting:
+                self._wake(there)
+        self._wake(lane)
+
+    def timeline(self) -> Timeline:
+        """All that has happened."""
+        count = 1 + max(lane.stage for lane in self.lanes)
+        spans = [
+            Span(lane.stage, action, begin_s, end_s, lane.pipeline)
+            for lane in self.lanes
+            for action, (begin_s, end_s) in zip(lane.row, lane.spans, strict=False)
+            if action is not None
+        ]
+        transfers = tuple(
+            Transfer(hop, direction, i, s, s + link.occupied_s, s + link.occupied_s + link.latency_s, n)
+            for (direction, hop), link in self._links.items()
+            for s, n, i in link.begins
+        )
+        if len(self.lanes) == count:
+            peaks = peak_stash(filter(None, lane.row) for lane in self.lanes)
+        else:
+            spans.sort(key=lambda span: (span.stage, span.end_s))
+            changes = sorted(spans, key=lambda s: (s.begin_s, 1) if s.action.kind.stash > 0 else (s.end_s, 0))
+            peaks = peak_stash([span.action for span in changes if span.stage == k] for k in range(count))
+        return Timeline(count, tuple(spans), transfers, peaks, devices=self._devices)
 
 
-def first_advance(steps: Sequence[int], num_microbatches: int, costs: StageCosts) -> int:
-    """The advance to begin with where costs are measured: up to what ``steps`` asks for, the smallest of the fastest.
-
-    Never slower than 1F1B, which more forwards ahead can be.
-
-    Args:
-        steps: of the hops, as ``uneven_steps(costs)``.
-        num_microbatches: M.
-        costs: seconds per action and message.
-    """
-    advances = range(min(num_microbatches, max(steps, default=1)))
-    schedules = (from_warm_up(stepped_warm_up(steps, num_microbatches, h), num_microbatches) for h in advances)
-    return _first_of_the_fastest(schedules, num_microbatches, costs)
-
-
-def _first_of_the_fastest(schedules: Iterable[Schedule], num_microbatches: int, costs: StageCosts) -> int:
-    bound = least_possible_s(costs, num_microbatches)
-    best, best_s = 0, math.inf
-    for index, schedule in enumerate(schedules):
-        seconds = simulate(schedule, costs).iteration_s
-        if seconds < best_s * (1 - _ROUNDING):
-            best, best_s = index, seconds
-        if best_s <= bound * (1 + _ROUNDING):
-            break
-    return best
-
-
-def least_possible_s(costs: StageCosts, num_microbatches: int) -> float:
-    """No schedule is faster: each stage waits for its first value, does its work, and its last gradient travels home.
-
-    ::
-
-        stage 0 | F0                      B_
-        stage 1 |    F0                B_
-        stage 2 |       F0 ... M(f+b) B_       <- busy without a pause
-    """
-    before = least = 0.0  # the way to stage k and back, for one micro-batch
-    for k, (forward_s, backward_s) in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
-        least = max(least, before + num_microbatches * (forward_s + backward_s))
-        before += forward_s + backward_s
-        if k < len(costs.latency_s):
-            before += costs.send_forward_s[k] + costs.send_backward_s[k] + 2 * costs.latency_s[k]
-    return least
+def _full(num_pipelines: int, pieces: Sequence[dict[Kind, Pieces]], devices: Sequence[int]) -> set[int]:
+    """Devices that may have to slow their lanes down."""
+    most: dict[int, float] = {}
+    for device, of in zip(devices, pieces, strict=True):
+        peak = max(used for parts in of.values() for _, used in parts)
+        most[device] = most.get(device, 0.0) + num_pipelines * peak
+    return {device for device, demand in most.items() if demand > 1.0}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from lightning_avgpipe.schedule.actions import Action, Schedule
+from lightning_avgpipe.schedule.kinds import Direction
 
-__all__ = ["Activity", "Span", "Timeline", "Transfer", "peak_stash"]
+__all__ = ["Activity", "Span", "Timeline", "Transfer"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Transfer:
     """One message: on the link of a hop from ``begin_s`` to ``end_s``, at the next stage at ``arrival_s``."""
 
     hop: int
-    direction: Literal["forward", "backward"]
+    direction: Direction
     micro_batch: int
     begin_s: float
     end_s: float
@@ -39,11 +39,6 @@ class Transfer:
     def source(self) -> int:
         """The stage that sends."""
         return self.hop if self.direction == "forward" else self.hop + 1
-
-    @property
-    def action(self) -> Action:
-        """The action whose output it carries, and whose input it is at the next stage."""
-        return Action("F" if self.direction == "forward" else "B", self.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -127,20 +122,3 @@ class Timeline:
         rows = tuple(tuple(span.action for span in ordered if span.stage == k) for k in range(self.num_stages))
         count = 1 + max((span.action.micro_batch for span in ordered), default=0)
         return Schedule("recorded", self.num_stages, count, rows)
-
-
-def peak_stash(rows: Iterable[Iterable[Action]]) -> tuple[int, ...]:
-    """Largest number of stashed micro-batches per stage, shape ``(K,)``.
-
-    Actions of a stage do not overlap, so the order of its row alone decides how much it stashes.
-    """
-    peaks = []
-    for row in rows:
-        held = peak = 0
-        trains = False
-        for action in row:
-            trains = trains or action.kind == "B"
-            held += 1 if action.kind == "F" else -1
-            peak = max(peak, held)
-        peaks.append(peak if trains else 0)
-    return tuple(peaks)

@@ -10,7 +10,6 @@ from lightning_avgpipe.schedule.timeline import Timeline
 __all__ = ["chrome_trace"]
 
 _MICROSECONDS = 1e6
-_KINDS = {"F": "forward", "B": "backward"}
 # Tracks in their order: of each lane, and of each device.
 _OF_LANES = {"action": "stage", "forward": "sends forward from stage", "backward": "sends backward from stage"}
 _OF_DEVICES = ("wait", "step", "averaging")
@@ -50,11 +49,13 @@ def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
         device = timeline.devices[span.stage]
         track = _track(timeline, "action", span.stage, span.pipeline)
         about = {"stage": span.stage, "micro_batch": span.action.micro_batch, "pipeline": span.pipeline}
-        yield _event(timeline, str(span.action), _KINDS[span.action.kind], device, track, span, about)
+        yield _event(timeline, str(span.action), span.action.kind.name, device, track, span, about)
 
 
 def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    senders = {(s.action.kind.produces, s.stage, s.action.micro_batch, s.pipeline): s.action for s in timeline.spans}
     for transfer in timeline.transfers:
+        action = senders[transfer.direction, transfer.source, transfer.micro_batch, transfer.pipeline]
         device = timeline.devices[transfer.source]
         track = _track(timeline, transfer.direction, transfer.source, transfer.pipeline)
         about = {
@@ -63,7 +64,7 @@ def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
             "pipeline": transfer.pipeline,
             "arrival_us": (transfer.arrival_s - timeline.begin_s) * _MICROSECONDS,
         }
-        yield _event(timeline, f"{transfer.action} sent", "transfer", device, track, transfer, about)
+        yield _event(timeline, f"{action} sent", "transfer", device, track, transfer, about)
 
 
 def _activities(timeline: Timeline) -> Iterator[dict[str, Any]]:

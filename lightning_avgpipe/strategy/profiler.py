@@ -16,6 +16,7 @@ from lightning_avgpipe.errors import MemoryShortage, TuningError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import limit_of
 from lightning_avgpipe.planning.model_memory import ModelBytes, model_bytes
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
 from lightning_avgpipe.strategy.rehearsal import BusyRecording, Rehearsal
 from lightning_avgpipe.tuning import Curve, Device, HopProfile, OtherSize, Profile, Setting, StageMemory, StageProfile
 from lightning_avgpipe.tuning.trials import Budget, busy_curve, durations, trial_sizes
@@ -132,28 +133,28 @@ class Profiler:
         weights = self._weights()
         return {
             k: StageProfile(
-                curves[k, "F"],
-                curves[k, "B"],
+                curves[k, FORWARD],
+                curves[k, BACKWARD],
                 memory[k],
-                tuple(OtherSize(m, at[k, "F"], at[k, "B"]) for m, at in sizes.items()),
+                tuple(OtherSize(m, at[k, FORWARD], at[k, BACKWARD]) for m, at in sizes.items()),
                 step_s * weights[k],
                 averaging_s * weights[k],
             )
             for k in stages
         }
 
-    def _durations(self, runs: Sequence[BusyRecording]) -> dict[tuple[int, str], float]:
+    def _durations(self, runs: Sequence[BusyRecording]) -> dict[tuple[int, Kind], float]:
         spans = [(s.stage, s.action.kind, s.end_s - s.begin_s) for run in runs for s in run.recording.spans]
         if port_of(self._mesh.device).runs_ahead:  # what the host does between actions, the device does not wait for
             return durations(spans)
         return durations(spans, [(run.busy_s, _within_s(run)) for run in runs])
 
     def _curves(
-        self, setting: Setting, runs: Sequence[BusyRecording], seconds: dict[tuple[int, str], float]
-    ) -> dict[tuple[int, str], Curve]:
+        self, setting: Setting, runs: Sequence[BusyRecording], seconds: dict[tuple[int, Kind], float]
+    ) -> dict[tuple[int, Kind], Curve]:
         if port_of(self._mesh.device).runs_ahead:
             return self._kernel_curves(setting, seconds)
-        curves: dict[tuple[int, str], Curve] = {}
+        curves: dict[tuple[int, Kind], Curve] = {}
         for (stage, kind), length in seconds.items():
             spans = [s for run in runs for s in run.recording.spans if (s.stage, s.action.kind) == (stage, kind)]
             within = sum(s.end_s - s.begin_s for s in spans)
@@ -162,7 +163,7 @@ class Profiler:
             curves[stage, kind] = Curve.constant(length, min(1.0, used))
         return curves
 
-    def _kernel_curves(self, setting: Setting, seconds: dict[tuple[int, str], float]) -> dict[tuple[int, str], Curve]:
+    def _kernel_curves(self, setting: Setting, seconds: dict[tuple[int, Kind], float]) -> dict[tuple[int, Kind], Curve]:
         """By the kernels of one more iteration, or where they cannot be seen by what the driver says."""
         with tracing_kernels(self._mesh.device) as trace:
             run = self._rehearsal.run(setting)
@@ -172,7 +173,7 @@ class Profiler:
         assert shift is not None
         kernels = [(kernel.begin_s, kernel.end_s, kernel.share) for kernel in trace.kernels]
         middle = setting.num_microbatches // 2
-        curves: dict[tuple[int, str], Curve] = {}
+        curves: dict[tuple[int, Kind], Curve] = {}
         for span in run.recording.spans:
             if span.action.micro_batch == middle:
                 curve = busy_curve(kernels, span.begin_s + shift, span.end_s + shift)
@@ -180,7 +181,9 @@ class Profiler:
                 curves[span.stage, span.action.kind] = replace(curve, seconds=tuple(factor * s for s in curve.seconds))
         return curves
 
-    def _sampled_curves(self, setting: Setting, seconds: dict[tuple[int, str], float]) -> dict[tuple[int, str], Curve]:
+    def _sampled_curves(
+        self, setting: Setting, seconds: dict[tuple[int, Kind], float]
+    ) -> dict[tuple[int, Kind], Curve]:
         """Constant, from samples during more iterations; where there are none the device counts as full."""
         began, runs, more = time.monotonic(), [], True
         with sampling_device(self._mesh.device) as samples:
@@ -224,7 +227,7 @@ class Profiler:
                 activations, transient = captured * (stage.memory.stash // flights + received), 0
             else:
                 footprint = kept[k].footprint
-                activations = sum(max(0, forward) for forward, _ in footprint.changes)
+                activations = sum(max(0, added) for action, added in footprint.changes.items() if action.kind.stash > 0)
                 rest = footprint.peak - footprint.crest - kept[k].holding.total - other
                 transient = setting.num_microbatches * max(0, rest)
             found[k] = StageMemory(
@@ -251,7 +254,7 @@ class Profiler:
 
     def _other_sizes(
         self, setting: Setting, others: Sequence[int], count: int, tick: Callable[[], object]
-    ) -> dict[int, dict[tuple[int, str], float]]:
+    ) -> dict[int, dict[tuple[int, Kind], float]]:
         found = {}
         for m in others if count else ():
             try:
@@ -293,7 +296,7 @@ def _clock_shift(run: BusyRecording, trace: KernelTrace) -> float | None:
     shifts = [
         trace.forwards_s[span.action.micro_batch] - span.begin_s
         for span in run.recording.spans
-        if span.action.kind == "F" and span.action.micro_batch in trace.forwards_s
+        if span.action.kind is FORWARD and span.action.micro_batch in trace.forwards_s
     ]
     return statistics.median(shifts) if shifts and trace.kernels else None
 

@@ -37,7 +37,7 @@ from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.engine.utilisation import BusyRecorder
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.model_memory import Holding, holdings
-from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.schedule import Kind, Schedule
 from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
@@ -249,7 +249,7 @@ class BusyRecording:
         processor_s: (stage, kind of action) -> seconds of the processor.
     """
 
-    def __init__(self, recording: Recording, processor_s: dict[tuple[int, str], float]) -> None:
+    def __init__(self, recording: Recording, processor_s: dict[tuple[int, Kind], float]) -> None:
         self.recording = recording
         self.processor_s = processor_s
 

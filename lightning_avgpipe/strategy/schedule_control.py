@@ -33,9 +33,16 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.model_memory import holdings_of_models
 from lightning_avgpipe.planning.planner import stage_costs
-from lightning_avgpipe.schedule import Schedule, build, first_advance, from_warm_up, stepped_warm_up, uneven_steps
+from lightning_avgpipe.schedule import (
+    Schedule,
+    build,
+    first_advance,
+    from_warm_up,
+    peak_stash,
+    stepped_warm_up,
+    uneven_steps,
+)
 from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
-from lightning_avgpipe.schedule.timeline import peak_stash
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 

@@ -17,7 +17,7 @@ from lightning_avgpipe.tuning.memory import memory_at
 from lightning_avgpipe.tuning.profile import Profile
 from lightning_avgpipe.tuning.scaling import Load, Loads, loads_at
 from lightning_avgpipe.tuning.setting import Setting
-from lightning_avgpipe.tuning.sharing import steady_iteration_s
+from lightning_avgpipe.tuning.steady import steady_iteration_s
 
 __all__ = ["PREDICTORS", "Corrected", "Paper", "Prediction", "Predictor", "Simulator"]
 
@@ -137,13 +137,11 @@ class Corrected:
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
         """Predict a setting from a profile."""
         loads, m, n = loads_at(profile, setting), setting.num_microbatches, setting.num_pipelines
-        first = {
-            "F": _first_s(profile, loads.forward, (0.0, *loads.values_s), n),
-            "B": _first_s(profile, loads.backward, (*loads.gradients_s, 0.0), n),
-        }
-        base = sum(first["F"]) + sum(first["B"])
+        there = _first_s(profile, loads.forward, (0.0, *loads.values_s), n)
+        back = _first_s(profile, loads.backward, (*loads.gradients_s, 0.0), n)
+        base = sum(there) + sum(back)
         base += sum(loads.values_s) + sum(loads.gradients_s) + sum(map(sum, loads.latency_s))
-        forward, backward = (loads.forward, first["F"]), (loads.backward, first["B"])
+        forward, backward = (loads.forward, there), (loads.backward, back)
         if setting.schedule == "afab":
             extra = sum(
                 max(_work_beyond_s(profile, setting, [phase]), (n * m - 1) * max(messages, default=0.0))
@@ -203,7 +201,7 @@ def _trips_beyond_s(loads: Loads, num_microbatches: int, warm_up: Sequence[int])
 
 @dataclass(frozen=True)
 class Simulator:
-    """Plays every action and message of an iteration through, see ``sharing``. Slower, and the most faithful."""
+    """Plays every action and message of an iteration through, see ``steady``. Slower, and the most faithful."""
 
     name: str = "simulator"
 

@@ -7,11 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_avgpipe.schedule import StageCosts
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
+from lightning_avgpipe.schedule.costs import Pieces
+from lightning_avgpipe.schedule.kinds import Direction
 from lightning_avgpipe.tuning.profile import Curve, Profile, StageProfile
 from lightning_avgpipe.tuning.setting import Setting
 
 __all__ = ["Load", "Loads", "loads_at", "update_s"]
+
+_PIECES = 8  # of a curve, at most; more take time and change little
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Loads:
-    """Everything that takes time at a setting.
+    """Everything that takes time at a setting; the costs of a simulation.
 
     Attributes:
         forward: of each stage, shape ``(K,)``.
@@ -51,21 +55,36 @@ class Loads:
     latency_s: tuple[tuple[float, float], ...]
     update_s: float
 
-    @classmethod
-    def of(cls, costs: StageCosts, num_pipelines: int) -> Loads:
-        """Actions that have a device for themselves, as N pipelines in turns; nothing at the end of an iteration."""
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self.forward)
 
-        def load(seconds: float) -> Load:
-            return Load(seconds, num_pipelines * seconds, seconds, Curve.constant(seconds, 1.0))
+    def pieces(self, kind: Kind, stage: int) -> Pieces:
+        """Of an action: seconds and utilisation; a long curve becomes few pieces of equal length with the same work."""
+        curve = {FORWARD: self.forward, BACKWARD: self.backward}[kind][stage].curve
+        if len(curve.seconds) <= _PIECES or curve.total_s == 0:
+            return tuple(zip(curve.seconds, curve.utilisation, strict=True))
+        length = curve.total_s / _PIECES
+        return tuple((length, min(1.0, work / length)) for work in _work_per_slice(curve, length))
 
-        return cls(
-            tuple(map(load, costs.forward_s)),
-            tuple(map(load, costs.backward_s)),
-            tuple(costs.send_forward_s),
-            tuple(costs.send_backward_s),
-            tuple((latency_s, latency_s) for latency_s in costs.latency_s),
-            0.0,
-        )
+    def message_s(self, direction: Direction, hop: int) -> tuple[float, float]:
+        """Of a message: seconds for which it occupies its link, and from then until it arrives."""
+        if direction == "forward":
+            return self.values_s[hop], self.latency_s[hop][0]
+        return self.gradients_s[hop], self.latency_s[hop][1]
+
+
+def _work_per_slice(curve: Curve, length: float) -> list[float]:
+    work = [0.0] * _PIECES
+    begin = 0.0
+    for seconds, utilisation in zip(curve.seconds, curve.utilisation, strict=True):
+        end = begin + seconds
+        for i in range(_PIECES):
+            overlap = min(end, (i + 1) * length) - max(begin, i * length)
+            work[i] += max(0.0, overlap) * utilisation
+        begin = end
+    return work
 
 
 def loads_at(profile: Profile, setting: Setting) -> Loads:

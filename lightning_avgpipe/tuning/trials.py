@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_avgpipe.planning.plan import format_seconds
+from lightning_avgpipe.schedule import Kind
 from lightning_avgpipe.tuning.profile import Curve, Profile
 from lightning_avgpipe.tuning.scaling import update_s
 from lightning_avgpipe.tuning.search import Candidate, Result
@@ -69,16 +70,16 @@ class Budget:
 
 
 def durations(
-    spans: Iterable[tuple[int, str, float]], span_s: Sequence[tuple[float, float]] = ()
-) -> dict[tuple[int, str], float]:
-    """Seconds of each stage's forward and backward.
+    spans: Iterable[tuple[int, Kind, float]], span_s: Sequence[tuple[float, float]] = ()
+) -> dict[tuple[int, Kind], float]:
+    """Seconds of an action of each stage and kind.
 
     Args:
         spans: stage, kind and seconds of each action of one process.
         span_s: of each iteration seconds in which the process was busy, and those within actions. What lies between
             actions is time that they take from others; none: that is not counted.
     """
-    found: dict[tuple[int, str], list[float]] = {}
+    found: dict[tuple[int, Kind], list[float]] = {}
     for stage, kind, seconds in spans:
         found.setdefault((stage, kind), []).append(seconds)
     factor = max(1.0, statistics.median(busy / within for busy, within in span_s)) if span_s else 1.0

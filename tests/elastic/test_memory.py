@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.engine.accounting import Footprint, HostMeter
 from lightning_avgpipe.planning.model_memory import holdings_of_models
-from lightning_avgpipe.schedule import Schedule, build
+from lightning_avgpipe.schedule import FORWARD, Action, Schedule, build
 from lightning_avgpipe.strategy import schedule_control
 from tests.models import Regression, loader
 from tests.trainers import pipeline
@@ -64,10 +64,10 @@ def test_n_models_keep_what_the_formula_says(num_stages: int) -> None:
         for k, alone in one.items():
             reference = LAYER * 6 // num_stages
             formula = reference + n * alone.peak  # n (model + S A / M) + reference
-            stash = alone.changes[1][0]
+            stash = alone.changes[Action(FORWARD, 1)]
             # all lanes are rarely at their peaks at once: the others may be one micro-batch away
             assert formula - (n - 1) * stash <= several[k].peak <= formula
-            assert several[k].changes[1][0] == n * stash
+            assert several[k].changes[Action(FORWARD, 1)] == n * stash
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])

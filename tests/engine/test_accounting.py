@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.engine.accounting import Footprint, HostMeter
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.planning.model_memory import Holding
-from lightning_avgpipe.schedule import Schedule, build
-from lightning_avgpipe.schedule.timeline import peak_stash
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Schedule, build, peak_stash
 from tests.driver import Engine, assert_same_gradients
 from tests.models import Regression, TinyTransformer
 
@@ -82,6 +81,11 @@ def metered(engine: Engine, batch: Any, name: str, advance: int) -> dict[int, Fo
     return meter.finish(dict.fromkeys(range(engine.num_stages), Holding(0)))
 
 
+def changes_of(footprint: Footprint) -> tuple[int, int]:
+    """What micro-batch 1 adds in its forward and in its backward."""
+    return footprint.changes[Action(FORWARD, 1)], footprint.changes[Action(BACKWARD, 1)]
+
+
 @pytest.mark.parametrize("size", [16, 19])  # equal micro-batches, and unequal ones
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("model", [DropoutMLP, Dropping, NormedConvNet])
@@ -108,7 +112,7 @@ def test_the_peak_is_as_many_stashes_as_the_schedule_has_in_flight(model: type[R
         schedule = build(name, 3, NUM_MICROBATCHES, advance)
         in_flight = peak_stash(schedule)
         for k, footprint in metered(pipeline, batch, name, advance).items():
-            stash, freed = footprint.changes[1]
+            stash, freed = changes_of(footprint)
             results = NUM_MICROBATCHES * (stash + freed)  # of the last stage, which stay
             assert in_flight[k] * stash <= footprint.crest <= in_flight[k] * stash + results
             assert (results == 0) == (k < 2)
@@ -134,10 +138,10 @@ def test_a_storage_counts_once_and_weights_and_the_batch_not_at_all() -> None:
     values = 8 * 16 * 4
     assert pipeline.plan.stages[0].units == ("first",)
     # the first stage's input is the batch's, and what it sends it saves for nothing else
-    assert first.changes[1] == (values, -values)
+    assert changes_of(first) == (values, -values)
     # h is received and saved by h * h, twice; the product by the second layer; the loss saves what that returned, and
     # its own storage is as large, of which the scalar that the step returns is a part
-    assert second.changes[1] == (4 * values, -3 * values)
+    assert changes_of(second) == (4 * values, -3 * values)
     assert (first.crest, second.crest) == (2 * values, 3 * values + NUM_MICROBATCHES * values)
 
 
@@ -153,7 +157,7 @@ def test_measuring_changes_no_number() -> None:
 def test_after_an_iteration_nothing_is_kept() -> None:
     batch = NormedConvNet.example(16)
     for footprint in metered(engine(NormedConvNet, 2, batch), batch, "afab", 0).values():
-        assert sum(map(sum, footprint.changes)) <= 2000
+        assert sum(footprint.changes.values()) <= 2000
 
 
 def test_an_estimate_has_the_crest_of_its_row() -> None:

@@ -20,6 +20,7 @@ from lightning_avgpipe.capture.units import initial_units
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.stage import Stage, Task
 from lightning_avgpipe.planning.program import stage_programs
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action
 from lightning_avgpipe.weights.tied import TiedParameters
 
 WIDTH = 4
@@ -369,11 +370,11 @@ def trained(
     for time in range(len(samples) + len(stages)):
         for k in range(len(stages)):
             if 0 <= (i := time - k) < len(samples):
-                messages[k, i] = passed(stages[k].forward(tasks[k], i, messages.get((k - 1, i))))
+                messages[k, i] = passed(stages[k].perform(Action(FORWARD, i), tasks[k], messages.get((k - 1, i))))
     for i in range(len(samples)):
         message = None
-        for stage in reversed(stages):
-            message = passed(stage.backward(i, message))
+        for stage, task in zip(reversed(stages), reversed(tasks), strict=True):
+            message = passed(stage.perform(Action(BACKWARD, i), task, message))
     return modules
 
 

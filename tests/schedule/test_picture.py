@@ -13,7 +13,19 @@ from typing import Any
 import pytest
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.schedule import Action, Activity, Span, StageCosts, Timeline, Transfer, build, picture, simulate
+from lightning_avgpipe.schedule import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    Activity,
+    Span,
+    StageCosts,
+    Timeline,
+    Transfer,
+    build,
+    picture,
+    simulate,
+)
 from lightning_avgpipe.schedule.__main__ import main
 from lightning_avgpipe.schedule.trace import chrome_trace
 
@@ -26,9 +38,10 @@ def simulated() -> Timeline:
 
 def recorded_on_two_devices() -> Timeline:
     """Stages 0 and 2 on device 1, stage 1 on device 0; nothing starts at 0."""
+    f0, b0 = Action(FORWARD, 0), Action(BACKWARD, 0)
     spans = [
-        Span(0, Action("F", 0), 10, 11), Span(1, Action("F", 0), 12, 13), Span(2, Action("F", 0), 14, 15),
-        Span(2, Action("B", 0), 15, 17), Span(1, Action("B", 0), 18, 20), Span(0, Action("B", 0), 21, 23),
+        Span(0, f0, 10, 11), Span(1, f0, 12, 13), Span(2, f0, 14, 15),
+        Span(2, b0, 15, 17), Span(1, b0, 18, 20), Span(0, b0, 21, 23),
     ]  # fmt: skip
     transfers = (Transfer(0, "forward", 0, 11, 11.5, 12), Transfer(1, "backward", 0, 17, 17.5, 18))
     activities = (
@@ -90,9 +103,8 @@ def test_every_cell_has_the_colour_of_what_runs_there() -> None:
     image = picture.pixels(figure)
     near_top = 0.08  # of the row, clear of the number in its middle
     for span in timeline.spans:
-        kind = "forward" if span.action.kind == "F" else "backward"
         middle = (span.begin_s + span.end_s) / 2
-        assert colour_at(image, figure, middle, span.stage + near_top) == picture.COLOURS[kind], span
+        assert colour_at(image, figure, middle, span.stage + near_top) == picture.COLOURS[span.action.kind.name], span
     for transfer in timeline.transfers:
         lane = 0.72 if transfer.direction == "forward" else 0.86
         middle = (transfer.begin_s + transfer.end_s) / 2

@@ -10,6 +10,8 @@ import pytest
 
 from lightning_avgpipe.errors import DeadlockError, ScheduleError
 from lightning_avgpipe.schedule import (
+    BACKWARD,
+    FORWARD,
     Action,
     Schedule,
     StageCosts,
@@ -20,7 +22,6 @@ from lightning_avgpipe.schedule import (
     simulate,
     stepped_warm_up,
     uneven_steps,
-    uneven_warm_up,
     warm_up,
 )
 
@@ -76,7 +77,7 @@ def test_a_schedule_is_indexed_by_stage() -> None:
     schedule = build("1f1b", 3, 4)
     assert len(schedule) == 3
     assert [schedule[k] for k in range(3)] == list(schedule) == list(schedule.rows)
-    assert str(schedule[2][:3]) == str((Action("F", 0), Action("B", 0), Action("F", 1)))
+    assert str(schedule[2][:3]) == str((Action(FORWARD, 0), Action(BACKWARD, 0), Action(FORWARD, 1)))
 
 
 def test_every_built_schedule_is_complete_and_finishes() -> None:
@@ -128,6 +129,11 @@ def test_stash_never_exceeds_warm_up_plus_one() -> None:
         expected = warm_up("advance_forward", num_stages, num_microbatches, advance)
         for peak, ahead in zip(timeline.peak_stash, expected, strict=True):
             assert peak == min(num_microbatches, ahead + 1)
+
+
+def uneven_warm_up(costs: StageCosts, num_microbatches: int) -> tuple[int, ...]:
+    steps = uneven_steps(costs)
+    return stepped_warm_up(steps, num_microbatches, max(steps, default=1) - 1)
 
 
 def test_the_uneven_formula_gives_1f1b_on_a_free_balanced_pipeline() -> None:
@@ -207,7 +213,7 @@ def test_the_first_advance_is_never_slower_than_1f1b_and_stashes_what_it_says() 
         (lambda: StageCosts((1, 1), (1, 1), (1,), (-1,), (0,)), r"send_backward_s=\[-1\]: times must be finite"),
         (lambda: StageCosts.uniform(1, float("nan"), 1), r"forward_s=\[nan\]: times must be finite"),
         (lambda: StageCosts.uniform(0, 1, 1), "forward_s has no entries"),
-        (lambda: Schedule("by hand", 2, 1, ((Action("F", 0),),)), "1 rows for 2 stages"),
+        (lambda: Schedule("by hand", 2, 1, ((Action(FORWARD, 0),),)), "1 rows for 2 stages"),
         (lambda: simulate(build("1f1b", 3, 2), StageCosts.uniform(2, 1, 1)), "costs for 2 stages"),
     ],
 )
@@ -216,7 +222,7 @@ def test_errors_name_what_was_found(call: object, message: str) -> None:
         call()  # type: ignore[operator]
 
 
-F0, F1, B0, B1 = Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)
+F0, F1, B0, B1 = Action(FORWARD, 0), Action(FORWARD, 1), Action(BACKWARD, 0), Action(BACKWARD, 1)
 
 
 @pytest.mark.parametrize(

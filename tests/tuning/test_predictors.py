@@ -27,8 +27,6 @@ from lightning_avgpipe.tuning import (
     StageMemory,
     StageProfile,
 )
-from lightning_avgpipe.tuning.scaling import Loads
-from lightning_avgpipe.tuning.sharing import iteration_s
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "predictions.json").read_text())
 CLOSE = 1e-9
@@ -119,15 +117,6 @@ def test_in_turns_pipelines_fill_each_others_bubbles() -> None:
     for predictor in BOTH:
         found = predictor.predict(profile, Setting(8, 2, schedule="afab")).iteration_s
         assert found == pytest.approx((3 + 15) * 3, rel=CLOSE)  # 16 micro-batches one after another
-
-
-def test_stage_costs_alone_tell_how_long_several_pipelines_take() -> None:
-    costs, schedule = StageCosts([1, 1], [2, 2], [2], [2], [0.5]), build("1f1b", 2, 2)
-    alone = iteration_s(schedule, 1, Loads.of(costs, 1), (0, 1), in_turns=True)
-    assert alone == pytest.approx(simulate(schedule, costs).iteration_s, rel=CLOSE)
-    for n in (2, 3):  # the last stage has work without a pause, from the first value on
-        found = iteration_s(schedule, n, Loads.of(costs, n), (0, 1), in_turns=True)
-        assert found == pytest.approx(alone + (n - 1) * 2 * 3, rel=CLOSE)
 
 
 def test_messages_of_all_pipelines_share_a_link() -> None:

@@ -28,7 +28,7 @@ from lightning_avgpipe.engine.stage import Stage, Task
 from lightning_avgpipe.planning import Plan, cut_like
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.program import stage_programs
-from lightning_avgpipe.schedule import build
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, build
 from lightning_avgpipe.strategy.log import StepLog, local_metrics
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -193,12 +193,12 @@ def apart(
         for i in range(len(parts)):
             message = None
             for stage, task in zip(stages, tasks, strict=True):
-                message = travelled(stage.forward(task, i, message))
+                message = travelled(stage.perform(Action(FORWARD, i), task, message))
         if step == TRAINING:
             for i in range(len(parts)):
                 message = None
-                for stage in reversed(stages):
-                    message = travelled(stage.backward(i, message))
+                for stage, task in zip(reversed(stages), reversed(tasks), strict=True):
+                    message = travelled(stage.perform(Action(BACKWARD, i), task, message))
         return [stages[-1].results[i] for i in range(len(parts))]
 
     last = subjects[-1]

@@ -1,8 +1,7 @@
-"""Lanes, the devices that serve them, and the links between them, for the simulation of several pipelines.
+"""Sharing: how a device serves its lanes, each of them one stage of one pipeline.
 
-A device serves its lanes side by side: while their utilisations sum to more than 1, all of them are slowed down by that
-sum. Or it serves them in turns, as the executor does: backwards first, then the lowest micro-batch, then the lowest
-pipeline.
+Side by side: while their utilisations sum to more than 1, all of them are slowed down by that sum. Or in turns, as the
+executor does it: backwards first, then the lowest micro-batch, then the lowest pipeline.
 """
 
 from __future__ import annotations
@@ -10,60 +9,87 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.schedule.actions import Action
+from lightning_avgpipe.schedule.costs import Pieces
+from lightning_avgpipe.schedule.kinds import Direction, Kind
+from lightning_avgpipe.schedule.rules import urgency
 
-__all__ = ["Device", "InTurns", "Lane", "Link", "Pieces", "SideBySide"]
+__all__ = ["InTurns", "Sharing", "SideBySide", "SimulatedLane", "SimulatedLink"]
 
 _ROUNDING = 1e-12
 
-Pieces = tuple[tuple[float, float], ...]  # of an action: seconds and utilisation
 
-
-class Link:
+class SimulatedLink:
     """One direction of a hop: messages one after another.
 
     Args:
         occupied_s: by a message.
         latency_s: from then until it arrives.
+
+    Attributes:
+        begins: when messages began to occupy it, with their pipelines and micro-batches.
     """
 
-    __slots__ = ("_free", "_latency_s", "_occupied_s")
+    __slots__ = ("_free", "begins", "latency_s", "occupied_s")
 
     def __init__(self, occupied_s: float, latency_s: float) -> None:
-        self._occupied_s, self._latency_s = occupied_s, latency_s
+        self.occupied_s, self.latency_s = occupied_s, latency_s
+        self.begins: list[tuple[float, int, int]] = []
         self._free = 0.0
 
-    def send(self, now: float) -> float:
+    def send(self, now: float, pipeline: int, micro_batch: int) -> float:
         """When a message that is ready now arrives."""
-        self._free = (self._free if self._free > now else now) + self._occupied_s
-        return self._free + self._latency_s
+        begin = self._free if self._free > now else now
+        self.begins.append((begin, pipeline, micro_batch))
+        self._free = begin + self.occupied_s
+        return self._free + self.latency_s
 
 
-class Lane:
+class SimulatedLane:
     """One stage of one pipeline.
 
     Args:
         row: its actions.
+        stage: k.
+        pipeline: n.
         number: of the lane; those of the same pipeline follow each other.
         device: serves it.
-        pieces: of a forward ``"F"`` and of a backward ``"B"``; on a device that serves lanes in turns, one.
+        pieces: of an action of each kind; on a device that serves lanes in turns, one.
 
     Attributes:
         position: in the row, of the next action, or of the one that runs.
-        arrivals: when the input of an action is there, as far as that is known.
-        receivers: where the results of ``"F"`` and ``"B"`` go, and over which link.
-        ends: of the actions that are over, ``"F"`` and ``"B"`` apart.
+        waits: the directions of messages that kinds wait for here.
+        receivers: where the messages of kinds go from here, and over which link.
+        arrivals: when a message is there, as far as that is known.
+        begin_s: of the action that runs.
+        spans: begins and ends of the actions that are over.
     """
 
-    __slots__ = ("arrivals", "device", "ends", "number", "pieces", "position", "receivers", "row")
+    __slots__ = (
+        "arrivals", "begin_s", "device", "number", "pieces", "pipeline", "position", "receivers", "row", "spans",
+        "stage", "waits",
+    )  # fmt: skip
 
-    def __init__(self, row: Sequence[Action], number: int, device: Device, pieces: Mapping[str, Pieces]) -> None:
+    def __init__(
+        self, row: Sequence[Action], stage: int, pipeline: int, number: int, device: Sharing,
+        pieces: Mapping[Kind, Pieces],
+    ) -> None:  # fmt: skip
         self.row: tuple[Action | None, ...] = (*row, None)
-        self.number, self.device, self.pieces = number, device, pieces
+        self.stage, self.pipeline, self.number, self.device, self.pieces = stage, pipeline, number, device, pieces
         self.position = 0
-        self.arrivals: dict[Action | None, float] = {}
-        self.ends: dict[str, list[float]] = {"F": [], "B": []}
-        self.receivers: dict[str, tuple[Lane, Link]] = {}
+        self.waits: dict[Kind, Direction] = {}
+        self.receivers: dict[Kind, tuple[SimulatedLane, SimulatedLink]] = {}
+        self.arrivals: dict[tuple[Direction, int], float] = {}
+        self.begin_s = 0.0
+        self.spans: list[tuple[float, float]] = []
+
+    def input_s(self) -> float | None:
+        """When the input of the next action is there; None as long as that is not known, or without an action."""
+        action = self.row[self.position]
+        if action is None:
+            return None
+        direction = self.waits.get(action.kind)
+        return 0.0 if direction is None else self.arrivals.get((direction, action.micro_batch))
 
 
 class InTurns:
@@ -72,15 +98,15 @@ class InTurns:
     __slots__ = ("_running", "_waiting", "version")
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Action, int, Lane]] = []  # a heap: "B" comes before "F"
-        self._running: Lane | None = None
+        self._waiting: list[tuple[tuple[int, int], int, SimulatedLane]] = []  # a heap
+        self._running: SimulatedLane | None = None
         self.version = 0
 
-    def add(self, lane: Lane, action: Action) -> None:
+    def add(self, lane: SimulatedLane, action: Action) -> None:
         """A lane may begin an action."""
-        heapq.heappush(self._waiting, (action, lane.number, lane))
+        heapq.heappush(self._waiting, (urgency(action), lane.number, lane))
 
-    def ended(self, now: float) -> Iterator[Lane]:
+    def ended(self, now: float) -> Iterator[SimulatedLane]:
         """The lane whose action ends now."""
         assert self._running is not None
         yield self._running
@@ -90,8 +116,12 @@ class InTurns:
         """Begin what may begin; when something ends, if that is not known yet."""
         if self._running is not None or not self._waiting:
             return None
-        action, _, self._running = heapq.heappop(self._waiting)
-        ((seconds, _),) = self._running.pieces[action.kind]
+        _, _, lane = heapq.heappop(self._waiting)
+        action = lane.row[lane.position]
+        assert action is not None
+        ((seconds, _),) = lane.pieces[action.kind]
+        lane.begin_s = now
+        self._running = lane
         return now + seconds
 
 
@@ -105,18 +135,18 @@ class SideBySide:
     __slots__ = ("_added", "_clock", "_demand", "_running", "_slowness", "_updated", "version")
 
     def __init__(self) -> None:
-        self._added: list[tuple[Action, Lane]] = []
+        self._added: list[tuple[Action, SimulatedLane]] = []
         # A heap: end of the piece on the clock, number of the lane, its utilisation, the pieces after it.
-        self._running: list[tuple[float, int, float, Iterator[tuple[float, float]], Lane]] = []
+        self._running: list[tuple[float, int, float, Iterator[tuple[float, float]], SimulatedLane]] = []
         self._clock = self._updated = self._demand = 0.0
         self._slowness = 1.0
         self.version = 0
 
-    def add(self, lane: Lane, action: Action) -> None:
+    def add(self, lane: SimulatedLane, action: Action) -> None:
         """A lane may begin an action."""
         self._added.append((action, lane))
 
-    def ended(self, now: float) -> Iterator[Lane]:
+    def ended(self, now: float) -> Iterator[SimulatedLane]:
         """Lanes whose action ends now; those of which only a piece does go on."""
         self._move(now)
         running = self._running
@@ -138,6 +168,7 @@ class SideBySide:
         if not self._running:
             self._demand = 0.0  # without what rounding has left
         for action, lane in self._added:
+            lane.begin_s = now
             rest = iter(lane.pieces[action.kind])
             seconds, utilisation = next(rest)
             heapq.heappush(self._running, (self._clock + seconds, lane.number, utilisation, rest, lane))
@@ -154,4 +185,4 @@ class SideBySide:
             self._updated = now
 
 
-Device = InTurns | SideBySide
+Sharing = InTurns | SideBySide

@@ -1,0 +1,157 @@
+"""Costs: how long the actions of each stage and the messages of each hop take."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Direction, Kind
+from lightning_avgpipe.schedule.timeline import Timeline
+
+__all__ = ["Costs", "Pieces", "StageCosts", "least_possible_s"]
+
+Pieces = tuple[tuple[float, float], ...]  # of an action: seconds, and the share of its device that it uses, 0..1
+
+
+class Costs(Protocol):
+    """What the simulator must know."""
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        ...
+
+    def pieces(self, kind: Kind, stage: int) -> Pieces:
+        """Of an action: seconds and utilisation."""
+        ...
+
+    def message_s(self, direction: Direction, hop: int) -> tuple[float, float]:
+        """Of a message: seconds for which it occupies its link, and from then until it arrives."""
+        ...
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds per micro-batch.
+
+    Attributes:
+        forward_s: of each stage, shape ``(K,)``.
+        backward_s: of each stage, shape ``(K,)``.
+        send_forward_s: time for which values occupy the link of each hop, shape ``(K-1,)``.
+        send_backward_s: the same for gradients, shape ``(K-1,)``.
+        latency_s: of each hop, in either direction, shape ``(K-1,)``.
+        input_s: of the half of a backward that gives the gradients of a stage's inputs, shape ``(K,)``; default: half
+            of ``backward_s``, which is what layers that multiply by matrices take.
+        weight_s: of the half that gives those of its weights, shape ``(K,)``; default: what ``input_s`` leaves.
+    Raises:
+        ScheduleError: no stage, lengths that do not fit together, or a time that is negative or not finite.
+    """
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    send_forward_s: Sequence[float]
+    send_backward_s: Sequence[float]
+    latency_s: Sequence[float]
+    input_s: Sequence[float] = ()
+    weight_s: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.forward_s)
+        if num_stages == 0:
+            raise ScheduleError("forward_s has no entries; give one per stage, at least one")
+        if not self.input_s:
+            object.__setattr__(self, "input_s", tuple(seconds / 2 for seconds in self.backward_s))
+        if not self.weight_s:
+            rest = (b - i for b, i in zip(self.backward_s, self.input_s, strict=False))
+            object.__setattr__(self, "weight_s", tuple(rest))
+        wanted = {kind.cost: num_stages for kind in KINDS} | dict.fromkeys(
+            ("send_forward_s", "send_backward_s", "latency_s"), num_stages - 1
+        )
+        for name, length in wanted.items():
+            if len(getattr(self, name)) != length:
+                raise ScheduleError(
+                    f"{name} has {len(getattr(self, name))} entries, but needs {length}: forward_s has {num_stages}"
+                )
+        for name in wanted:
+            if not all(0 <= seconds < math.inf for seconds in getattr(self, name)):
+                raise ScheduleError(f"{name}={list(getattr(self, name))}: times must be finite and not negative")
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward_s: float,
+        backward_s: float,
+        send_s: float = 0.0,
+        latency_s: float = 0.0,
+        input_s: float | None = None,
+    ) -> StageCosts:
+        """Equal stages and hops; ``send_s`` per hop and direction."""
+        send, latency = (send_s,) * (num_stages - 1), (latency_s,) * (num_stages - 1)
+        half = () if input_s is None else (input_s,) * num_stages
+        return cls((forward_s,) * num_stages, (backward_s,) * num_stages, send, send, latency, half)
+
+    @classmethod
+    def measured(cls, timeline: Timeline) -> StageCosts:
+        """Medians of what a timeline shows; 0 for what does not occur in it, such as messages within a device.
+
+        Backwards are split by default where it shows no halves, and the sum of their halves where it shows no others.
+        """
+        stages, hops = range(timeline.num_stages), range(timeline.num_stages - 1)
+
+        def action_s(kind: Kind) -> tuple[float, ...]:
+            spans = [span for span in timeline.spans if span.action.kind is kind]
+            return tuple(_median(s.end_s - s.begin_s for s in spans if s.stage == k) for k in stages)
+
+        def send_s(direction: Direction) -> tuple[float, ...]:
+            sent = [transfer for transfer in timeline.transfers if transfer.direction == direction]
+            return tuple(_median(t.end_s - t.begin_s for t in sent if t.hop == hop) for hop in hops)
+
+        latency_s = tuple(_median(t.arrival_s - t.end_s for t in timeline.transfers if t.hop == hop) for hop in hops)
+        seconds = {kind: action_s(kind) for kind in KINDS}
+        input_s, weight_s = seconds[INPUT_GRADIENT], seconds[WEIGHT_GRADIENT]
+        halves = (input_s, weight_s) if any(input_s + weight_s) else ()
+        whole = seconds[BACKWARD] if any(seconds[BACKWARD]) else tuple(map(sum, zip(input_s, weight_s, strict=True)))
+        return cls(seconds[FORWARD], whole, send_s("forward"), send_s("backward"), latency_s, *halves)
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self.forward_s)
+
+    def pieces(self, kind: Kind, stage: int) -> Pieces:
+        """Of an action, which uses all of its device."""
+        return ((getattr(self, kind.cost)[stage], 1.0),)
+
+    def message_s(self, direction: Direction, hop: int) -> tuple[float, float]:
+        """Of a message: seconds for which it occupies its link, and from then until it arrives."""
+        send_s = self.send_forward_s if direction == "forward" else self.send_backward_s
+        return send_s[hop], self.latency_s[hop]
+
+
+def _median(seconds: Iterable[float]) -> float:
+    found = list(seconds)
+    return max(0.0, statistics.median(found)) if found else 0.0
+
+
+def least_possible_s(costs: StageCosts, num_microbatches: int) -> float:
+    """No schedule is faster, unless it splits backwards: a stage waits for its first value, does its work, and its last
+    gradient travels home.
+
+    ::
+
+        stage 0 | F0                      B_
+        stage 1 |    F0                B_
+        stage 2 |       F0 ... M(f+b) B_       <- busy without a pause
+    """
+    before = least = 0.0  # the way to stage k and back, for one micro-batch
+    for k, (forward_s, backward_s) in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
+        least = max(least, before + num_microbatches * (forward_s + backward_s))
+        before += forward_s + backward_s
+        if k < len(costs.latency_s):
+            before += costs.send_forward_s[k] + costs.send_backward_s[k] + 2 * costs.latency_s[k]
+    return least

@@ -1,0 +1,86 @@
+"""Rules: what an action waits for, whom it sends to, and what a row of actions keeps. All follow from the kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from lightning_avgpipe.schedule.actions import Action
+from lightning_avgpipe.schedule.kinds import COURSES, Direction, Kind
+
+__all__ = ["Event", "course", "in_words", "needs", "peak_stash", "receiver", "results", "sender", "trains", "urgency"]
+
+_STEP: dict[Direction | None, int] = {"forward": 1, "backward": -1, None: 0}
+
+Event = tuple[int, Kind | Direction, int]  # a stage has run this kind on a micro-batch, or has been sent this message
+
+
+def sender(kind: Kind, stage: int, num_stages: int) -> int | None:
+    """The stage whose message an action waits for; None: it waits for none."""
+    return _neighbour(stage, -_STEP[kind.consumes], num_stages)
+
+
+def receiver(kind: Kind, stage: int, num_stages: int) -> int | None:
+    """The stage that an action sends a message to; None: it sends none."""
+    return _neighbour(stage, _STEP[kind.produces], num_stages)
+
+
+def _neighbour(stage: int, step: int, num_stages: int) -> int | None:
+    return stage + step if step and 0 <= stage + step < num_stages else None
+
+
+def needs(action: Action, stage: int, num_stages: int) -> set[Event]:
+    """What must have happened before an action, besides the actions before it in its row."""
+    events: set[Event] = {(stage, kind, action.micro_batch) for kind in action.kind.after}
+    if action.kind.consumes is not None and sender(action.kind, stage, num_stages) is not None:
+        events.add((stage, action.kind.consumes, action.micro_batch))
+    return events
+
+
+def results(action: Action, stage: int, num_stages: int) -> set[Event]:
+    """What has happened after an action."""
+    events: set[Event] = {(stage, action.kind, action.micro_batch)}
+    there = receiver(action.kind, stage, num_stages)
+    if action.kind.produces is not None and there is not None:
+        events.add((there, action.kind.produces, action.micro_batch))
+    return events
+
+
+def in_words(kind: Kind) -> str:
+    """What an action waits for, as ``"B waits for its own F and for the stage after"``."""
+    words = [f"for its own {own}" for own in kind.after]
+    if kind.consumes is not None:
+        words.append(f"for the stage {'before' if kind.consumes == 'forward' else 'after'}")
+    return f"{kind} waits {' and '.join(words)}"
+
+
+def urgency(action: Action) -> tuple[int, int]:
+    """Of what may run on a device the smallest goes first: backwards, then the lowest micro-batch."""
+    return action.kind.priority, action.micro_batch
+
+
+def course(found: Collection[Kind], training: bool) -> tuple[Kind, ...]:
+    """The kinds that treat a micro-batch on a stage, of which some were found: the course that most of them are of."""
+    possible = COURSES[1:] if training else COURSES[:1]
+    return max(possible, key=lambda kinds: sum(kind in kinds for kind in found))
+
+
+def trains(row: Iterable[Action]) -> bool:
+    """Whether there are backwards."""
+    return any(action.kind is not COURSES[0][0] for action in row)
+
+
+def peak_stash(rows: Iterable[Iterable[Action]]) -> tuple[int, ...]:
+    """Largest number of stashed micro-batches per stage, shape ``(K,)``; without backwards nothing is stashed.
+
+    Actions of a stage do not overlap, so the order of its row alone decides how much it stashes. A micro-batch counts
+    until nothing of it is left, although after its input gradient only what the weight gradient needs is.
+    """
+    peaks = []
+    for row in rows:
+        held = peak = 0
+        actions = tuple(row)
+        for action in actions:
+            held += action.kind.stash
+            peak = max(peak, held)
+        peaks.append(peak if trains(actions) else 0)
+    return tuple(peaks)
