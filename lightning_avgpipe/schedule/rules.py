@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from lightning_avgpipe.schedule.actions import Action
 from lightning_avgpipe.schedule.kinds import COURSES, Direction, Kind
 
-__all__ = ["Event", "course", "in_words", "needs", "peak_stash", "receiver", "results", "sender", "trains", "urgency"]
+__all__ = [
+    "Event",
+    "course",
+    "courses",
+    "in_words",
+    "needs",
+    "peak_stash",
+    "receiver",
+    "results",
+    "sender",
+    "trains",
+    "urgency",
+]
 
 _STEP: dict[Direction | None, int] = {"forward": 1, "backward": -1, None: 0}
 
@@ -58,10 +70,14 @@ def urgency(action: Action) -> tuple[int, int]:
     return action.kind.priority, action.micro_batch
 
 
+def courses(training: bool) -> Sequence[tuple[Kind, ...]]:
+    """The ways in which a stage may treat a micro-batch."""
+    return COURSES[1:] if training else COURSES[:1]
+
+
 def course(found: Collection[Kind], training: bool) -> tuple[Kind, ...]:
     """The kinds that treat a micro-batch on a stage, of which some were found: the course that most of them are of."""
-    possible = COURSES[1:] if training else COURSES[:1]
-    return max(possible, key=lambda kinds: sum(kind in kinds for kind in found))
+    return max(courses(training), key=lambda kinds: sum(kind in kinds for kind in found))
 
 
 def trains(row: Iterable[Action]) -> bool:

@@ -61,13 +61,14 @@ class SimulatedLane:
         waits: the directions of messages that kinds wait for here.
         receivers: where the messages of kinds go from here, and over which link.
         arrivals: when a message is there, as far as that is known.
+        alone: whether its device serves no other lane; then nobody has to decide when an action begins.
         begin_s: of the action that runs.
         spans: begins and ends of the actions that are over.
     """
 
     __slots__ = (
-        "arrivals", "begin_s", "device", "number", "pieces", "pipeline", "position", "receivers", "row", "spans",
-        "stage", "waits",
+        "alone", "arrivals", "begin_s", "device", "number", "pieces", "pipeline", "position", "receivers", "row",
+        "spans", "stage", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +81,7 @@ class SimulatedLane:
         self.waits: dict[Kind, Direction] = {}
         self.receivers: dict[Kind, tuple[SimulatedLane, SimulatedLink]] = {}
         self.arrivals: dict[tuple[Direction, int], float] = {}
+        self.alone = False
         self.begin_s = 0.0
         self.spans: list[tuple[float, float]] = []
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Schedule
-from lightning_avgpipe.schedule.builders import check, check_complete
+from lightning_avgpipe.schedule.builders import check
 from lightning_avgpipe.schedule.costs import Costs, Pieces
 from lightning_avgpipe.schedule.kinds import KINDS, Direction, Kind
 from lightning_avgpipe.schedule.rules import peak_stash, receiver, sender
@@ -45,15 +45,12 @@ def simulate(
         DeadlockError: a stage waits for something that never comes; shows the grid.
     """
     schedules = [schedules] if isinstance(schedules, Schedule) else schedules
-    for schedule in schedules:
+    for schedule in {id(schedule): schedule for schedule in schedules}.values():
         if costs.num_stages != schedule.num_stages:
             raise ScheduleError(f"costs for {costs.num_stages} stages, but the schedule has {schedule.num_stages}")
-        check_complete(schedule)
+        check(schedule)  # so every row is played to its end
     simulation = Simulation(schedules, costs, devices or range(costs.num_stages), sharing)
     simulation.run()
-    for lane in simulation.lanes:
-        if lane.row[lane.position] is not None:
-            check(schedules[lane.pipeline])  # which says why
     return simulation.timeline()
 
 
@@ -78,7 +75,8 @@ class Simulation:
         self._devices = tuple(devices)
         self._links: dict[tuple[Direction, int], SimulatedLink] = {}
         self.lanes = self._connected(schedules, costs, sharing)
-        # time, serial number (so that nothing else is compared), device and its version, or lane that may go on
+        # time, serial number (so that nothing else is compared), device and its version, or lane: when it may go on, or
+        # if it is alone when its action ends
         self._events: list[tuple[float, int, Sharing | SimulatedLane, int]] = []
         self._serial = 0
         for lane in self.lanes:
@@ -102,6 +100,7 @@ class Simulation:
                 for k in stages
             )
         for lane in lanes:
+            lane.alone = len(schedules) == 1 and self._devices.count(self._devices[lane.stage]) == 1
             for kind in kinds:
                 if kind.consumes is not None and sender(kind, lane.stage, count) is not None:
                     lane.waits[kind] = kind.consumes
@@ -122,6 +121,9 @@ class Simulation:
             while events and events[0][0] == now:
                 _, _, who, version = heapq.heappop(events)
                 if isinstance(who, SimulatedLane):
+                    if who.alone:
+                        self._end(who)
+                        continue
                     action = who.row[who.position]
                     assert action is not None
                     who.device.add(who, action)
@@ -143,8 +145,15 @@ class Simulation:
     def _wake(self, lane: SimulatedLane) -> None:
         """Let a lane go on as soon as the input of its next action is there, if that is known."""
         input_s = lane.input_s()
-        if input_s is not None:
-            self._push(max(self.now, input_s), lane, 0)
+        if input_s is None:
+            return
+        begin_s = input_s if input_s > self.now else self.now
+        if lane.alone:
+            action = lane.row[lane.position]
+            assert action is not None
+            lane.begin_s = begin_s
+            begin_s += lane.pieces[action.kind][0][0]
+        self._push(begin_s, lane, 0)
 
     def _end(self, lane: SimulatedLane) -> None:
         """Send what an action gave, and see when the next one may begin."""

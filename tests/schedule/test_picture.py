@@ -137,7 +137,11 @@ def test_stages_of_a_device_share_a_row_and_optimizer_and_averaging_have_colours
 
 
 def test_actions_of_later_pipelines_are_lighter_and_have_tracks_of_their_own() -> None:
-    spans = [Span(0, Action(kind, 0), 2 * n + i, 2 * n + i + 1, n) for n in range(3) for i, kind in enumerate("FB")]
+    spans = [
+        Span(0, Action(kind, 0), 2 * n + i, 2 * n + i + 1, n)
+        for n in range(3)
+        for i, kind in enumerate((FORWARD, BACKWARD))
+    ]
     transfers = (Transfer(0, "forward", 0, 1, 1.5, 2), Transfer(0, "forward", 0, 3, 3.5, 4, 1))
     timeline = Timeline(1, tuple(spans), transfers, (1,))
     figure = picture.draw(timeline)

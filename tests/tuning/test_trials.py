@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.predictors import random_profile
+from lightning_avgpipe.schedule import BACKWARD, FORWARD
 from lightning_avgpipe.tuning import Setting, candidates, search
 from lightning_avgpipe.tuning.trials import Budget, best, busy_curve, durations, per_batch_s, refined, trial_sizes
 
@@ -35,9 +36,9 @@ def test_a_budget_is_spent_and_something_is_timed(iterations: int, others: int) 
 
 
 def test_durations_are_medians_and_count_what_lies_between_actions() -> None:
-    spans = [(0, "F", 1.0), (0, "F", 2.0), (0, "F", 9.0), (1, "B", 4.0)]
-    assert durations(spans) == {(0, "F"): 2.0, (1, "B"): 4.0}
-    assert durations(spans, [(3.0, 2.0), (5.0, 2.0), (2.0, 2.0)]) == {(0, "F"): 3.0, (1, "B"): 6.0}
+    spans = [(0, FORWARD, 1.0), (0, FORWARD, 2.0), (0, FORWARD, 9.0), (1, BACKWARD, 4.0)]
+    assert durations(spans) == {(0, FORWARD): 2.0, (1, BACKWARD): 4.0}
+    assert durations(spans, [(3.0, 2.0), (5.0, 2.0), (2.0, 2.0)]) == {(0, FORWARD): 3.0, (1, BACKWARD): 6.0}
 
 
 def test_a_curve_is_as_full_as_the_kernels_that_run() -> None:

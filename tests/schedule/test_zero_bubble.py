@@ -1,0 +1,134 @@
+"""Zero-bubble schedules: idleness and memory as their paper has them, and never slower than 1F1B."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from lightning_avgpipe.errors import ConfigurationError, ScheduleError
+from lightning_avgpipe.schedule import StageCosts, Timeline, build, check, simulate
+from lightning_avgpipe.schedule.__main__ import main
+
+SIZES = list(itertools.product(range(1, 6), range(1, 9)))  # K, M
+SECONDS = [(1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (2.0, 1.5, 1.0), (1.0, 0.5, 1.0), (1.0, 1.0, 2.0), (1.0, 1.0, 0.0)]
+
+
+def costs_of(num_stages: int, forward_s: float, input_s: float, weight_s: float) -> StageCosts:
+    return StageCosts.uniform(num_stages, forward_s, input_s + weight_s, input_s=input_s)
+
+
+def idle_s(timeline: Timeline) -> list[float]:
+    """Of each stage, from the begin of its first action to the end of its last."""
+    spans = [[span for span in timeline.spans if span.stage == k] for k in range(timeline.num_stages)]
+    return [
+        max(s.end_s for s in of) - min(s.begin_s for s in of) - sum(s.end_s - s.begin_s for s in of) for of in spans
+    ]
+
+
+def test_zb_h1_has_a_weight_gradient_behind_for_each_stage_before() -> None:
+    assert str(build("zb_h1", 3, 4)) == (
+        "stage 0 | F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3\n"
+        "stage 1 | F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3\n"
+        "stage 2 | F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"
+    )  # fmt: skip
+
+
+def test_zb_h2_is_twice_as_far_ahead_and_behind() -> None:
+    assert str(build("zb_h2", 2, 5)) == (
+        "stage 0 | F0 F1 F2 I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4\n"
+        "stage 1 | F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4"
+    )  # fmt: skip
+
+
+def drawn(timeline: Timeline) -> list[str]:
+    """A character for each second and stage."""
+    rows = []
+    for k in range(timeline.num_stages):
+        cells = ["."] * round(timeline.iteration_s)
+        for span in timeline.spans:
+            if span.stage == k:
+                cells[round(span.begin_s)] = span.action.kind.symbol
+        rows.append("".join(cells))
+    return rows
+
+
+def test_with_equal_thirds_zb_h1_is_idle_for_a_third_of_what_1f1b_is() -> None:
+    assert drawn(simulate(build("zb_h1", 3, 4), costs_of(3, 1, 1, 1))) == [
+        "FFF..IWFIWIWIW",
+        ".FF.IFIWFIWIWW",
+        "..FIFIFIWFIWWW",
+    ]
+
+
+def test_with_equal_thirds_no_stage_is_ever_idle_in_zb_h2() -> None:
+    assert drawn(simulate(build("zb_h2", 3, 6), costs_of(3, 1, 1, 1))) == [
+        "FFFFFIWFIWIWIWIWIW..",
+        ".FFFIFIFIWFIWIWIWWW.",
+        "..FIFIFIFIFIWFIWWWWW",
+    ]
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (2.0, 1.5, 1.0), (1.0, 2.0, 1.0)])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6])
+def test_stages_are_idle_for_as_long_as_the_papers_formulas_say(
+    num_stages: int, seconds: tuple[float, float, float]
+) -> None:
+    """They hold where the weight half is not the longer one, for enough micro-batches."""
+    f, i, w = seconds
+    costs, num_microbatches = costs_of(num_stages, f, i, w), 3 * num_stages
+    for name, each in {"1f1b": f + i + w, "zb_h1": f + i - w, "zb_h2": f + i - 2 * w}.items():
+        timeline = simulate(build(name, num_stages, num_microbatches), costs)
+        assert idle_s(timeline) == pytest.approx([(num_stages - 1 - k) * each for k in range(num_stages)]), name
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), SIZES)
+def test_every_size_is_complete_finishes_and_is_not_slower_than_1f1b(
+    name: str, num_stages: int, num_microbatches: int
+) -> None:
+    schedule = build(name, num_stages, num_microbatches)
+    check(schedule)
+    assert [len(row) for row in schedule] == [3 * num_microbatches] * num_stages
+    for seconds in SECONDS:
+        costs = costs_of(num_stages, *seconds)
+        found = simulate(schedule, costs).iteration_s
+        least = num_microbatches * sum(seconds) + (num_stages - 1) * seconds[0]
+        assert least - 1e-9 <= found <= simulate(build("1f1b", num_stages, num_microbatches), costs).iteration_s + 1e-9
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), SIZES)
+def test_zb_h1_stashes_as_many_as_the_first_stage_of_1f1b_and_zb_h2_nearly_twice_as_many(
+    num_stages: int, num_microbatches: int
+) -> None:
+    costs = StageCosts.uniform(num_stages, 1, 2)
+    stashed = {
+        name: simulate(build(name, num_stages, num_microbatches), costs).peak_stash
+        for name in ("1f1b", "zb_h1", "zb_h2")
+    }
+    assert set(stashed["zb_h1"]) == {max(stashed["1f1b"])} == {min(num_microbatches, num_stages)}
+    assert set(stashed["zb_h2"]) == {min(num_microbatches, 2 * num_stages - 1)}
+
+
+def test_the_command_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in ("picture.png", "trace.json"):
+        path = tmp_path / file
+        assert main(["zb_h2", "--stages", "3", "--microbatches", "6", "--output", str(path)]) == 0
+        assert path.stat().st_size > 0
+    assert "iteration 20 s" in capsys.readouterr().out
+
+
+def test_sizes_are_checked() -> None:
+    with pytest.raises(ScheduleError, match="num_microbatches=0"):
+        build("zb_h1", 2, 0)
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
+def test_the_strategy_does_not_offer_what_stages_cannot_run(name: str) -> None:
+    from lightning_avgpipe import AvgPipeStrategy
+
+    with pytest.raises(
+        ConfigurationError, match=f"schedule='{name}': must be one of 'advance_forward', '1f1b', 'afab'"
+    ):
+        AvgPipeStrategy(schedule=name)  # type: ignore[arg-type]
