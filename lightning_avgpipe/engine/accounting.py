@@ -92,7 +92,7 @@ class Meter(Observer, ABC):
         with self._during(stage, action):
             output = do()
         self._after(stage, action, pipeline)
-        if action.kind == "F":
+        if action.kind.stash > 0:
             made = tree.tensors(work.results.get(action.micro_batch)) if output is None else output.tensors
             received = () if work.received is None else work.received.tensors
             self.keep(stage, action.micro_batch, received, made, pipeline)

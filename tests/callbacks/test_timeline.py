@@ -18,7 +18,7 @@ from lightning_avgpipe.comm.clock import ClockOffset, DeviceClock, estimate_offs
 from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.engine.recording import Recorder, Recording, assemble
 from lightning_avgpipe.errors import ConfigurationError, PeerError
-from lightning_avgpipe.schedule import FORWARD, Action, Activity, Span, Transfer, build
+from lightning_avgpipe.schedule import Action, Activity, Span, Transfer, build, kinds
 from lightning_avgpipe.utils.device import AcceleratorPort, DevicePort, Moment
 from tests import processes
 from tests.driver import Engine
@@ -79,7 +79,7 @@ def test_events_are_placed_on_the_hosts_clock_by_their_distance_from_the_anchor(
 
 
 def test_recordings_are_shifted_to_one_clock_that_begins_with_the_first_action() -> None:
-    f0 = Action(FORWARD, 0)
+    f0 = Action(kinds.FORWARD, 0)
     first = Recording(
         1, ClockOffset(-900.0, 0.001), (Span(0, f0, 1000.0, 1001.0),), (Activity(1, "wait", 1001.0, 1005.0, "B0"),),
         {(FORWARD, 0): (1001.0, 1001.5)}, {},
