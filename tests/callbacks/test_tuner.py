@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.callbacks import tuner as tuner_module
 from lightning_avgpipe.engine.stage import Stage
+from lightning_avgpipe.schedule import FORWARD, Action
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.strategy import profiler
 from lightning_avgpipe.tuning import Corrected, Prediction, Profile, Result, Setting
@@ -219,27 +220,27 @@ def test_training_goes_on_as_if_the_choice_had_been_given_by_hand(
 
 
 class ScarceStage:
-    """Takes the place of a stage's forward: batches in so few micro-batches do not fit one of the stages."""
+    """Takes the place of a stage's forwards: batches in so few micro-batches do not fit one of the stages."""
 
     def __init__(
         self, stage: int, too_few: int, error: Callable[[str], BaseException] = torch.OutOfMemoryError
     ) -> None:
         self._stage, self._too_few, self._error = stage, too_few, error
-        self._forward = Stage.forward
+        self._perform = Stage.perform
 
     def __enter__(self) -> None:
         scarce = self
 
-        def forward(self: Stage, task: Any, micro_batch: int, message: Any) -> Any:
+        def perform(self: Stage, action: Action, task: Any, message: Any) -> Any:
             short = self.program.stage == scarce._stage and len(task.args) <= scarce._too_few
-            if task.trains and short and micro_batch == 1:  # others are under way by then
+            if task.trains and short and action == Action(FORWARD, 1):  # others are under way by then
                 raise scarce._error("tried to allocate 3.00 GiB")
-            return scarce._forward(self, task, micro_batch, message)
+            return scarce._perform(self, action, task, message)
 
-        Stage.forward = forward  # type: ignore[method-assign]
+        Stage.perform = perform  # type: ignore[method-assign]
 
     def __exit__(self, *_: Any) -> None:
-        Stage.forward = self._forward  # type: ignore[method-assign]
+        Stage.perform = self._perform  # type: ignore[method-assign]
 
 
 def mlp(tuner: Any, strategy: dict[str, Any] | None = None, devices: int = 1, **options: Any) -> tuple[Any, L.Trainer]:

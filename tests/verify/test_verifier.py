@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.engine import microbatch, randomness
 from lightning_avgpipe.engine.stage import Stage
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action
 from lightning_avgpipe.errors import ConfigurationError, VerificationError
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.utils.device import DevicePort
@@ -122,15 +123,15 @@ def test_a_model_that_does_not_fit_is_refused_before_training(monkeypatch: pytes
 
 
 def lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = Stage.backward
+    perform = Stage.perform
 
-    def lossy(stage: Stage, micro_batch: int, message: Any) -> Any:
-        if stage.program.is_first and micro_batch == 1:
-            stage.stash.pop(micro_batch)
+    def lossy(stage: Stage, action: Action, task: Any, message: Any) -> Any:
+        if stage.program.is_first and action == Action(BACKWARD, 1):
+            stage.stash.pop(1)
             return None
-        return backward(stage, micro_batch, message)
+        return perform(stage, action, task, message)
 
-    monkeypatch.setattr(Stage, "backward", lossy)
+    monkeypatch.setattr(Stage, "perform", lossy)
 
 
 def wrong_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +144,14 @@ def wrong_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def executed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Stage.forward
+    perform = Stage.perform
 
-    def twice(stage: Stage, task: Any, micro_batch: int, message: Any) -> Any:
-        if stage.program.is_first and micro_batch == 2:
-            forward(stage, task, micro_batch, message)
-        return forward(stage, task, micro_batch, message)
+    def twice(stage: Stage, action: Action, task: Any, message: Any) -> Any:
+        if stage.program.is_first and action == Action(FORWARD, 2):
+            perform(stage, action, task, message)
+        return perform(stage, action, task, message)
 
-    monkeypatch.setattr(Stage, "forward", twice)
+    monkeypatch.setattr(Stage, "perform", twice)
 
 
 def equal_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,15 +279,15 @@ def fit_in_processes(rank: int, faulty: bool) -> list[str]:
     torch.set_num_threads(1)
     texts: list[str] = []
     torch.manual_seed(3)
-    module, backward = Normed(), Stage.backward
+    module, perform = Normed(), Stage.perform
 
-    def lossy(stage: Stage, micro_batch: int, message: Any) -> Any:
-        result = backward(stage, micro_batch, message)
-        if faulty and stage.program.is_first and micro_batch == 1:
+    def lossy(stage: Stage, action: Action, task: Any, message: Any) -> Any:
+        result = perform(stage, action, task, message)
+        if faulty and stage.program.is_first and action == Action(BACKWARD, 1):
             module.layers[0].weight.grad.mul_(0.5)
         return result
 
-    Stage.backward = lossy  # type: ignore[method-assign]
+    Stage.perform = lossy  # type: ignore[method-assign]
     with replaced(verifying, "rank_zero_info", texts.append) if rank == 0 else nullcontext():
         running = pipeline(2, 2, {"num_microbatches": 4, "verify": True}, max_epochs=1, gradient_clip_val=0.1)
         running.fit(module, loader(Normed, 32, 8))
