@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.callbacks import tuner as tuner_module
 from lightning_avgpipe.engine.stage import Stage
-from lightning_avgpipe.schedule import FORWARD, Action
 from lightning_avgpipe.errors import ConfigurationError, TuningError
+from lightning_avgpipe.schedule import FORWARD, Action
 from lightning_avgpipe.strategy import profiler
 from lightning_avgpipe.tuning import Corrected, Prediction, Profile, Result, Setting
 from lightning_avgpipe.utils.device import DevicePort

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.engine import microbatch, randomness
 from lightning_avgpipe.engine.stage import Stage
-from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action
 from lightning_avgpipe.errors import ConfigurationError, VerificationError
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.utils.device import DevicePort
 from lightning_avgpipe.utils.patching import replaced
