@@ -199,6 +199,8 @@ def run_together(
         observers: see the iteration, each within those before it.
     Returns:
         One for each pipeline.
+    Raises:
+        ScheduleError: a schedule has actions that stages cannot run.
     """
     for schedule in schedules:
         check_runnable(schedule)

@@ -56,10 +56,10 @@ def forced(alone: bool) -> Iterator[list[int]]:
     used: list[int] = []
     lanes, init = Pipeline.lanes, ScheduleControl.__init__
 
-    def noted(self: Pipeline, step: str, schedule: Any, task: Any) -> Any:
+    def noted(self: Pipeline, step: str, schedule: Any, task: Any, *observers: Any) -> Any:
         if task.trains:
             used.append(max(a - b for a, b in zip(schedule.warm_up, schedule.warm_up[1:], strict=False)) - 1)
-        return lanes(self, step, schedule, task)
+        return lanes(self, step, schedule, task, *observers)
 
     def begun(self: ScheduleControl, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
