@@ -11,6 +11,7 @@ a structure which repeats is neither pickled nor sent again.
 
 from __future__ import annotations
 
+import math
 import pickle
 import struct
 import sys
@@ -75,6 +76,11 @@ class TensorForm(NamedTuple):
         """Shape in which the numbers travel."""
         return self.shape if self.order is None else tuple(self.shape[d] for d in self.order)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def on_wire(self, tensor: Tensor) -> Tensor:
         """The tensor as it travels."""
         return tensor if self.order is None else tensor.permute(self.order)
@@ -83,6 +89,10 @@ class TensorForm(NamedTuple):
         """The tensor as it was."""
         order = self.order
         return tensor if order is None else tensor.permute(sorted(range(len(order)), key=order.__getitem__))
+
+    def from_bytes(self, flat: Tensor) -> Tensor:
+        """The tensor whose numbers these are, in their memory."""
+        return self.from_wire(flat.view(self.dtype).view(self.wire_shape))
 
 
 _Structure = tuple[tuple[TensorForm | None, ...], tuple[bool, ...], Any, bool]  # the last three are the message's own

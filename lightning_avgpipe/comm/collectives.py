@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -94,12 +94,12 @@ class Collectives:
 
         def exchange() -> None:
             if self.rank != 0:
-                self._send(torch.tensor([mine.numel()]), 0)
-                self._send(mine, 0)
+                self.send(torch.tensor([mine.numel()]), 0)
+                self.send(mine, 0)
                 return
             for rank in range(1, self.world_size):
-                size = self._receive(torch.empty(1, dtype=torch.int64), rank)
-                items.append(_unpickled(self._receive(torch.empty(int(size), dtype=torch.uint8), rank)))
+                size = self.receive(torch.empty(1, dtype=torch.int64), rank)
+                items.append(_unpickled(self.receive(torch.empty(int(size), dtype=torch.uint8), rank)))
 
         self.together("a gathering of objects", exchange)
         return items
@@ -131,15 +131,15 @@ class Collectives:
             reading = torch.empty((), dtype=torch.float64)
             for _ in range(_CLOCK_ROUNDS):
                 asked = host_now()
-                self._send(reading, 0)
-                reading = self._receive(reading, 0)
+                self.send(reading, 0)
+                reading = self.receive(reading, 0)
                 rounds.append((asked, float(reading), host_now()))
 
         def answer() -> None:
             for peer in range(1, self.world_size):
                 for _ in range(_CLOCK_ROUNDS):
-                    reading = self._receive(torch.empty((), dtype=torch.float64), peer)
-                    self._send(torch.full_like(reading, host_now()), peer)
+                    reading = self.receive(torch.empty((), dtype=torch.float64), peer)
+                    self.send(torch.full_like(reading, host_now()), peer)
 
         self.together("an alignment of clocks", answer if self.rank == 0 else exchange)
         return estimate_offset(rounds) if rounds else ClockOffset()
@@ -149,76 +149,13 @@ class Collectives:
         self.together("a sum", lambda: self.process_group.allreduce([tensor]).wait())
         return tensor
 
-    def collect(self, tensors: Mapping[str, Tensor], owner: Callable[[str], int]) -> dict[str, Tensor]:
-        """On rank 0 the owners' tensors, those of other processes as copies on the host; elsewhere one's own.
-
-        Args:
-            tensors: the same names, shapes and types on every process.
-            owner: name -> rank.
-        """
-        collected = dict(tensors)
-
-        def exchange() -> None:
-            for name, tensor in tensors.items():
-                source = owner(name)
-                if source == 0 or tensor.numel() == 0:
-                    continue
-                if self.rank == source:
-                    self._send(tensor, 0)
-                elif self.rank == 0:
-                    collected[name] = self._receive(tensor, source)
-
-        self.together("a gathering of parameters", exchange)
-        return collected
-
-    def deliver(
-        self, tensors: Mapping[str, Tensor], holders: Mapping[str, int], wanted: Mapping[int, Sequence[str]]
-    ) -> dict[str, Tensor]:
-        """What this process wants and others hold, as copies on the host.
-
-        Args:
-            tensors: the same names, shapes and types on every process.
-            holders: name -> rank that holds it; what nobody holds is not delivered. The same on every process.
-            wanted: rank -> names that it lacks. The same on every process.
-        """
-        delivered: dict[str, Tensor] = {}
-
-        def exchange() -> None:
-            for receiver, names in wanted.items():
-                for name in names:
-                    tensor = tensors[name]
-                    if name not in holders or tensor.numel() == 0:
-                        continue
-                    if self.rank == holders[name]:
-                        self._send(tensor, receiver)
-                    elif self.rank == receiver:
-                        delivered[name] = self._receive(tensor, holders[name])
-
-        self.together("a delivery of parameters", exchange)
-        return delivered
-
-    def spread(self, tensors: Mapping[str, Tensor], owner: Callable[[str], int]) -> dict[str, Tensor]:
-        """On every process all owners' tensors; those of other processes as copies on the host."""
-        spread = dict(tensors)
-
-        def exchange() -> None:
-            for name, tensor in tensors.items():
-                if tensor.numel() == 0:
-                    continue
-                mine = owner(name) == self.rank
-                copy = tensor.detach().cpu().contiguous() if mine else torch.empty(tensor.shape, dtype=tensor.dtype)
-                self._broadcast(as_bytes(copy), owner(name))
-                if not mine:
-                    spread[name] = copy
-
-        self.together("a spreading of parameters", exchange)
-        return spread
-
-    def _send(self, tensor: Tensor, rank: int) -> None:
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send to a member that receives; both within :meth:`together`."""
         flat = as_bytes(tensor.cpu().contiguous())
         transfer(lambda part: self.process_group.send([part], rank, _TAG), flat, self._moved)
 
-    def _receive(self, like: Tensor, rank: int) -> Tensor:
+    def receive(self, like: Tensor, rank: int) -> Tensor:
+        """What a member sends, of this shape and type, on the host; both within :meth:`together`."""
         received = torch.empty(like.shape, dtype=like.dtype)
         transfer(lambda part: self.process_group.recv([part], rank, _TAG), as_bytes(received), self._moved)
         return received

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,14 @@ from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity
 from lightning_avgpipe.elastic.checksum import Checksums
 from lightning_avgpipe.elastic.finite import has_nonfinite
+from lightning_avgpipe.elastic.model_tensors import ModelTensors
 from lightning_avgpipe.elastic.optimizer_clone import clone_optimizer, follow
 from lightning_avgpipe.elastic.optimizer_start import load_states, states_of_group_0
 from lightning_avgpipe.elastic.replica import Placement, Replica, alike, leaf_like
 from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
+from lightning_avgpipe.weights.belongings import Belongings, OptimizerStates
 
 __all__ = ["Ensemble"]
 
@@ -62,7 +65,6 @@ class Ensemble:
         self._clones: list[list[Optimizer]] = [[]]
         # of all parameters that are trained anywhere; what other processes hold is on meta
         self._reference: dict[str, Tensor] = {}
-        self._mine: list[str] = []
         self._outer: Optimizer | None = None
         self._shown: Replica | None = None
         self.steps = 0
@@ -155,7 +157,6 @@ class Ensemble:
         here = [name for name in new if not parameters[name].is_meta]
         self._placement.drop(new)
         self._placement.add(here)
-        self._mine += here
         for name in new:
             data = parameters[name].detach()
             self._reference[name] = data.clone() if name in own else torch.empty_like(data, device="meta")
@@ -200,6 +201,25 @@ class Ensemble:
                     buffer.copy_(shown.buffers[name])
         self._placement.put(own)
         self._replicas, self._clones, self._shown, self._reference = [own], [[]], None, {}
+
+    # -- where they are ----------------------------------------------------------------------------------------------
+
+    def begin_relocation(self) -> None:
+        """Parameters are about to move between processes: show pipeline 0's model, and let nothing be under way."""
+        self.show_reference(False)
+        self.check_checksums()
+
+    @property
+    def belongings(self) -> list[Belongings]:
+        """All that moves with a parameter or buffer, beside the module's own tensors and their optimizers' states."""
+        shared = {} if self._shared is None else self._shared.buffers
+        states = [
+            OptimizerStates(made, partial(getattr, replica, "parameters"))
+            for replica, made in zip(self._replicas, self._clones, strict=True)
+        ]
+        if self._outer is not None:
+            states.append(OptimizerStates([self._outer], lambda: self._reference))
+        return [ModelTensors(self._placement, self._replicas, self._reference, self._leaf, shared), *states]
 
     # -- which model the module shows --------------------------------------------------------------------------------
 
@@ -384,6 +404,11 @@ class Ensemble:
 
     def _models(self) -> list[list[Tensor]]:
         return [[replica.parameters[name].detach() for name in self._mine] for replica in self._replicas]
+
+    @property
+    def _mine(self) -> list[str]:
+        """Parameters of which there is something here, in the same order on processes with the same stages."""
+        return [name for name in self._reference if name in self._placement.own.parameters]
 
     def _centres(self) -> list[Tensor]:
         return [self._reference[name] for name in self._mine]

@@ -92,6 +92,11 @@ class Placement:
             self._parameter_slots[name] = by_id[id(parameters[name])]
             self.own.parameters[name] = parameters[name]
 
+    def remove(self, name: str) -> None:
+        """From now on replicas have no such parameter, if they had. The module's own tensors are in place."""
+        self._parameter_slots.pop(name, None)
+        self.own.parameters.pop(name, None)
+
     def drop(self, names: Collection[str]) -> None:
         """These begin to train, and are buffers no more. The module's own tensors are in place."""
         for name in names:

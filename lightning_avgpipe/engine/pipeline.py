@@ -130,9 +130,13 @@ class Pipeline:
     def leaves(self, step: str, rank: int, batch: Any) -> frozenset[str] | None:
         """Names of the tensors of a batch that a process needs for a step; None if that is not known: all of them."""
         graph = self._graphs.get(step)
-        if graph is None or leaf_names(batch) != tuple(leaf.name for leaf in graph.leaves):
+        if graph is None or step not in self._leaves or leaf_names(batch) != tuple(leaf.name for leaf in graph.leaves):
             return None
         return self._leaves[step][rank]
+
+    def need_all(self, step: str) -> None:
+        """From now on it is not known what a step needs of a batch, as before it was loaded."""
+        self._leaves.pop(step, None)
 
     def read_elsewhere(self) -> frozenset[tuple[str, str]]:
         """Path of a module and name of the attributes that step functions read on other processes than the last."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,21 +24,22 @@ from lightning_avgpipe.planning.model_memory import state_copies
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.training.state import (
-    drop_foreign_state,
     full_ensemble_state,
     full_state_dict,
     load_ensemble_state,
     load_present_state,
     move_state,
     own_state_dict,
-    owners,
-    spread_parameters,
 )
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.torch_compat import address
+from lightning_avgpipe.weights.belongings import Belongings, ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.on_demand import OnDemandGather
-from lightning_avgpipe.weights.ownership import give_up, take_back
+from lightning_avgpipe.weights.ownership import Owners, answering, owners_of
+from lightning_avgpipe.weights.relocation import Relocation, holders
 
 __all__ = ["Deployment"]
 
@@ -58,6 +60,7 @@ class Deployment:
         pipeline: runs the step functions that are prepared; with parallel models, number 0, and evaluations.
         plan: None before the first step.
         ensemble: the parallel models, from the first step of training on; None if there is one model.
+        replans: whether the next step of training that begins with cleared gradients may make another plan.
     """
 
     def __init__(
@@ -82,10 +85,12 @@ class Deployment:
         self._planner = planner
         self._optimizers = optimizers
         self._gather = OnDemandGather(module, mesh, origin)
-        self._scattered = origin is not None  # no process may hold the whole module
+        self._scattered = False  # some parameters have no contents on some process before the first plan
         self._unloaded: Sequence[Mapping[str, Any]] = ()  # states for optimizers whose parameters have no contents yet
         self._final = False
-        self._owner: dict[str, int] = {}
+        self._owners: Owners = {}  # of what this process and others hold now
+        self._owner: dict[str, int] = {}  # of the plan, by every name
+        self.replans = False
 
     def needed_elsewhere(self) -> frozenset[tuple[str, str]]:
         """Path of a module and name of the attributes that steps read on other processes, and of buffers there."""
@@ -110,6 +115,7 @@ class Deployment:
         decides: bool,
         schedule: Schedule,
         num_pipelines: int = 1,
+        begins: bool = True,
     ) -> bool:
         """Make a step function runnable, if it is not. Every process calls it.
 
@@ -122,9 +128,15 @@ class Deployment:
                 comes before it (a sanity check) runs on a provisional plan, for which nobody gives anything up.
             schedule: that it will run with.
             num_pipelines: that will train.
+            begins: whether gradients are cleared, so that nothing is lost with another plan.
         Returns:
             Whether a plan was made that stays.
         """
+        if self.replans and begins and step == "training_step" and self._are_whole(examples):
+            if self.ensemble is not None:
+                self.ensemble.begin_relocation()
+            if self._divide(step, run, examples, True, schedule, num_pipelines):
+                return True
         if step in self.pipeline.steps and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
@@ -134,6 +146,11 @@ class Deployment:
         if graph is not None:
             self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
         return False
+
+    def _are_whole(self, examples: Sequence[Sequence[Any]]) -> bool:
+        """Whether every process has all tensors of the batches, and may be given any stage."""
+        lacks = any(isinstance(leaf, Absent) for args in examples for leaf in tree.tensors(tuple(args)))
+        return not int(self._mesh.world.sum(torch.tensor(int(lacks))))
 
     def _on_first(self, examples: Sequence[Sequence[Any]], make: Callable[[Sequence[Any]], Any]) -> Any:
         """What is made of the first example that is not skipped; None if all are. Every process calls it."""
@@ -160,21 +177,24 @@ class Deployment:
         schedule: Schedule,
         num_pipelines: int,
     ) -> bool:
-        units = self.plan.graph.units if self.plan is not None else ()
-        planner = self._planner
-        links = self._mesh.links() if final and planner.measures else ()
+        planner, before = self._planner, None if self._final else self.plan
         copies, groups = state_copies(self._optimizers()), self._mesh.num_groups
-        conditions = Conditions(schedule, links, copies, num_pipelines, groups)
-        make = partial(planner.plan, units=units) if final else planner.provisional
-        plan: Plan | None = self._on_first(examples, lambda args: make(step, run, args, conditions=conditions))
+        with self._whole_on_rank_zero():
+            # asked on rank 0, which measures
+            links = self._mesh.links() if final and self._mesh.broadcast(planner.measures) else ()
+            conditions = Conditions(schedule, links, copies, num_pipelines, groups)
+            units = () if before is None else before.graph.units
+            make = partial(planner.plan, units=units) if final else planner.provisional
+            plan: Plan | None = self._on_first(examples, lambda args: make(step, run, args, conditions=conditions))
         if plan is None:
             return False
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
+        begins_alike = not self._final
         self.pipeline.unload()
-        self.plan, self._final = plan, final
-        self._owner = owners(self._module, self._mesh, plan.stages_of)
+        self.plan, self._final, self.replans, self._pipelines = plan, final, False, [self.pipeline]
         self._place_parameters()
-        self._begin_alike()
+        if begins_alike:
+            self._begin_alike()
         self.pipeline.load(plan.graph, plan.cuts)
         for graph in others:
             try:
@@ -186,6 +206,17 @@ class Deployment:
                 pass  # it needs finer units: a new capture is made when it is run
         return True
 
+    @contextlib.contextmanager
+    def _whole_on_rank_zero(self) -> Iterator[None]:
+        """Within this context rank 0 has all weights once more, if it had them before the first plan: to time units."""
+        lent = {} if self._scattered or not self._final else {n: (*ranks, 0) for n, ranks in self._owners.items()}
+        tensors = ModuleTensors(self._module)
+        relocate(Relocation(self._owners, lent), self._mesh, [tensors], torch.device("cpu"))
+        try:
+            yield
+        finally:
+            tensors.drop([name for name in lent if self._mesh.rank not in self._owners[name]])
+
     def place_parameters(self, plan: Plan) -> dict[str, int]:
         """Divide the module by a plan of which it is only known who owns what. Every process calls it.
 
@@ -193,7 +224,6 @@ class Deployment:
             Full name of each parameter and buffer that one process owns -> its rank.
         """
         self.plan, self._final = plan, True
-        self._owner = owners(self._module, self._mesh, plan.stages_of)
         self._place_parameters()
         return {name: self._owner[name] for name in plan.stages_of if name in self._owner}
 
@@ -227,7 +257,7 @@ class Deployment:
         ensemble = self.ensemble
         stale = ensemble.follow() | ensemble.resize(num_pipelines)
         self._load_ensemble()
-        if stale or begins:
+        if stale or begins or len(self._pipelines) < num_pipelines:
             self._mesh.widen(num_pipelines)
             self.pipeline.place = partial(ensemble.place, 0)
             others = [
@@ -311,30 +341,52 @@ class Deployment:
 
     # -- who holds what ----------------------------------------------------------------------------------------------
 
+    def _find_owners(self) -> None:
+        """Before the first plan: every process has everything but for parameters on meta, and those it knows of."""
+        held = {name for name, parameter in self._module.named_parameters() if not parameter.is_meta}
+        found, everybody = holders(self._mesh, held), tuple(range(self._mesh.world_size))
+        self._owners = {name: found.get(name, ()) for name, _ in self._module.named_parameters()}
+        self._scattered = any(ranks != everybody for ranks in self._owners.values())
+        self._owners |= {name: everybody for name, _ in self._module.named_buffers()}
+
+    def _relocate(self, owners: Owners, kinds: Sequence[Belongings], device: torch.device | None = None) -> None:
+        """Let everything be where these owners say, as far as anybody has it. Every process calls it.
+
+        Args:
+            kinds: what moves.
+            device: where it goes; None: that of the mesh.
+        """
+        relocate(Relocation(self._owners, owners), self._mesh, kinds, device or self._mesh.device)
+        self._owners = owners
+
     def _place_parameters(self) -> None:
         """Bring the own stages to the device; if the plan is final, give the others' parameters up."""
-        device, foreign = self._mesh.device, self._foreign()
-        self._gather.bring([name for name, _ in self._module.named_parameters() if name not in foreign])
-        for name, parameter in self._module.named_parameters():
-            if name not in foreign and parameter.device != device:
+        plan, device, rank = self.plan, self._mesh.device, self._mesh.rank
+        assert plan is not None
+        if not self._owners:
+            self._find_owners()
+        planned = owners_of(self._module, plan.stages_of, self._mesh.rank_of, self._mesh.world_size)
+        kinds: list[Belongings] = [ModuleTensors(self._module)]
+        if self._final:
+            kinds += [OptimizerStates(self._optimizers(), lambda: dict(self._module.named_parameters()))]
+            kinds += [] if self.ensemble is None else self.ensemble.belongings
+            self._relocate(planned, kinds)
+        else:
+            kept = {name: tuple(dict.fromkeys((*self._owners[name], *planned[name]))) for name in planned}
+            self._relocate(kept, kinds)
+        mine = [name for name, _ in self._module.named_parameters() if rank in planned[name]]
+        self._gather.fill(mine)
+        for name in mine:
+            parameter = self._module.get_parameter(name)
+            if parameter.device != device:
                 parameter.data = parameter.data.to(device)
         for buffer in self._module.buffers():
             buffer.data = buffer.data.to(device)
+        self._owner = answering(self._module, planned)
         if self._final:
-            ids = {id(p) for name, p in self._module.named_parameters() if name in foreign}
-            for optimizer in self._optimizers():
-                drop_foreign_state(optimizer, ids)
-            give_up(self._module, foreign)
             self._load_optimizers()
         for optimizer in self._optimizers():
             move_state(optimizer, device)
-
-    def _foreign(self) -> set[str]:
-        """Parameters that only other processes use. What no stage uses is kept by all: nobody else would have it."""
-        assert self.plan is not None
-        used = self.plan.stages_of
-        names = [name for name, _ in self._module.named_parameters() if name in used]
-        return {name for name in names if all(self._mesh.rank_of(k) != self._mesh.rank for k in used[name])}
 
     def sum_copied_gradients(self) -> None:
         """Where several stages use a parameter, each gets the gradient of all. Every process calls it."""
@@ -367,31 +419,27 @@ class Deployment:
         """
         self.dissolve()
         self.pipeline.unload()
-        if self._mesh.world_size == 1 or self.plan is None:
+        if self.plan is None:
             return
-        if self._scattered:
-            spread = self._mesh.spread(dict(self._module.named_buffers()), lambda name: self._owner[name])
-        else:
-            spread = spread_parameters(self._module, self._mesh, self._owner)
-            take_back(self._module, {name: spread[name] for name, _ in self._module.named_parameters()})
-        with torch.no_grad():
-            for name, buffer in self._module.named_buffers():
-                if self._owner[name] != self._mesh.rank:
-                    buffer.copy_(spread[name])
+        everybody = tuple(range(self._mesh.world_size))
+        names = [name for name, _ in self._module.named_buffers()] if self._scattered else list(self._owners)
+        whole = {**self._owners, **dict.fromkeys(names, everybody)}
+        self._relocate(whole, [ModuleTensors(self._module)], torch.device("cpu"))
 
-    def replan(self) -> bool:
-        """Let the next step that decides make another plan, if nothing is lost by it. Every process calls it.
+    def replan(self, split_points: Sequence[str] | None = None) -> None:
+        """Make another plan with the next step of training that begins with cleared gradients. Every process calls it.
 
-        Returns:
-            Whether it will: not if optimizers have states, which belong to the parameters of this plan's stages, nor if
-            no process can hold the whole module.
+        Weights, optimizer states and parallel models move to where it wants them. It takes one more step, or two, until
+        the batches are there that every process has all of: those that are under way hold what the old plan needs.
+
+        Args:
+            split_points: names of the units at which stages 1..K-1 begin; None leaves it to balance, or to the names
+                that were given before.
         """
-        stateful = any(optimizer.state for optimizer in self._optimizers())
-        if self._scattered or int(self._mesh.world.sum(torch.tensor(int(stateful)))):
-            return False
-        self.restore()
-        self.plan, self._final, self._owner = None, False, {}
-        return True
+        if split_points is not None:
+            self._planner = replace(self._planner, split_points=split_points)
+        self.replans = True
+        self.pipeline.need_all("training_step")
 
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
         """Weights: on rank 0 those of all stages, or if not ``whole`` everywhere one's own. Every process calls it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.weights.on_demand import OnDemandGather
+from lightning_avgpipe.weights.relocation import gather, holders
 
 __all__ = [
     "full_ensemble_state",
@@ -23,33 +23,15 @@ __all__ = [
     "load_ensemble_state",
     "named_optimizer_state",
     "own_state_dict",
-    "owners",
     "scattered_owners",
-    "spread_parameters",
 ]
-
-
-def owners(module: nn.Module, mesh: Mesh, stages_of: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The rank that owns each parameter and buffer, by every name it has; rank 0 owns what no stage uses.
-
-    Args:
-        stages_of: parameter or changed buffer -> its stages, of which the first is the owner.
-    """
-    canonical = {id(p): name for name, p in module.named_parameters()}
-    canonical |= {id(b): name for name, b in module.named_buffers()}
-    everything = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    found = {}
-    for name, tensor in everything:
-        stages = stages_of.get(canonical[id(tensor)])
-        found[name] = mesh.rank_of(stages[0]) if stages else 0
-    return found
 
 
 def full_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
     """On rank 0 the state dict of the whole module; elsewhere the module's own, with what it lacks on meta."""
     state = module.state_dict()
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name in owner}
-    return {**state, **mesh.collect(tensors, lambda name: owner[name])}
+    owners = {name: (owner[name],) for name, v in state.items() if isinstance(v, Tensor) and name in owner}
+    return gather(mesh, state, owners)
 
 
 def own_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
@@ -63,23 +45,16 @@ def scattered_owners(module: nn.Module, mesh: Mesh) -> dict[str, int]:
     Raises:
         ConfigurationError: no process has contents for a parameter yet.
     """
-    holders = OnDemandGather(module, mesh, None).holders()
+    held = holders(mesh, [name for name, p in module.named_parameters() if not p.is_meta])
     canonical = {id(p): name for name, p in module.named_parameters()}
     owner = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if canonical[id(parameter)] not in holders:
+        if canonical[id(parameter)] not in held:
             raise ConfigurationError(
                 f"'{name}' is on the meta device on all ranks, so there is nothing to save; run a batch first"
             )
-        owner[name] = holders[canonical[id(parameter)]]
+        owner[name] = held[canonical[id(parameter)]][0]
     return owner
-
-
-def spread_parameters(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Tensor]:
-    """On every rank the owners' parameters and buffers."""
-    tensors: dict[str, Tensor] = {name: p.detach() for name, p in module.named_parameters()}
-    tensors |= dict(module.named_buffers())
-    return mesh.spread(tensors, lambda name: owner[name])
 
 
 def full_optimizer_state(optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
@@ -89,11 +64,9 @@ def full_optimizer_state(optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     that it has in one process.
     """
     state = optimizer.state_dict()
-    own = pytree.tree_map_only(Tensor, lambda t: t.cpu(), state["state"]) if mesh.rank != 0 else {}
-    for theirs in mesh.gather_objects(own):
-        for number, entry in theirs.items():
-            state["state"].setdefault(number, entry)
-    state["state"] = {number: state["state"][number] for number in sorted(state["state"])}
+    own = {str(number): entry for number, entry in state["state"].items()}
+    whole = gather(mesh, own, holders(mesh, own))
+    state["state"] = {number: whole[str(number)] for number in sorted(map(int, whole))}
     return state
 
 
@@ -121,9 +94,11 @@ def full_ensemble_state(ensemble: Ensemble, mesh: Mesh, owner: Mapping[str, int]
     The models of all groups follow each other, so it does not matter how many groups there are. Pipeline 0's optimizer
     state is missing, since it is that of the checkpoint.
     """
-    state: dict[str, Any] = {"steps": ensemble.steps, "active": ensemble.active}
+    state: dict[str, Any] = {"steps": ensemble.steps, "active": ensemble.active, "models": []}
     with ensemble.showing_reference(False):
-        state["models"] = [mesh.collect(ensemble.tensors(n), lambda name: owner[name]) for n in range(ensemble.size)]
+        for n in range(ensemble.size):
+            tensors = ensemble.tensors(n)
+            state["models"].append(gather(mesh, tensors, {name: (owner[name],) for name in tensors}))
         state["optimizers"] = [
             [full_optimizer_state(optimizer, mesh) for optimizer in ensemble.optimizers(n)]
             for n in range(ensemble.size)
@@ -162,16 +137,6 @@ def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
         saved, position = state["outer_optimizer"], {name: i for i, name in enumerate(ensemble.names)}
         numbers = {old: position[name] for old, name in enumerate(state["outer_names"]) if name in position}
         load_present_state(ensemble.outer, {numbers[old]: entry for old, entry in saved["state"].items()})
-
-
-def drop_foreign_state(optimizer: Optimizer, foreign: set[int]) -> None:
-    """Forget the state of parameters that other processes own.
-
-    Args:
-        foreign: ids of these parameters.
-    """
-    for parameter in [p for p in optimizer.state if id(p) in foreign]:
-        del optimizer.state[parameter]
 
 
 def load_present_state(optimizer: Optimizer, states: Mapping[int, Any]) -> None:

@@ -25,7 +25,8 @@ from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.errors import CaptureError
 from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.initialisation import Origin
-from lightning_avgpipe.weights.ownership import take_back
+from lightning_avgpipe.weights.ownership import Owners, take_back
+from lightning_avgpipe.weights.relocation import Relocation, holders
 
 __all__ = ["OnDemandGather"]
 
@@ -54,11 +55,12 @@ class OnDemandGather:
         return made if mesh.num_groups == 1 else mesh.world.broadcast(made)
 
     def _on_rank_zero(self, make: Callable[[], Any]) -> Any:
-        mesh, holders = self._mesh, self.holders()
+        mesh = self._mesh
+        held = holders(mesh, [name for name, p in self._module.named_parameters() if not p.is_meta])
         if mesh.rank == 0:
             absent = {id(p): name for name, p in self._module.named_parameters() if p.is_meta}
             with mesh.monitor.during("follows a step to divide it into stages"):
-                made = pickle.dumps(self._make(make, absent, holders) if absent else make())
+                made = pickle.dumps(self._make(make, absent, held) if absent else make())
             mesh.control_channel.publish((None, made))
             return pickle.loads(made)
         while True:
@@ -66,61 +68,43 @@ class OnDemandGather:
             name, made = news
             if name is None:
                 return pickle.loads(made)
-            self._exchange(name, holders)
+            self._exchange(name, held)
 
-    def _make(self, make: Callable[[], Any], absent: Mapping[int, str], holders: Mapping[str, int]) -> Any:
-        lent = _Lent(absent, lambda name: self._fetch(name, holders), self._mesh.device)
+    def _make(self, make: Callable[[], Any], absent: Mapping[int, str], held: Owners) -> Any:
+        lent = _Lent(absent, lambda name: self._fetch(name, held), self._mesh.device)
         with saved_tensors_hooks(lent.forget, _refuse), lent:
             made = make()
         lent.clear()
         gc.collect()  # what was lent may wait in a cycle
         return made
 
-    def bring(self, wanted: Collection[str]) -> None:
-        """Fill own parameters, from other processes or from the origin. Every process calls it.
+    def fill(self, wanted: Collection[str]) -> None:
+        """Give own parameters contents from the origin, if they have none.
 
         Args:
-            wanted: names of parameters to be held here.
+            wanted: names of parameters to be held here, which no process holds unless this one does.
         """
-        mesh, parameters = self._mesh, dict(self._module.named_parameters())
-        absent = [name for name in parameters if name in set(wanted) and parameters[name].is_meta]
-        if mesh.world_size > 1:
-            holders = self.holders()
-            asked = mesh.broadcast(mesh.gather_objects(absent))
-            held = {name: p.detach() for name, p in parameters.items()}
-            arrived = mesh.deliver(held, holders, dict(enumerate(asked)))
-            take_back(self._module, {name: tensor.to(mesh.device) for name, tensor in arrived.items()})
         modules: dict[str, list[str]] = {}
-        for name in absent:
-            if parameters[name].is_meta:
+        for name, parameter in self._module.named_parameters():
+            if parameter.is_meta and name in wanted:
                 modules.setdefault(name.rpartition(".")[0], []).append(name)
         for names in modules.values():
             assert self._origin is not None
             take_back(self._module, self._origin.tensors(names))
 
-    def holders(self) -> Mapping[str, int]:
-        """For each parameter that a process holds the lowest rank that does. Every process calls it."""
-        mine = [name for name, p in self._module.named_parameters() if not p.is_meta]
-        if self._mesh.world_size == 1:
-            return dict.fromkeys(mine, 0)
-        everybody = self._mesh.broadcast(self._mesh.gather_objects(mine))
-        found: dict[str, int] = {}
-        for rank, names in enumerate(everybody):
-            for name in names:
-                found.setdefault(name, rank)
-        return found
-
-    def _fetch(self, name: str, holders: Mapping[str, int]) -> dict[str, Tensor]:
-        if name in holders:
+    def _fetch(self, name: str, held: Owners) -> dict[str, Tensor]:
+        if name in held:
             self._mesh.control_channel.publish((name, None))
-            return {name: self._exchange(name, holders)[name].to(self._mesh.device)}
+            return {name: self._exchange(name, held)}
         assert self._origin is not None
         path = name.rpartition(".")[0]
-        replica_group = [f"{path}.{leaf}" if path else leaf for leaf in self._module.get_submodule(path)._parameters]
-        return self._origin.tensors([full for full in replica_group if full == name or full not in holders])
+        together = [f"{path}.{leaf}" if path else leaf for leaf in self._module.get_submodule(path)._parameters]
+        return self._origin.tensors([full for full in together if full == name or full not in held])
 
-    def _exchange(self, name: str, holders: Mapping[str, int]) -> dict[str, Tensor]:
-        return self._mesh.collect({name: self._module.get_parameter(name).detach()}, lambda n: holders[n])
+    def _exchange(self, name: str, held: Owners) -> Tensor:
+        parameter = self._module.get_parameter(name).detach()
+        arrived = Relocation({name: held[name]}, {name: (0,)}).carry_out(self._mesh, lambda _: parameter)
+        return arrived[name].on(self._mesh.device) if arrived else parameter
 
 
 class _Lent(TorchFunctionMode):

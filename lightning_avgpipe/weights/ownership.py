@@ -1,16 +1,43 @@
-"""Parameters that a process does not own: given up, so that their memory is free, and taken back."""
+"""Ownership: which processes hold a parameter or buffer; what a process does not own is given up, and taken back."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["give_up", "take_back", "to_host"]
+__all__ = ["Owners", "answering", "fill", "give_up", "owners_of", "take_back", "to_host", "vacate"]
+
+# Full name -> the ranks that hold it; the first answers for it.
+Owners = Mapping[str, tuple[int, ...]]
+
+
+def owners_of(
+    module: nn.Module, stages_of: Mapping[str, Sequence[int]], rank_of: Callable[[int], int], world_size: int
+) -> dict[str, tuple[int, ...]]:
+    """Who is to hold each parameter, and to have the newest contents of each buffer.
+
+    Args:
+        stages_of: parameter or changed buffer -> its stages, of which the first answers for it. What is missing is used
+            by no stage, or changed by none: all processes have it.
+        rank_of: stage -> the process that hosts it.
+        world_size: number of processes.
+    """
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    everybody = tuple(range(world_size))
+    return {name: tuple(dict.fromkeys(map(rank_of, stages_of.get(name, ())))) or everybody for name in names}
+
+
+def answering(module: nn.Module, owners: Owners) -> dict[str, int]:
+    """The rank that answers for each parameter and buffer, by every name it has."""
+    canonical = {id(p): name for name, p in module.named_parameters()}
+    canonical |= {id(b): name for name, b in module.named_buffers()}
+    everything = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name: owners[canonical[id(tensor)]][0] for name, tensor in everything}
 
 
 def give_up(module: nn.Module, names: Iterable[str]) -> None:
@@ -21,7 +48,7 @@ def give_up(module: nn.Module, names: Iterable[str]) -> None:
         gc.collect()  # a graph that waits for the collector would hold on to the parameters
     for parameter in chosen:
         parameter.grad = None
-        _replace(parameter, torch.empty_like(parameter, device="meta"))
+        vacate(parameter)
     if chosen:
         _return_freed()
 
@@ -30,8 +57,18 @@ def take_back(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Fill parameters that were given up."""
     parameters = dict(module.named_parameters())
     for name, tensor in tensors.items():
-        if parameters[name].is_meta:
-            _replace(parameters[name], tensor)
+        fill(parameters[name], tensor)
+
+
+def fill(parameter: Tensor, contents: Tensor) -> None:
+    """Give a parameter, or any tensor that stays the same object, contents if it has none."""
+    if parameter.is_meta:
+        _replace(parameter, contents)
+
+
+def vacate(tensor: Tensor) -> None:
+    """Take the contents from a tensor that stays the same object."""
+    _replace(tensor, torch.empty_like(tensor, device="meta"))
 
 
 def to_host(module: nn.Module) -> None:
@@ -45,13 +82,13 @@ def to_host(module: nn.Module) -> None:
             buffer.data = buffer.data.cpu()
 
 
-def _replace(parameter: nn.Parameter, tensor: Tensor) -> None:
+def _replace(parameter: Tensor, tensor: Tensor) -> None:
     """Give a parameter other contents, on whatever device.
 
     ``torch.utils.swap_tensors`` does the same and more: it exchanges the Python attributes too, which must stay here,
     and therefore refuses parameters with weak references to them, which recurrent layers keep.
     """
-    new = nn.Parameter(tensor.detach(), requires_grad=parameter.requires_grad)
+    new = tensor.detach().requires_grad_(parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, new)
 
 

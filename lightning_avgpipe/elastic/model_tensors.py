@@ -1,0 +1,77 @@
+"""What parallel models have of their own under the name of a parameter or buffer, as it moves between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.elastic.replica import Placement, Replica, alike
+from lightning_avgpipe.weights.ownership import fill, vacate
+
+__all__ = ["ModelTensors"]
+
+
+class ModelTensors:
+    """Tensors of models 1..N-1, of the reference, and of its buffers over groups; those of model 0 are the module's.
+
+    Args:
+        placement: that shows model 0.
+        replicas: of all models.
+        reference: the reference of all parameters that are trained anywhere.
+        leaf: makes another model's parameter of a name.
+        shared: buffers of the reference over groups; empty if there is one group.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        replicas: Sequence[Replica],
+        reference: Mapping[str, Tensor],
+        leaf: Callable[[str], nn.Parameter],
+        shared: dict[str, Tensor],
+    ) -> None:
+        self._placement = placement
+        self._others = replicas[1:]
+        self._reference = reference
+        self._leaf = leaf
+        self._shared = shared
+
+    def held(self, name: str) -> dict[str, Any]:
+        """Contents and gradients."""
+        self._placement.read_back()
+        found = [r.parameters.get(name, r.buffers.get(name)) for r in self._others]
+        return {
+            "models": [None if t is None else (t.detach(), t.grad) for t in found],
+            "reference": self._reference.get(name),
+            "shared": self._shared.get(name),
+        }
+
+    @torch.no_grad()
+    def put(self, name: str, item: Mapping[str, Any]) -> None:
+        """Take over what another process held. The module's own tensor is there."""
+        self._placement.read_back()
+        if name in self._reference:
+            fill(self._reference[name], item["reference"])
+            self._placement.add([name])
+        for replica, model in zip(self._others, item["models"], strict=True):
+            if name in self._reference:
+                replica.parameters[name] = self._leaf(name)
+                replica.parameters[name].data, replica.parameters[name].grad = model
+            elif name in replica.buffers:
+                replica.buffers[name] = alike(replica.buffers[name], model[0])
+        if name in self._shared:
+            self._shared[name] = alike(self._shared[name], item["shared"])
+
+    def drop(self, names: Collection[str]) -> None:
+        """Give up parameters."""
+        for name in names:
+            if name in self._reference:
+                vacate(self._reference[name])
+                self._placement.remove(name)
+            for replica in self._others:
+                replica.parameters.pop(name, None)
+                if isinstance(replica.buffers.get(name), nn.Parameter):
+                    vacate(replica.buffers[name])
