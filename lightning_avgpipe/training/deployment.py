@@ -23,6 +23,7 @@ from lightning_avgpipe.planning import Plan, cut_like
 from lightning_avgpipe.planning.model_memory import state_copies
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.training.kept import check_movable
 from lightning_avgpipe.training.state import (
     full_ensemble_state,
     full_state_dict,
@@ -61,6 +62,7 @@ class Deployment:
         plan: None before the first step.
         ensemble: the parallel models, from the first step of training on; None if there is one model.
         replans: whether the next step of training that begins with cleared gradients may make another plan.
+        copies: return copies of the module that are divided as it is (averages of weights), or None.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Deployment:
         self._owners: Owners = {}  # of what this process and others hold now
         self._owner: dict[str, int] = {}  # of the plan, by every name
         self.replans = False
+        self.copies: list[Callable[[], nn.Module | None]] = []
+        self._has_trained = False
 
     def needed_elsewhere(self) -> frozenset[tuple[str, str]]:
         """Path of a module and name of the attributes that steps read on other processes, and of buffers there."""
@@ -188,6 +192,9 @@ class Deployment:
             plan: Plan | None = self._on_first(examples, lambda args: make(step, run, args, conditions=conditions))
         if plan is None:
             return False
+        if self._final and self.plan is not None and self._has_trained:
+            models = 1 if self.ensemble is None else self.ensemble.size
+            check_movable(self.plan, plan, self._mesh.rank_of, models)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         begins_alike = not self._final
         self.pipeline.unload()
@@ -238,6 +245,7 @@ class Deployment:
 
     def parallel(self, num_pipelines: int) -> list[Pipeline]:
         """N pipelines for a step of training, which is prepared. Every process calls it."""
+        self._has_trained = True
         if num_pipelines == self._mesh.num_groups == 1:
             self.dissolve()
             self._saved_ensemble = None
@@ -332,12 +340,13 @@ class Deployment:
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
         """Within this context parallel models come and go on trial; after it saved ones wait to be loaded as before."""
-        saved, self._saved_ensemble = self._saved_ensemble, None
+        before = self._saved_ensemble, self._has_trained
+        self._saved_ensemble = None
         try:
             yield
         finally:
             self.dissolve(average=False)
-            self._saved_ensemble = saved
+            self._saved_ensemble, self._has_trained = before
 
     # -- who holds what ----------------------------------------------------------------------------------------------
 
@@ -370,6 +379,7 @@ class Deployment:
         if self._final:
             kinds += [OptimizerStates(self._optimizers(), lambda: dict(self._module.named_parameters()))]
             kinds += [] if self.ensemble is None else self.ensemble.belongings
+            kinds += [ModuleTensors(copy) for other in self.copies if (copy := other()) is not None]
             self._relocate(planned, kinds)
         else:
             kept = {name: tuple(dict.fromkeys((*self._owners[name], *planned[name]))) for name in planned}
