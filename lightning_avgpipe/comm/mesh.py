@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -111,14 +111,3 @@ class Mesh(Cluster):
 
     def sum(self, tensor: Tensor) -> Tensor:
         return self.group.sum(tensor)
-
-    def collect(self, tensors: Mapping[str, Tensor], owner: Callable[[str], int]) -> dict[str, Tensor]:
-        return self.group.collect(tensors, owner)
-
-    def deliver(
-        self, tensors: Mapping[str, Tensor], holders: Mapping[str, int], wanted: Mapping[int, Sequence[str]]
-    ) -> dict[str, Tensor]:
-        return self.group.deliver(tensors, holders, wanted)
-
-    def spread(self, tensors: Mapping[str, Tensor], owner: Callable[[str], int]) -> dict[str, Tensor]:
-        return self.group.spread(tensors, owner)

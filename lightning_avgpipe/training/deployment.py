@@ -218,7 +218,7 @@ class Deployment:
         """Within this context rank 0 has all weights once more, if it had them before the first plan: to time units."""
         lent = {} if self._scattered or not self._final else {n: (*ranks, 0) for n, ranks in self._owners.items()}
         tensors = ModuleTensors(self._module)
-        relocate(Relocation(self._owners, lent), self._mesh, [tensors], torch.device("cpu"))
+        relocate(Relocation(self._owners, lent), self._mesh.group, [tensors], torch.device("cpu"))
         try:
             yield
         finally:
@@ -353,7 +353,7 @@ class Deployment:
     def _find_owners(self) -> None:
         """Before the first plan: every process has everything but for parameters on meta, and those it knows of."""
         held = {name for name, parameter in self._module.named_parameters() if not parameter.is_meta}
-        found, everybody = holders(self._mesh, held), tuple(range(self._mesh.world_size))
+        found, everybody = holders(self._mesh.group, held), tuple(range(self._mesh.world_size))
         self._owners = {name: found.get(name, ()) for name, _ in self._module.named_parameters()}
         self._scattered = any(ranks != everybody for ranks in self._owners.values())
         self._owners |= {name: everybody for name, _ in self._module.named_buffers()}
@@ -365,7 +365,7 @@ class Deployment:
             kinds: what moves.
             device: where it goes; None: that of the mesh.
         """
-        relocate(Relocation(self._owners, owners), self._mesh, kinds, device or self._mesh.device)
+        relocate(Relocation(self._owners, owners), self._mesh.group, kinds, device or self._mesh.device)
         self._owners = owners
 
     def _place_parameters(self) -> None:

@@ -31,7 +31,7 @@ def full_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> 
     """On rank 0 the state dict of the whole module; elsewhere the module's own, with what it lacks on meta."""
     state = module.state_dict()
     owners = {name: (owner[name],) for name, v in state.items() if isinstance(v, Tensor) and name in owner}
-    return gather(mesh, state, owners)
+    return gather(mesh.group, state, owners)
 
 
 def own_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def scattered_owners(module: nn.Module, mesh: Mesh) -> dict[str, int]:
     Raises:
         ConfigurationError: no process has contents for a parameter yet.
     """
-    held = holders(mesh, [name for name, p in module.named_parameters() if not p.is_meta])
+    held = holders(mesh.group, [name for name, p in module.named_parameters() if not p.is_meta])
     canonical = {id(p): name for name, p in module.named_parameters()}
     owner = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -65,7 +65,7 @@ def full_optimizer_state(optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     """
     state = optimizer.state_dict()
     own = {str(number): entry for number, entry in state["state"].items()}
-    whole = gather(mesh, own, holders(mesh, own))
+    whole = gather(mesh.group, own, holders(mesh.group, own))
     state["state"] = {number: whole[str(number)] for number in sorted(map(int, whole))}
     return state
 
@@ -98,7 +98,7 @@ def full_ensemble_state(ensemble: Ensemble, mesh: Mesh, owner: Mapping[str, int]
     with ensemble.showing_reference(False):
         for n in range(ensemble.size):
             tensors = ensemble.tensors(n)
-            state["models"].append(gather(mesh, tensors, {name: (owner[name],) for name in tensors}))
+            state["models"].append(gather(mesh.group, tensors, {name: (owner[name],) for name in tensors}))
         state["optimizers"] = [
             [full_optimizer_state(optimizer, mesh) for optimizer in ensemble.optimizers(n)]
             for n in range(ensemble.size)

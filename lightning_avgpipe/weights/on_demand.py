@@ -56,7 +56,7 @@ class OnDemandGather:
 
     def _on_rank_zero(self, make: Callable[[], Any]) -> Any:
         mesh = self._mesh
-        held = holders(mesh, [name for name, p in self._module.named_parameters() if not p.is_meta])
+        held = holders(mesh.group, [name for name, p in self._module.named_parameters() if not p.is_meta])
         if mesh.rank == 0:
             absent = {id(p): name for name, p in self._module.named_parameters() if p.is_meta}
             with mesh.monitor.during("follows a step to divide it into stages"):
@@ -103,7 +103,7 @@ class OnDemandGather:
 
     def _exchange(self, name: str, held: Owners) -> Tensor:
         parameter = self._module.get_parameter(name).detach()
-        arrived = Relocation({name: held[name]}, {name: (0,)}).carry_out(self._mesh, lambda _: parameter)
+        arrived = Relocation({name: held[name]}, {name: (0,)}).carry_out(self._mesh.group, lambda _: parameter)
         return arrived[name].on(self._mesh.device) if arrived else parameter
 
 

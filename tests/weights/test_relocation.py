@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.comm.routes import Party
 from lightning_avgpipe.weights.belongings import ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.ownership import answering, give_up, owners_of
 from lightning_avgpipe.weights.relocation import Relocation, gather, holders
@@ -27,15 +28,10 @@ class Threads(Collectives):
     """Processes of which each is a thread of this one."""
 
     def __init__(self, rank: int, size: int, wires: dict[tuple[int, int], queue.Queue[Any]]) -> None:
-        super().__init__(range(size), rank)
+        network: Any = None  # not asked: messages go through queues
+        super().__init__(Party("threads", tuple(range(size))), rank, network, lambda run, doing: run(), lambda: None)
         self.sent: list[int] = []
         self._wires = wires
-
-    def together(self, what: str, collective: Callable[[], object]) -> None:
-        collective()
-
-    def moved(self) -> None:
-        pass
 
     def send(self, tensor: Tensor, rank: int) -> None:
         self.sent.append(tensor.numel())
