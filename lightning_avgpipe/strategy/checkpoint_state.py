@@ -124,7 +124,7 @@ class WholeState:
         module, mesh = self.module, self._connection.mesh
         if mesh is not None and on_meta(module):
             gather = OnDemandGather(module, mesh, take_origin(module, mesh, torch.initial_seed(), self))
-            gather.bring([name for name, _ in module.named_parameters()])
+            gather.fill([name for name, _ in module.named_parameters()])
 
 
 class DividedState:

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
+from lightning_avgpipe.capture.units import split_units
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.packages import check_callbacks
 
@@ -28,6 +30,7 @@ __all__ = [
     "processes",
     "same_checkpoint",
     "same_options",
+    "split_points",
     "trainer",
     "whole",
     "without_effect",
@@ -157,6 +160,18 @@ def optimizers(model: pl.LightningModule, found: Sequence[Optimizer]) -> None:
                 f"{type(model).__name__}.configure_optimizers returns LBFGS, which evaluates its closure several times "
                 "per step; a pipeline evaluates it once. Use an optimizer without closure, such as SGD or AdamW"
             )
+
+
+def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int) -> None:
+    """Refuse another number of names than stages need, and with a PartitionError those that name no submodule."""
+    if names is None:
+        return
+    if len(names) != num_stages - 1:
+        raise ConfigurationError(
+            f"split_points names {len(names)} units, but num_stages={num_stages} needs {num_stages - 1}: one for each "
+            "stage but the first"
+        )
+    split_units(module, (), names)
 
 
 def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> None:

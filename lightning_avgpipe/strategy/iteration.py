@@ -131,7 +131,8 @@ class Iterations:
     def _clear_now(self) -> Callable[[], None] | None:
         """Clear the gradients now, where that cannot wait; returns what clears them after the first forward."""
         zero_grad = self.zero_grad
-        if zero_grad is None or (self.models.num_models == 1 and self.mesh.hosts_last):
+        waits = self.models.num_models == 1 and self.mesh.hosts_last and not self.deployment.replans
+        if zero_grad is None or waits:
             return zero_grad
         # here no forward comes before all backwards, or the module may show another pipeline's model by then
         self.models.clear_gradients()
@@ -182,10 +183,11 @@ class Iterations:
         if verifier is not None:
             verifier.watch()
         run = partial(self._micro_batch, step, context, works, first)
-        schedules = [self._schedule(parts, finish is not None) for parts in works]
-        if not self._prepare(step, run, works, rest, schedules[0], num_pipelines if training else 1):
+        schedule = partial(self._schedule, works[0], finish is not None)
+        if not self._prepare(step, run, works, rest, schedule(), num_pipelines if training else 1):
             self._run_skipped(step, context, works, run, rest)
             return []
+        schedules = [self._schedule(parts, finish is not None) for parts in works]
         pipelines = self.models.pipelines_for(step, len(works))
         self.step_log.begin(sum(map(len, works)))
         iteration = self._number(step)
@@ -227,7 +229,9 @@ class Iterations:
         """Make the stages of a step, if they are not there; tells whether they are."""
         decides = step == "training_step" or self.trainer.state.fn != TrainerFn.FITTING
         examples = [(part.data, *rest) for parts in works for part in parts]
-        if self.deployment.prepare(step, partial(run, 0, 0), examples, decides, schedule, trains):
+        begins = self.zero_grad is not None
+        if self.deployment.prepare(step, partial(run, 0, 0), examples, decides, schedule, trains, begins):
+            self.schedule_control.begin_again()
             self.announce()
         return step in self.deployment.pipeline.steps
 

@@ -230,6 +230,8 @@ class PipelineRun:
         changed = self.configuration.take_over(self.mesh)
         if "advance" in changed:
             self.iterations.schedule_control.fix(changed["advance"])
+        if "split_points" in changed:
+            self.deployment.replan(changed["split_points"])
         if "num_pipelines" in changed and self._trainer.state.fn == TrainerFn.FITTING:
             recount(self._trainer)
 

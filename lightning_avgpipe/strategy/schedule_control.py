@@ -118,6 +118,7 @@ class ScheduleControl:
         self._iterations: dict[int, _Iteration] = {}
         self._times: dict[int, dict[int, float]] = defaultdict(dict)
         self._next = 1
+        self._of_plan = 1  # the first iteration with this plan
         self._footprints: dict[IterationShape, dict[int, Footprint]] = defaultdict(dict)
         self._decided: dict[IterationShape, int] = {}
         self._too_large: set[IterationShape] = set()
@@ -135,6 +136,19 @@ class ScheduleControl:
     def fix(self, advance: int) -> None:
         """From now on every iteration has this advance. Every rank calls it after the same iteration."""
         self._fixed, self._adapts = advance, False
+
+    def begin_again(self) -> None:
+        """There is another plan: what was measured and decided was so for the one before. Every rank calls it."""
+        if self._plan is not None:
+            self._loaded = None  # which was meant for the first plan
+        self._plan = self._controller = None
+        self._steps = (1,) * (self._mesh.num_stages - 1)
+        self._of_plan = self._number + 1
+        for known in (
+            self.peaks, self._chosen, self._metered, self._largest, self._footprints, self._decided, self._too_large,
+            self._measured, self._recent,
+        ):  # fmt: skip
+            known.clear()  # type: ignore[attr-defined]
 
     def _take(self, plan: Plan, num_microbatches: int) -> None:
         """The first iteration knows the plan, and its costs what to begin with."""
@@ -212,6 +226,8 @@ class ScheduleControl:
             for number, seconds in times:
                 self._times[number][rank] = seconds
             for number, stage, *values in footprints:
+                if number < self._of_plan:
+                    continue
                 self._footprints[self._iterations[number].shape][stage] = Footprint(*values)
                 self._measured[stage] = values[0]
         return self._decide() if self._mesh.rank == 0 else None
@@ -276,7 +292,8 @@ class ScheduleControl:
     def _decide(self) -> Decisions:
         """Take in what has arrived from all ranks, in order; what is new goes to all of them."""
         while len(times := self._times.get(self._next, {})) == self._mesh.world_size:
-            self._observe(self._iterations[self._next], max(times.values()))
+            if self._next >= self._of_plan:
+                self._observe(self._iterations[self._next], max(times.values()))
             del self._times[self._next], self._iterations[self._next]
             self._next += 1
         if self._controller is not None:
