@@ -1,0 +1,290 @@
+"""Stages change while training runs: weights, optimizer states and parallel models move, and no number changes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+
+from lightning_avgpipe.errors import ConfigurationError, PartitionError
+from tests import processes
+from tests.models import MLP, Regression, TinyTransformer, loader
+from tests.trainers import pipeline
+
+Points = dict[int, list[str]]
+LIMIT_S = 240
+
+
+class Normed(Regression):
+    """Buffers that its stages change, and random numbers."""
+
+    example = staticmethod(MLP.example)
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        parts = (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
+        self.layers = nn.Sequential(*parts, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Tied(TinyTransformer):
+    """The first and the last stage use the same parameter."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.head.weight = self.embed.weight
+
+
+class Meta(MLP):
+    """Begins without contents."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        with torch.device("meta"):
+            super().__init__(optimizer)
+
+
+FIRST: dict[type[Regression], list[str]] = {
+    MLP: ["layers.4"], Meta: ["layers.4"], Normed: ["layers.2"], Tied: ["blocks.1"],
+}  # fmt: skip
+LATER: dict[type[Regression], Points] = {
+    MLP: {1: ["layers.7"], 4: ["layers.2"]}, Meta: {1: ["layers.7"], 4: ["layers.2"]},
+    Normed: {1: ["layers.4"], 4: ["layers.1"]}, Tied: {1: ["blocks.2"], 4: ["blocks.0"]},
+}  # fmt: skip
+
+
+class Moving(L.Callback):
+    """Asks for other stages after some batches, and notes what the plans were."""
+
+    def __init__(self, points: Points) -> None:
+        self.points = points
+        self.plans: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        units = str([stage.units for stage in trainer.strategy.plan.stages])
+        if units not in self.plans[-1:]:
+            self.plans.append(units)
+        if trainer.fit_loop.total_batch_idx in self.points:
+            trainer.strategy.reconfigure(split_points=self.points[trainer.fit_loop.total_batch_idx])
+
+
+def fit(
+    rank: int, devices: int, model: type[Regression], points: Points, path: Path, strategy: Any, **options: Any
+) -> int:
+    """Train, and save everything; returns how many plans there were."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    module, moving = model(strategy.pop("optimizer", "adamw")), Moving(points)
+    callbacks = [moving, *options.pop("callbacks", list)()]
+    strategy = {"num_microbatches": 2, "split_points": FIRST[model], "advance": 0, **strategy}
+    runner = pipeline(2, devices, strategy, callbacks=callbacks, **options)
+    runner.fit(module, loader(model, 32, 4), loader(model, 4, 4))
+    runner.save_checkpoint(path)
+    return len(moving.plans)
+
+
+def assert_equal(one: Any, other: Any, where: str = "") -> None:
+    """Compare trees by name, bit for bit."""
+    assert type(one) is type(other), where
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key, value in one.items():
+            assert_equal(value, other[key], f"{where}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for i, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            assert_equal(mine, theirs, f"{where}.{i}")
+    else:
+        assert one == other, where
+
+
+def assert_same_training(one: Path, other: Path) -> None:
+    """Weights, optimizer states, parallel models and their optimizers."""
+    states = [torch.load(path, weights_only=True) for path in (one, other)]
+    assert states[0]["optimizer_states"][0]["state"], "there is something to compare"
+    for key in ("state_dict", "optimizer_states", "AvgPipeStrategy"):
+        assert_equal(*(state[key] for state in states), key)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "options"),
+    [
+        (Normed, {"optimizer": "sgd"}, {}),
+        (Normed, {"num_pipelines": 2, "average_every": 2}, {}),
+        (MLP, {}, {"accumulate_grad_batches": 3}),
+    ],
+)
+def test_other_stages_in_one_process_change_no_number(
+    model: type[Regression], strategy: Any, options: Any, tmp_path: Path
+) -> None:
+    assert fit(0, 1, model, {}, tmp_path / "still", dict(strategy), **options) == 1
+    assert fit(0, 1, model, LATER[model], tmp_path / "moved", dict(strategy), **options) == 3
+    assert_same_training(tmp_path / "still", tmp_path / "moved")
+
+
+def several(rank: int, cases: list[tuple[Any, Any, Any]], folder: Path) -> list[int]:
+    return [
+        fit(rank, 2, model, LATER[model], folder / f"two{i}", dict(strategy), **options)
+        for i, (model, strategy, options) in enumerate(cases)
+    ]
+
+
+def compare_in_two(cases: list[tuple[Any, Any, Any]], folder: Path) -> None:
+    """Moving between two processes is as staying in one. Of tied weights as moving in one: gradients are summed."""
+    plans = processes.results(processes.run(2, several, cases, folder, folder=folder))
+    assert plans == [[1 + len(LATER[model]) for model, _, _ in cases]] * 2
+    for i, (model, strategy, options) in enumerate(cases):
+        fit(0, 1, model, LATER[model] if model is Tied else {}, folder / "one", dict(strategy), **options)
+        assert_same_training(folder / "one", folder / f"two{i}")
+
+
+def test_weights_and_states_move_between_processes(tmp_path: Path) -> None:
+    compare_in_two([(Normed, {}, {}), (MLP, {"num_pipelines": 2, "average_every": 2}, {})], tmp_path)
+
+
+@pytest.mark.slow
+def test_whatever_is_trained_moves_between_processes(tmp_path: Path) -> None:
+    momentum = {"outer_optimizer": outer}
+    cases = [
+        (Tied, {}, {}),
+        (Tied, {"optimizer": "sgd", "num_pipelines": 2}, {}),
+        (Meta, {}, {}),
+        (Meta, {"num_pipelines": 2}, {}),
+        (Normed, {"num_pipelines": 2, **momentum}, {}),
+        (Normed, {"costs": "measured", "costs_cache": None}, {"precision": "bf16-mixed"}),
+        (MLP, {"optimizer": "sgd"}, {"accumulate_grad_batches": 3}),
+        (MLP, {"recompute": True, "schedule": "afab"}, {"gradient_clip_val": 0.1}),
+    ]
+    compare_in_two(cases, tmp_path)
+
+
+def outer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9)
+
+
+def averaged(rank: int, devices: int, points: Points, path: Path) -> int:
+    return fit(rank, devices, MLP, points, path, {}, callbacks=lambda: [EMAWeightAveraging(decay=0.5)])
+
+
+@pytest.mark.slow
+def test_an_average_of_weights_moves_with_them(tmp_path: Path) -> None:
+    averaged(0, 1, {}, tmp_path / "one")
+    assert processes.results(processes.run(2, averaged, 2, LATER[MLP], tmp_path / "two", folder=tmp_path)) == [3, 3]
+    one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("one", "two"))
+    assert_equal(one["state_dict"], two["state_dict"])
+
+
+# -- what cannot be had ------------------------------------------------------------------------------------------------
+
+
+class Counting(MLP):
+    """Counts in an attribute, between units, and computes with it."""
+
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[:3](x)
+        self.count += 1
+        return self.layers[3:](x) * (1 + 0.01 * self.count)
+
+
+class CountingUnit(nn.Linear):
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) * (1 + 0.01 * self.count)
+
+
+class CountingInside(MLP):
+    """The same in a unit."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.layers[5] = CountingUnit(8, 8)
+
+
+class Remembering(MLP):
+    """Notes its losses, which only the last stage has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.last = super().training_step(batch, batch_idx)
+        return self.last
+
+
+FIRST |= {kind: ["layers.4"] for kind in (Counting, CountingInside, Remembering)}
+LATER |= {kind: {1: ["layers.7"]} for kind in (Counting, CountingInside, Remembering)}
+
+
+def refused(rank: int, folder: Path) -> list[str]:
+    found = []
+    for model in (Counting, CountingInside):
+        try:
+            fit(rank, 2, model, LATER[model], folder / "never", {})
+        except ConfigurationError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.slow
+def test_what_a_step_keeps_in_attributes_is_refused_where_it_would_move(tmp_path: Path) -> None:
+    for found in processes.results(processes.run(2, refused, tmp_path, folder=tmp_path)):
+        assert "training_step keeps 'count' for the next batch" in found[0]
+        assert "training_step keeps 'layers.5.count' for the next batch" in found[1]
+        assert "register_buffer" in found[0]
+    compare_in_two([(Remembering, {}, {})], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("points", "error", "message"),
+    [
+        (["layers.99"], PartitionError, "'layers.99' is no submodule of MLP"),
+        (["layers.2", "layers.4"], ConfigurationError, "names 2 units, but num_stages=2 needs 1"),
+    ],
+)
+def test_names_that_cannot_be_are_refused_where_they_are_given(
+    points: list[str], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        fit(0, 1, MLP, {1: points}, tmp_path / "never", {})
+
+
+# -- with the default launcher, and defaults ---------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import torch
+from lightning_avgpipe import AvgPipeStrategy
+from tests.models import MLP, loader
+from tests.trainers import trainer
+from tests.training.test_relocating import Moving
+
+torch.manual_seed(3)
+model, moving = MLP("adamw"), Moving({1: ["layers.2"]} if sys.argv[2] == "moves" else {})
+strategy = AvgPipeStrategy(split_points=["layers.4"], num_microbatches=2, advance=0, costs_cache=None)
+runner = trainer(strategy=strategy, devices=2, callbacks=[moving], max_epochs=2)
+runner.fit(model, loader(MLP, 32, 4))
+runner.save_checkpoint(sys.argv[1])
+assert len(moving.plans) == 1 + (sys.argv[2] == "moves"), moving.plans
+"""
+
+
+@pytest.mark.slow
+def test_a_script_changes_its_stages_with_the_defaults(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    for what in ("stays", "moves"):
+        command = [sys.executable, str(script), str(tmp_path / what), what]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert done.returncode == 0, done.stderr
+    assert_same_training(tmp_path / "stays", tmp_path / "moves")
