@@ -57,8 +57,8 @@ class Collectives:
 
     @property
     def process_group(self) -> Any:
-        """What connects the members, while they are connected: that of torch, if the network is."""
-        return self._network.group(self._party)
+        """What connects the members, while they are connected: that of torch, if the network is; None for one."""
+        return None if self.world_size == 1 else self._network.group(self._party)
 
     def together(self, what: str, collective: Callable[[], object]) -> None:
         """Run a collective, unless there is one process; while it waits, look whether another process has failed."""
