@@ -41,7 +41,7 @@ from benchmarks.models import SIZES, HandWritten, Size, begin, by_hand, example,
 from benchmarks.partition import leaves
 from benchmarks.processes import TIMEOUT, add_options, connected, launch
 from benchmarks.rounds import in_turns
-from lightning_avgpipe.capture.recorder import capture
+from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.comm.message import Message

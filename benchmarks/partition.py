@@ -29,9 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
-from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.units import divisible, initial_units, refine
 from lightning_avgpipe.planning import Costs, Plan, cut_at
 from lightning_avgpipe.planning.balance import gaps

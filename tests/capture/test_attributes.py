@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.recorder import capture
+from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.units import initial_units
 
 

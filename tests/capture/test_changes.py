@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.measure import measure
-from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.units import initial_units
 from tests.strategy.test_attributes_of_steps import assigned, foreach, in_place, loaded, vector
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.coarsening import Closing, closing
 from lightning_avgpipe.capture.costs import Costs
-from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.capture.units import initial_units, refine
 from lightning_avgpipe.planning.planner import Planner

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.cost_cache import CostCache, default_directory, fingerprint
 from lightning_avgpipe.capture.costs import Costs
-from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.units import initial_units
 from tests.models import MLP, loader
 from tests.trainers import pipeline

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import Samples, measure
-from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.units import initial_units
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree

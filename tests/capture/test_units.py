@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_avgpipe import AvgPipeStrategy
-from lightning_avgpipe.capture.recorder import capture
+from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.units import initial_units, refine
 from tests.trainers import assert_defaults_equal_accumulation, trainer
 

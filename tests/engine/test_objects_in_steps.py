@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.units import initial_units
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.stage import Stage, Task

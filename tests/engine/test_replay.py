@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.recorder import capture
+from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.units import initial_units
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.microbatch import split

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.recorder import capture
 from lightning_avgpipe.capture.units import initial_units, refine, split_units
 from lightning_avgpipe.errors import CaptureError, PartitionError
 
@@ -39,7 +39,7 @@ def test_nodes_are_calls_and_the_glue_on_their_values() -> None:
     assert names(graph) == ["a", "relu", "mul", "b", "sum"]
     assert [node.kind for node in graph.nodes] == ["call", "glue", "glue", "call", "glue"]
     assert graph.nodes[0].parameters == ("a.weight", "a.bias")
-    assert "test_recorder.py" in graph.nodes[1].source
+    assert "test_capturing.py" in graph.nodes[1].source
 
 
 def test_glue_that_needs_only_the_batch_is_free() -> None:
@@ -128,7 +128,7 @@ def test_values_that_share_memory_are_not_cut_before_a_write() -> None:
 
     graph = graph_of(module, step, torch.randn(3, 4))
     cut = names(graph).index("b")
-    assert "the results of 'a' and '__getitem__' share memory, which zero_() at test_recorder.py" in str(
+    assert "the results of 'a' and '__getitem__' share memory, which zero_() at test_capturing.py" in str(
         graph.obstacles[cut]
     )
 
@@ -298,7 +298,7 @@ def test_no_cut_lies_in_a_checkpointed_region() -> None:
     graph = graph_of(module, module, torch.randn(3, 4))
     assert names(graph) == ["a", "relu", "b", "mul", "add", "c"]
     assert [obstacle is None for obstacle in graph.obstacles[1:6]] == [True, True, False, False, True]
-    assert "it lies in a region of torch.utils.checkpoint at test_recorder.py" in str(graph.obstacles[3])
+    assert "it lies in a region of torch.utils.checkpoint at test_capturing.py" in str(graph.obstacles[3])
 
 
 def test_a_reentrantly_checkpointed_region_is_one_node_with_all_that_it_uses() -> None:

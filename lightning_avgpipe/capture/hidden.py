@@ -1,0 +1,111 @@
+"""Hidden tensors: made inside a unit, and found by other code where no value leads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.provenance import Provenance
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.source import source_line
+
+__all__ = ["ANYWHERE", "HiddenTensors"]
+
+ANYWHERE = sys.maxsize  # in the place of the last node of a range
+Pin = tuple[int, int, str]  # no cut between these nodes, for this reason
+
+
+class HiddenTensors:
+    """Tensors that units leave behind, say in a global variable, or write into besides their arguments.
+
+    Args:
+        module: whose submodules are units.
+        nodes: of the step, so far.
+        provenance: of tensors that units make.
+        is_value: whether a tensor is a value, which travels.
+        is_buffer: whether changes of a tensor are known by name.
+        draws_on_host: whether a unit draws numbers on the host.
+        exports: units in whose attributes others find tensors.
+
+    Attributes:
+        exports: the same, and what is found out.
+        leaving: units that have left a tensor behind.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        nodes: Sequence[Node],
+        provenance: Provenance,
+        is_value: Callable[[Tensor], bool],
+        is_buffer: Callable[[Tensor], bool],
+        draws_on_host: Callable[[str], bool],
+        exports: Collection[str],
+    ) -> None:
+        self.exports = set(exports)
+        self.leaving: set[str] = set()
+        self._module = module
+        self._nodes = nodes
+        self._provenance = provenance
+        self._is_value = is_value
+        self._is_buffer = is_buffer
+        self._draws_on_host = draws_on_host
+        self._written: dict[int, tuple[Tensor, Node]] = {}  # tensors that are nobody's arguments, and who writes
+
+    def wrote(self, node: Node, buffers: Sequence[Tensor | None], followed: Collection[int]) -> None:
+        """What a unit writes into besides its arguments is not sent to other stages.
+
+        Args:
+            node: of the unit.
+            buffers: that it changed.
+            followed: ids of what it changed of its arguments.
+        """
+        for tensor in (*self._provenance.written(), *(b for b in buffers if b is not None)):
+            if id(tensor) not in followed:
+                self._written.setdefault(id(tensor), (tensor, node))
+
+    def find(self, tensors: Sequence[Tensor], name: str, everywhere: bool, unit: str = "") -> list[Pin]:
+        """Where the step cannot be cut because of hidden tensors among these.
+
+        Args:
+            tensors: that something takes.
+            name: of that.
+            everywhere: whether each stage behind the unit executes it.
+            unit: path, if it is a unit.
+        """
+        end = ANYWHERE if everywhere else len(self._nodes)
+        pins: list[Pin] = []
+        for tensor in tensors:
+            birth = self._provenance.birth(tensor)
+            held, writer = self._written.get(id(tensor), (None, None))
+            # changes of a unit's own buffers are known
+            if held is tensor and writer is not None and (writer.name != unit or not self._is_buffer(tensor)):
+                reason = f"{name} at {source_line()} reads a tensor that {writer} writes into"
+                pins.append((writer.index + 1, end, reason))
+            if birth is None or birth >= len(self._nodes) or self._is_value(tensor):
+                continue
+            reason = self._why_hidden(tensor, self._nodes[birth], name, unit)
+            if reason:
+                pins.append((birth + 1, end, reason))
+        return pins
+
+    def _why_hidden(self, tensor: Tensor, maker: Node, name: str, unit: str) -> str:
+        if maker.kind == "call" and maker.name == unit and self._keeps(unit, tensor):
+            if not self._draws_on_host(unit) and self._provenance.makes_again(tensor):
+                return ""
+            return f"{name} at {source_line()} reads an attribute of its own that {maker} has made"
+        if maker.kind == "call":
+            self.exports.add(maker.name)
+            self.leaving.add(maker.name)
+        return f"{name} at {source_line()} reads a tensor that {maker} left where it cannot be followed"
+
+    def _keeps(self, unit: str, tensor: Tensor) -> bool:
+        """Whether a tensor is in an attribute of a unit after a call that read it, so maybe in the next step as well.
+
+        What is not is made anew in every step, and travels.
+        """
+        held = set(map(id, Objects((), self._module.get_submodule(unit).modules()).tensors))
+        return id(tensor) in held or id(tensor._base) in held
