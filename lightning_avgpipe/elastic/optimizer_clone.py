@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["clone_optimizer", "follow"]
+__all__ = ["clone_optimizer", "follow", "unwrapped"]
 
 _HOOKS = ("_hooks",)  # how the names of an optimizer's hooks end
 
@@ -37,3 +37,8 @@ def follow(made: Optimizer, optimizer: Optimizer, own: Mapping[int, Tensor]) -> 
     made.param_groups[:] = [
         {**group, "params": [own.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
     ]
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer itself, where a trainer's wrapper around it may be given."""
+    return getattr(optimizer, "_optimizer", optimizer)

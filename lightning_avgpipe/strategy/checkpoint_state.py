@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
@@ -92,7 +92,7 @@ class WholeState:
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 an ordinary optimizer state; for a distributed checkpoint one's own."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        inner = unwrapped(optimizer)
         mesh = self._connection.mesh
         if self._distributed:
             return named_optimizer_state(inner, self.module)

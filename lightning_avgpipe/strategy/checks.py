@@ -9,13 +9,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_avgpipe.capture.units import split_units
+from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.packages import check_callbacks
 
@@ -154,8 +154,7 @@ def contents(model: pl.LightningModule) -> None:
 def optimizers(model: pl.LightningModule, found: Sequence[Optimizer]) -> None:
     """Check the optimizers that ``configure_optimizers`` returned."""
     for optimizer in found:
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if isinstance(inner, LBFGS):
+        if isinstance(unwrapped(optimizer), LBFGS):
             raise ConfigurationError(
                 f"{type(model).__name__}.configure_optimizers returns LBFGS, which evaluates its closure several times "
                 "per step; a pipeline evaluates it once. Use an optimizer without closure, such as SGD or AdamW"

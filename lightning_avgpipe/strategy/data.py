@@ -19,6 +19,7 @@ from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.sample_layout import Expected
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.torch_compat import version_of
 
 __all__ = ["Distributor", "batches_wanted", "expected_batches", "expected_now", "has_transfer_hooks", "mirror"]
 
@@ -78,7 +79,7 @@ class Distributor:
         """From now on this batch must not change: it may be under way to other processes."""
         if self._sends:
             del self._sealed[pipeline:]
-            self._sealed.append([(t, t._version) for t in tree.tensors(batch) if not t.is_inference()])
+            self._sealed.append([(t, version_of(t)) for t in tree.tensors(batch) if not t.is_inference()])
         return batch
 
     def check_seal(self, batch: Any, pipeline: int = 0) -> None:
@@ -92,7 +93,7 @@ class Distributor:
         sealed, self._sealed[pipeline] = self._sealed[pipeline], []
         now = [tensor for tensor in tree.tensors(batch) if not tensor.is_inference()]
         same = len(now) == len(sealed) and all(t is old for t, (old, _) in zip(now, sealed, strict=True))
-        changed = [name for name, (t, v) in zip(leaf_names(batch), sealed, strict=False) if t._version != v]
+        changed = [name for name, (t, v) in zip(leaf_names(batch), sealed, strict=False) if version_of(t) != v]
         if not same or changed:
             raise ConfigurationError(
                 f"a hook changed {', '.join(changed) or 'tensors'} of the batch after it was sent to the other stages, "

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.elastic.ensemble import Ensemble
+from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.configuration import Configuration
@@ -160,7 +161,7 @@ class ParallelModels:
         def run() -> Any:
             if results:  # the batches of other pipelines are used up, and their models are not where this one is
                 raise ConfigurationError(
-                    f"{type(getattr(optimizer, '_optimizer', optimizer)).__name__} evaluates its closure several times "
+                    f"{type(unwrapped(optimizer)).__name__} evaluates its closure several times "
                     f"per step, but with {self.num_models} parallel models one evaluation serves the optimizers of "
                     "all; use an optimizer that evaluates it once, such as SGD or AdamW, or num_pipelines=1"
                 )

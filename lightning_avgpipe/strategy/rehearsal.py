@@ -20,7 +20,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.amp import GradScaler
@@ -29,6 +28,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.capture.snapshot import unchanged, untouched
 from lightning_avgpipe.comm.clock import ClockOffset
 from lightning_avgpipe.elastic.averaging import average
+from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.engine.accounting import Footprint, Meter
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.microbatch import MicroBatch
@@ -214,7 +214,7 @@ class Rehearsal:
 
     @property
     def _optimizers(self) -> list[Optimizer]:
-        return [o._optimizer if isinstance(o, LightningOptimizer) else o for o in self.trainer.optimizers]
+        return [unwrapped(o) for o in self.trainer.optimizers]
 
     def _trials(self, setting: Setting) -> _Trials:
         mesh = self.pipeline.mesh

@@ -26,7 +26,7 @@ from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.elastic.averaging import OuterOptimizer
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.strategy import checks, launch
+from lightning_avgpipe.strategy import checks, compat, launch
 from lightning_avgpipe.strategy.bundles import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
@@ -422,6 +422,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
+        compat.check()
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
         super().setup_environment()
         if not self.passthrough:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_avgpipe.capture.outside import outside
+from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import VerificationError
@@ -219,7 +220,7 @@ class Verifier:
         def noting(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             notes = StepNotes(unclipped=self._gradients())
             result = after_closure(model, optimizer, *args, **kwargs)
-            inner = getattr(optimizer, "_optimizer", optimizer)
+            inner = unwrapped(optimizer)
             names = {id(p): name for name, p in self._module.named_parameters()}
             mine = self._parameters()
             notes.clipped, notes.before = self._gradients(), {k: clone(p) for k, p in mine.items()}

@@ -22,8 +22,6 @@ CUDA = torch.device("cuda", 0)
 # Names of a library, and of values that an option has.
 NAMES = {
     "utils/objects.py": {"torch.cuda"}, "strategy/options.py": {"'cpu:gloo,cuda:nccl'"},
-    "strategy/connected.py": {"cpu:gloo,cuda:", "cuda", "device.type == 'cuda'"},
-    "strategy/strategy.py": {"self.root_device.type == 'cpu'"},
 }  # fmt: skip
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

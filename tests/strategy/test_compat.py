@@ -1,0 +1,80 @@
+"""What the package relies on in Lightning, entry by entry, for both of its packages."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from lightning_avgpipe.pytorch_lightning.strategy import compat as second  # type: ignore[import-not-found]
+from lightning_avgpipe.strategy import compat
+from lightning_avgpipe.utils import torch_compat, upstream
+from lightning_avgpipe.utils.upstream import Private
+
+PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
+UPPER = ("training", "verify", "strategy", "callbacks")  # the rooms that know Lightning
+# Private names that are Python's, or a file system's, or of values of an option.
+OTHERS = {"_batch_sampler", "_strip_protocol", "_epoch_end", "_epoch", "_batch", "_val_check_time_interval"}
+
+
+def expected(table: tuple[Private, ...], version: str) -> list[Private]:
+    return [entry for entry in table if SpecifierSet(entry.versions).contains(version)]
+
+
+ENTRIES = [*expected(compat.NAMES, compat.pl.__version__), *expected(second.NAMES, second.pl.__version__)]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_lightning_has_what_the_package_relies_on(entry: Private) -> None:
+    assert upstream.problem(entry) is None
+    assert entry.why
+
+
+def test_the_table_is_that_of_the_package_that_it_is_loaded_for() -> None:
+    assert len(compat.NAMES) == len(second.NAMES) == len({entry.name for entry in compat.NAMES})
+    roots = {entry.name.partition(".")[0] for entry in second.NAMES}
+    assert roots == {"pytorch_lightning", "lightning_fabric", "torchmetrics"}
+
+
+def test_these_versions_of_lightning_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    compat.check()
+    second.check()
+    assert not recwarn.list
+
+
+def own(trees: dict[Path, ast.Module]) -> set[str]:
+    """Names that the package itself defines."""
+    found: set[str] = set()
+    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg:
+            found.add(node.arg)
+    return found
+
+
+def private(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"_[a-z]\w*", node.value):
+            yield node.value
+
+
+def test_whatever_is_private_in_lightning_has_an_entry() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    known = {entry.name.rpartition(".")[2] for entry in (*compat.NAMES, *torch_compat.NAMES)} | OTHERS | own(trees)
+    for path, tree in trees.items():
+        if path.relative_to(PACKAGE).parts[0] in UPPER and path.name != "compat.py":
+            names = {name for name in private(tree) if name.startswith("_") and not name.startswith("__")}
+            assert names - known - {"_pytree", "_C"} == set(), path
