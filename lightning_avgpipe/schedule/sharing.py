@@ -50,46 +50,41 @@ class SimulatedLane:
 
     Args:
         row: its actions.
-        stage: k.
         pipeline: n.
-        number: of the lane; those of the same pipeline follow each other.
-        device: serves it.
-        pieces: of an action of each kind; on a device that serves lanes in turns, one.
+        stage: k.
+        device: serves it; None: one that serves no other lane, so that nobody decides when an action begins.
+        pieces: of an action of each kind; on a device that serves lanes in turns, or no other lane, one.
 
     Attributes:
-        position: in the row, of the next action, or of the one that runs.
         waits: the directions of messages that kinds wait for here.
         receivers: where the messages of kinds go from here, and over which link.
         arrivals: when a message is there, as far as that is known.
-        alone: whether its device serves no other lane; then nobody has to decide when an action begins.
         begin_s: of the action that runs.
         spans: begins and ends of the actions that are over.
     """
 
-    __slots__ = (
-        "alone", "arrivals", "begin_s", "device", "number", "pieces", "pipeline", "position", "receivers", "row",
-        "spans", "stage", "waits",
-    )  # fmt: skip
+    __slots__ = ("arrivals", "begin_s", "device", "pieces", "pipeline", "receivers", "row", "spans", "stage", "waits")
 
     def __init__(
-        self, row: Sequence[Action], stage: int, pipeline: int, number: int, device: Sharing,
-        pieces: Mapping[Kind, Pieces],
-    ) -> None:  # fmt: skip
-        self.row: tuple[Action | None, ...] = (*row, None)
-        self.stage, self.pipeline, self.number, self.device, self.pieces = stage, pipeline, number, device, pieces
-        self.position = 0
+        self, row: Sequence[Action], pipeline: int, stage: int, device: Sharing | None, pieces: Mapping[Kind, Pieces]
+    ) -> None:
+        self.row, self.pipeline, self.stage, self.device, self.pieces = row, pipeline, stage, device, pieces
         self.waits: dict[Kind, Direction] = {}
         self.receivers: dict[Kind, tuple[SimulatedLane, SimulatedLink]] = {}
         self.arrivals: dict[tuple[Direction, int], float] = {}
-        self.alone = False
         self.begin_s = 0.0
         self.spans: list[tuple[float, float]] = []
 
+    @property
+    def action(self) -> Action:
+        """The one that runs, or the next one."""
+        return self.row[len(self.spans)]
+
     def input_s(self) -> float | None:
         """When the input of the next action is there; None as long as that is not known, or without an action."""
-        action = self.row[self.position]
-        if action is None:
+        if len(self.spans) == len(self.row):
             return None
+        action = self.row[len(self.spans)]
         direction = self.waits.get(action.kind)
         return 0.0 if direction is None else self.arrivals.get((direction, action.micro_batch))
 
@@ -100,13 +95,13 @@ class InTurns:
     __slots__ = ("_running", "_waiting", "version")
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[tuple[int, int], int, SimulatedLane]] = []  # a heap
+        self._waiting: list[tuple[tuple[int, int], int, int, SimulatedLane]] = []  # a heap
         self._running: SimulatedLane | None = None
         self.version = 0
 
-    def add(self, lane: SimulatedLane, action: Action) -> None:
-        """A lane may begin an action."""
-        heapq.heappush(self._waiting, (urgency(action), lane.number, lane))
+    def add(self, lane: SimulatedLane) -> None:
+        """A lane may begin its next action."""
+        heapq.heappush(self._waiting, (urgency(lane.action), lane.pipeline, lane.stage, lane))
 
     def ended(self, now: float) -> Iterator[SimulatedLane]:
         """The lane whose action ends now."""
@@ -118,10 +113,8 @@ class InTurns:
         """Begin what may begin; when something ends, if that is not known yet."""
         if self._running is not None or not self._waiting:
             return None
-        _, _, lane = heapq.heappop(self._waiting)
-        action = lane.row[lane.position]
-        assert action is not None
-        ((seconds, _),) = lane.pieces[action.kind]
+        *_, lane = heapq.heappop(self._waiting)
+        ((seconds, _),) = lane.pieces[lane.action.kind]
         lane.begin_s = now
         self._running = lane
         return now + seconds
@@ -137,16 +130,16 @@ class SideBySide:
     __slots__ = ("_added", "_clock", "_demand", "_running", "_slowness", "_updated", "version")
 
     def __init__(self) -> None:
-        self._added: list[tuple[Action, SimulatedLane]] = []
-        # A heap: end of the piece on the clock, number of the lane, its utilisation, the pieces after it.
-        self._running: list[tuple[float, int, float, Iterator[tuple[float, float]], SimulatedLane]] = []
+        self._added: list[SimulatedLane] = []
+        # A heap: end of the piece on the clock, pipeline and stage, utilisation, the pieces after it.
+        self._running: list[tuple[float, tuple[int, int], float, Iterator[tuple[float, float]], SimulatedLane]] = []
         self._clock = self._updated = self._demand = 0.0
         self._slowness = 1.0
         self.version = 0
 
-    def add(self, lane: SimulatedLane, action: Action) -> None:
-        """A lane may begin an action."""
-        self._added.append((action, lane))
+    def add(self, lane: SimulatedLane) -> None:
+        """A lane may begin its next action."""
+        self._added.append(lane)
 
     def ended(self, now: float) -> Iterator[SimulatedLane]:
         """Lanes whose action ends now; those of which only a piece does go on."""
@@ -154,14 +147,14 @@ class SideBySide:
         running = self._running
         due = running[0][0] * (1 + _ROUNDING)
         while running and running[0][0] <= due:
-            until, number, utilisation, rest, lane = running[0]
+            until, place, utilisation, rest, lane = running[0]
             piece = next(rest, None)
             if piece is None:
                 heapq.heappop(running)
                 self._demand -= utilisation
                 yield lane
             else:
-                heapq.heapreplace(running, (until + piece[0], number, piece[1], rest, lane))
+                heapq.heapreplace(running, (until + piece[0], place, piece[1], rest, lane))
                 self._demand += piece[1] - utilisation
 
     def go_on(self, now: float) -> float | None:
@@ -169,11 +162,12 @@ class SideBySide:
         self._move(now)
         if not self._running:
             self._demand = 0.0  # without what rounding has left
-        for action, lane in self._added:
+        for lane in self._added:
             lane.begin_s = now
-            rest = iter(lane.pieces[action.kind])
+            rest = iter(lane.pieces[lane.action.kind])
             seconds, utilisation = next(rest)
-            heapq.heappush(self._running, (self._clock + seconds, lane.number, utilisation, rest, lane))
+            place = lane.pipeline, lane.stage
+            heapq.heappush(self._running, (self._clock + seconds, place, utilisation, rest, lane))
             self._demand += utilisation
         self._added.clear()
         self._slowness = max(1.0, self._demand)

@@ -73,44 +73,14 @@ class Simulation:
     ) -> None:
         self.now = 0.0
         self._devices = tuple(devices)
-        self._links: dict[tuple[Direction, int], SimulatedLink] = {}
-        self.lanes = self._connected(schedules, costs, sharing)
+        self.lanes = _lanes(schedules, costs, self._devices, sharing)
+        self._links = _connect(self.lanes, costs)
         # time, serial number (so that nothing else is compared), device and its version, or lane: when it may go on, or
-        # if it is alone when its action ends
+        # if its device serves no other lane when its action ends
         self._events: list[tuple[float, int, Sharing | SimulatedLane, int]] = []
         self._serial = 0
         for lane in self.lanes:
             self._wake(lane)
-
-    def _connected(self, schedules: Sequence[Schedule], costs: Costs, sharing: type[Sharing]) -> list[SimulatedLane]:
-        count, stages = costs.num_stages, range(costs.num_stages)
-        used = {action.kind for schedule in schedules for row in schedule.rows for action in row}
-        kinds = [kind for kind in KINDS if kind in used]
-        pieces = [{kind: costs.pieces(kind, k) for kind in kinds} for k in stages]
-        full = _full(len(schedules), pieces, self._devices) if sharing is SideBySide else set()
-        pieces = [
-            of if device in full else {kind: ((sum(s for s, _ in p), 0.0),) for kind, p in of.items()}
-            for of, device in zip(pieces, self._devices, strict=True)
-        ]
-        served = {device: sharing() for device in self._devices}
-        lanes: list[SimulatedLane] = []
-        for n, schedule in enumerate(schedules):
-            lanes += (
-                SimulatedLane(schedule.rows[k], k, n, n * count + k, served[self._devices[k]], pieces[k])
-                for k in stages
-            )
-        for lane in lanes:
-            lane.alone = len(schedules) == 1 and self._devices.count(self._devices[lane.stage]) == 1
-            for kind in kinds:
-                if kind.consumes is not None and sender(kind, lane.stage, count) is not None:
-                    lane.waits[kind] = kind.consumes
-                there = receiver(kind, lane.stage, count)
-                if kind.produces is not None and there is not None:
-                    key = kind.produces, min(there, lane.stage)
-                    link = self._links.get(key) or SimulatedLink(*costs.message_s(*key))
-                    self._links[key] = link
-                    lane.receivers[kind] = lanes[lane.number - lane.stage + there], link
-        return lanes
 
     def run(self, actions: int | None = None) -> float:
         """Play on until the first lane has ended so many actions, or to the end; returns when that is, in seconds."""
@@ -121,13 +91,11 @@ class Simulation:
             while events and events[0][0] == now:
                 _, _, who, version = heapq.heappop(events)
                 if isinstance(who, SimulatedLane):
-                    if who.alone:
+                    if who.device is None:
                         self._end(who)
-                        continue
-                    action = who.row[who.position]
-                    assert action is not None
-                    who.device.add(who, action)
-                    changed[who.device] = None
+                    else:
+                        who.device.add(who)
+                        changed[who.device] = None
                 elif version == who.version:
                     for lane in who.ended(now):
                         self._end(lane)
@@ -148,18 +116,14 @@ class Simulation:
         if input_s is None:
             return
         begin_s = input_s if input_s > self.now else self.now
-        if lane.alone:
-            action = lane.row[lane.position]
-            assert action is not None
+        if lane.device is None:
             lane.begin_s = begin_s
-            begin_s += lane.pieces[action.kind][0][0]
+            begin_s += lane.pieces[lane.action.kind][0][0]
         self._push(begin_s, lane, 0)
 
     def _end(self, lane: SimulatedLane) -> None:
         """Send what an action gave, and see when the next one may begin."""
-        action = lane.row[lane.position]
-        assert action is not None
-        lane.position += 1
+        action = lane.action
         lane.spans.append((lane.begin_s, self.now))
         if action.kind in lane.receivers:
             there, link = lane.receivers[action.kind]
@@ -178,7 +142,6 @@ class Simulation:
             Span(lane.stage, action, begin_s, end_s, lane.pipeline)
             for lane in self.lanes
             for action, (begin_s, end_s) in zip(lane.row, lane.spans, strict=False)
-            if action is not None
         ]
         transfers = tuple(
             Transfer(hop, direction, i, s, s + link.occupied_s, s + link.occupied_s + link.latency_s, n)
@@ -186,12 +149,48 @@ class Simulation:
             for s, n, i in link.begins
         )
         if len(self.lanes) == count:
-            peaks = peak_stash(filter(None, lane.row) for lane in self.lanes)
+            peaks = peak_stash(lane.row for lane in self.lanes)
         else:
             spans.sort(key=lambda span: (span.stage, span.end_s))
             changes = sorted(spans, key=lambda s: (s.begin_s, 1) if s.action.kind.stash > 0 else (s.end_s, 0))
             peaks = peak_stash([span.action for span in changes if span.stage == k] for k in range(count))
         return Timeline(count, tuple(spans), transfers, peaks, devices=self._devices)
+
+
+def _lanes(
+    schedules: Sequence[Schedule], costs: Costs, devices: Sequence[int], sharing: type[Sharing]
+) -> list[SimulatedLane]:
+    stages = range(costs.num_stages)
+    used = {action.kind for schedule in schedules for row in schedule.rows for action in row}
+    pieces = [{kind: costs.pieces(kind, k) for kind in KINDS if kind in used} for k in stages]
+    full = _full(len(schedules), pieces, devices) if sharing is SideBySide else set()
+    pieces = [
+        of if device in full else {kind: ((sum(s for s, _ in parts), 0.0),) for kind, parts in of.items()}
+        for of, device in zip(pieces, devices, strict=True)
+    ]
+    serving = {device: sharing() for device in devices if len(schedules) * devices.count(device) > 1}
+    return [
+        SimulatedLane(schedule.rows[k], n, k, serving.get(devices[k]), pieces[k])
+        for n, schedule in enumerate(schedules)
+        for k in stages
+    ]
+
+
+def _connect(lanes: Sequence[SimulatedLane], costs: Costs) -> dict[tuple[Direction, int], SimulatedLink]:
+    """Tell lanes where messages come from and go to; returns the links by direction and hop."""
+    links: dict[tuple[Direction, int], SimulatedLink] = {}
+    by_place = {(lane.pipeline, lane.stage): lane for lane in lanes}
+    for lane in lanes:
+        for kind in lane.pieces:
+            if kind.consumes is not None and sender(kind, lane.stage, costs.num_stages) is not None:
+                lane.waits[kind] = kind.consumes
+            there = receiver(kind, lane.stage, costs.num_stages)
+            if kind.produces is not None and there is not None:
+                key = kind.produces, min(there, lane.stage)
+                if key not in links:
+                    links[key] = SimulatedLink(*costs.message_s(*key))
+                lane.receivers[kind] = by_place[lane.pipeline, there], links[key]
+    return links
 
 
 def _full(num_pipelines: int, pieces: Sequence[dict[Kind, Pieces]], devices: Sequence[int]) -> set[int]:

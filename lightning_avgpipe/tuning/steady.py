@@ -48,17 +48,16 @@ def steady_iteration_s(
         if period is not None and begun < m:
             rest = build(setting.schedule, num_stages, begun, setting.advance)  # which began in the same way
             for lane in simulation.lanes:
-                lane.row = (*rest.rows[lane.stage], None)
+                lane.row = rest.rows[lane.stage]
             return simulation.run() + (m - begun) * period
     return simulation.run()
 
 
 def _ends(lane: SimulatedLane) -> dict[Kind, list[float]]:
     """Of the actions that are over, by kind."""
-    ends: dict[Kind, list[float]] = {action.kind: [] for action in lane.row if action is not None}
+    ends: dict[Kind, list[float]] = {action.kind: [] for action in lane.row}
     for action, (_, end_s) in zip(lane.row, lane.spans, strict=False):
-        if action is not None:
-            ends[action.kind].append(end_s)
+        ends[action.kind].append(end_s)
     return ends
 
 
