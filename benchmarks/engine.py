@@ -43,8 +43,10 @@ from benchmarks.processes import TIMEOUT, add_options, connected, launch
 from benchmarks.rounds import in_turns
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.tracer import intercepting
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stage import Stage, Task
@@ -79,9 +81,11 @@ def replay_overhead(size: Size, fine: bool, rounds: int) -> list[dict[str, Any]]
     if not fine:  # the planner closes again what the cut does not divide
         plan = Planner(model, NUM_STAGES, [split_point]).plan(STEP, model.training_step, (batch, 0), units)
         graph, cut = plan.graph, plan.cuts
-    mesh = Mesh(NUM_STAGES, 0, 1, torch.device("cpu"), TIMEOUT)
+    device = torch.device("cpu")
+    cluster = Cluster(StageMap(NUM_STAGES), 0, device, TIMEOUT, ProcessGroups(0, device, TIMEOUT))
     first, last = (
-        Stage(program, model, mesh.device, TiedParameters(model, mesh, {})) for program in stage_programs(graph, cut)
+        Stage(program, model, cluster.device, TiedParameters(model, cluster, {}))
+        for program in stage_programs(graph, cut)
     )
     task = Task(lambda i, *args: model.training_step(*args), [(batch, 0)], lambda i, loss: loss)
     with intercepting():
@@ -130,14 +134,14 @@ def replay_overhead(size: Size, fine: bool, rounds: int) -> list[dict[str, Any]]
 class Engine:
     """This engine in one of the processes."""
 
-    def __init__(self, size: Size, mesh: Mesh) -> None:
+    def __init__(self, size: Size, cluster: Cluster) -> None:
         self.model = make_model(size)
-        self.mesh = mesh
+        self.cluster = cluster
         self.num_microbatches = size.num_microbatches
         tokens, targets = example(size, 1)
         planner = Planner(self.model, NUM_STAGES, [f"blocks.{size.layers // 2}"])
         plan = planner.plan(STEP, self.model.training_step, ((tokens, targets), 0))
-        self.pipeline = Pipeline(mesh, self.model)
+        self.pipeline = Pipeline(cluster, self.model)
         self.pipeline.load(plan.graph, plan.cuts)
         self.iterations = 0
 
@@ -158,13 +162,13 @@ class Engine:
 class Peer:
     """torch.distributed.pipelining in one of the processes."""
 
-    def __init__(self, size: Size, mesh: Mesh) -> None:
+    def __init__(self, size: Size, cluster: Cluster) -> None:
         self.model = make_model(size)
-        self.stage = mesh.rank
+        self.stage = cluster.rank
         module = by_hand(self.model, self.stage)
         self.schedules = {
             name: schedule(
-                PipelineStage(module, self.stage, NUM_STAGES, mesh.device), size.num_microbatches, loss_fn=loss_of
+                PipelineStage(module, self.stage, NUM_STAGES, cluster.device), size.num_microbatches, loss_fn=loss_of
             )
             for name, schedule in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B))
         }
@@ -182,10 +186,10 @@ class Peer:
 class Costs:
     """The times of the hand-written stage of this process, without any engine, and of the links."""
 
-    def __init__(self, size: Size, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, size: Size, cluster: Cluster) -> None:
+        self.cluster = cluster
         self.model = make_model(size)
-        (stage,) = mesh.stages
+        (stage,) = cluster.stages
         self.written = HandWritten(by_hand(self.model, stage), stage > 0)
         self.hidden = torch.randn(size.samples, size.length, size.width)
         self.link_s: list[float] = []
@@ -201,10 +205,10 @@ class Costs:
     def probe(self) -> None:
         """Time of one boundary value on a link, there and back, beside nothing else."""
         for _ in range(_PROBES):
-            self.mesh.barrier()
+            self.cluster.group.barrier()
             before = time.perf_counter()
             for sender in range(NUM_STAGES):
-                if self.mesh.rank == sender:
+                if self.cluster.rank == sender:
                     dist.send(self.hidden, 1 - sender)
                 else:
                     dist.recv(torch.empty_like(self.hidden), sender)
@@ -213,19 +217,19 @@ class Costs:
 
 def work(options: argparse.Namespace) -> None:
     """What each process does; rank 0 writes the results."""
-    with connected() as mesh:
-        result = measure(mesh, SIZES[options.size], options.rounds)
-    if mesh.rank == 0:
+    with connected() as cluster:
+        result = measure(cluster, SIZES[options.size], options.rounds)
+    if cluster.rank == 0:
         options.result.write_text(json.dumps(result))
 
 
-def measure(mesh: Mesh, size: Size, rounds: int) -> dict[str, Any]:
+def measure(cluster: Cluster, size: Size, rounds: int) -> dict[str, Any]:
     """Seconds of each side in each round, and what the simulator makes of the costs."""
     batch = example(size, size.num_microbatches)
-    engine, peer, costs = Engine(size, mesh), Peer(size, mesh), Costs(size, mesh)
+    engine, peer, costs = Engine(size, cluster), Peer(size, cluster), Costs(size, cluster)
     models = (engine.model, peer.model, costs.model)
     costs.probe()
-    probed = _stage_costs(mesh, costs, [costs.run(batch, size.num_microbatches)])
+    probed = _stage_costs(cluster, costs, [costs.run(batch, size.num_microbatches)])
     advance = first_advance(uneven_steps(probed), size.num_microbatches, probed)
     sides: dict[str, Callable[[], list[Tensor]]] = {
         "avgpipe afab": partial(engine.run, "afab", 0, batch),
@@ -237,7 +241,7 @@ def measure(mesh: Mesh, size: Size, rounds: int) -> dict[str, Any]:
         sides["avgpipe advance_forward"] = partial(engine.run, "advance_forward", advance, batch)
     for model in models:
         model.eval()  # without dropout all compute the same
-    losses = {name: _gathered(mesh, side()) for name, side in sides.items()}
+    losses = {name: _gathered(cluster, side()) for name, side in sides.items()}
     _compare(losses)
     for model in models:
         model.train()
@@ -248,15 +252,15 @@ def measure(mesh: Mesh, size: Size, rounds: int) -> dict[str, Any]:
             begin(model)
         # the strategy keeps this on while it trains
         with intercepting() if name.startswith("avgpipe") else nullcontext():
-            mesh.barrier()  # also before the costs: both processes compute then, as they do in an iteration
+            cluster.group.barrier()  # also before the costs: both processes compute then, as they do in an iteration
             if name == "costs":
                 units.append(costs.run(batch, size.num_microbatches))
                 continue
             before, cpu = time.perf_counter(), time.process_time()
             sides[name]()
             times[name].append((time.perf_counter() - before, time.process_time() - cpu))
-    gathered = _from_all(mesh, times)
-    bounds = [_stage_costs(mesh, costs, [unit]) for unit in units]
+    gathered = _from_all(cluster, times)
+    bounds = [_stage_costs(cluster, costs, [unit]) for unit in units]
     schedules = {name: _schedule_of(name, advance, size.num_microbatches) for name in sides}
     return {
         "advance": advance,
@@ -273,14 +277,14 @@ def _schedule_of(side: str, advance: int, num_microbatches: int) -> Schedule:
     return build(name, NUM_STAGES, num_microbatches, advance)
 
 
-def _gathered(mesh: Mesh, losses: list[Tensor]) -> list[float]:
-    found: list[list[float]] = _from_all(mesh, [float(loss.detach()) for loss in losses])
+def _gathered(cluster: Cluster, losses: list[Tensor]) -> list[float]:
+    found: list[list[float]] = _from_all(cluster, [float(loss.detach()) for loss in losses])
     return next(values for values in found if values)
 
 
-def _from_all(mesh: Mesh, item: Any) -> Any:
+def _from_all(cluster: Cluster, item: Any) -> Any:
     """What every process has, by rank, known to all."""
-    return mesh.broadcast(mesh.gather_objects(item))
+    return cluster.group.broadcast(cluster.group.gather_objects(item))
 
 
 def _compare(losses: dict[str, list[float]]) -> None:
@@ -290,11 +294,11 @@ def _compare(losses: dict[str, list[float]]) -> None:
             raise SystemExit(f"{other} and {name} do not compute the same: losses {found} and {wanted}")
 
 
-def _stage_costs(mesh: Mesh, costs: Costs, units: Sequence[tuple[float, float]]) -> StageCosts:
+def _stage_costs(cluster: Cluster, costs: Costs, units: Sequence[tuple[float, float]]) -> StageCosts:
     """The least of these rounds, in each process."""
     mine = min(f for f, _ in units), min(b for _, b in units)
-    found = _from_all(mesh, (mine, min(costs.link_s)))
-    by_stage = [found[mesh.rank_of(stage)] for stage in range(NUM_STAGES)]
+    found = _from_all(cluster, (mine, min(costs.link_s)))
+    by_stage = [found[cluster.stage_map.owner(stage)] for stage in range(NUM_STAGES)]
     send = [max(link for _, link in found)]
     return StageCosts([unit[0] for unit, _ in by_stage], [unit[1] for unit, _ in by_stage], send, send, [0.0])
 

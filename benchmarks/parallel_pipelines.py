@@ -24,7 +24,6 @@ gone by then, so that the sum is an upper bound, up to what the allocator keeps.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -33,7 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,9 +45,10 @@ from benchmarks.processes import add_options, connected, launch
 from benchmarks.resident import MIB, Resident
 from benchmarks.rounds import in_turns, record
 from benchmarks.schedules import Blocks, ThrottledGroups, calibrate, goodput
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.engine.accounting import HostMeter
+from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import run_together
 from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.planning import Link
@@ -88,18 +88,21 @@ class Bench:
     """Trains parallel models as the strategy does, without a trainer around it.
 
     Args:
-        mesh: open.
+        cluster: open.
         model: the same on every rank; its step takes what ``args`` has.
         args: of one micro-batch; all micro-batches are alike.
         split_point: unit at which the last stage begins.
     """
 
-    def __init__(self, mesh: Mesh, model: nn.Module, args: Sequence[Any], split_point: str) -> None:
-        self.mesh = mesh
+    def __init__(self, cluster: Cluster, model: nn.Module, args: Sequence[Any], split_point: str) -> None:
+        self.cluster = cluster
+        self.observers = Observers()
         self.model = model
         self.args = args
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.deployment = Deployment(model, mesh, Planner(model, NUM_STAGES, [split_point]), lambda: [self.optimizer])
+        self.deployment = Deployment(
+            model, cluster, Planner(model, NUM_STAGES, [split_point]), lambda: [self.optimizer]
+        )
         self.deployment.prepare(STEP, self._step, [args], True, build("1f1b", NUM_STAGES, 1))
         self.pipelines = self.deployment.parallel(1)
         self.iterations = 0
@@ -133,9 +136,9 @@ class Bench:
             )
             for n in range(count)
         ]
-        run_together(self.pipelines, STEP, [schedule] * count, tasks)
+        run_together(self.pipelines, STEP, [schedule] * count, tasks, self.observers)
         self.deployment.sum_copied_gradients()
-        with self._recorded("step"):
+        with self.observers.activity("step"):
             if ensemble is not None:
                 ensemble.place(0)
                 ensemble.follow_optimizers()
@@ -145,49 +148,45 @@ class Bench:
                 for made in ensemble.optimizers(n):
                     made.step()
         if ensemble is not None:
-            with self._recorded("averaging"):
+            with self.observers.activity("averaging"):
                 ensemble.stepped(count)
-
-    def _recorded(self, kind: Literal["step", "averaging"]) -> contextlib.AbstractContextManager[None]:
-        recorder = self.mesh.recorder
-        return contextlib.nullcontext() if recorder is None else recorder.activity(kind)
 
     def record(self, schedule: Schedule) -> Timeline | None:
         """One iteration; on rank 0 what happened in it."""
-        return record(self.mesh, lambda: self.iterate(schedule))
+        return record(self.cluster, self.observers, lambda: self.iterate(schedule))
 
     def seconds(self, schedule: Schedule, iterations: int) -> float:
         """Of an iteration, until the last process is done; on rank 0."""
-        self.mesh.barrier()
+        self.cluster.group.barrier()
         begin = time.perf_counter()
         for _ in range(iterations):
             self.iterate(schedule)
-        return max(self.mesh.gather_objects(time.perf_counter() - begin)) / iterations
+        return max(self.cluster.group.gather_objects(time.perf_counter() - begin)) / iterations
 
 
-def make_bench(mesh: Mesh, options: argparse.Namespace) -> Bench:
+def make_bench(cluster: Cluster, options: argparse.Namespace) -> Bench:
     """The model of a run, ready to train."""
     if options.compute == "real":
-        return transformer(mesh, SIZES[options.size])
+        return transformer(cluster, SIZES[options.size])
     model = Blocks(NUM_STAGES, max(1, options.message_bytes // _FLOAT_BYTES))
-    return Bench(mesh, model, (torch.ones(1, 1),), "blocks.1")
+    return Bench(cluster, model, (torch.ones(1, 1),), "blocks.1")
 
 
-def transformer(mesh: Mesh, size: Size) -> Bench:
+def transformer(cluster: Cluster, size: Size) -> Bench:
     model: LanguageModel = make_model(size)
-    return Bench(mesh, model, (example(size, 1), 0), f"blocks.{size.layers // 2}")
+    return Bench(cluster, model, (example(size, 1), 0), f"blocks.{size.layers // 2}")
 
 
 # -- time ------------------------------------------------------------------------------------------------------------
 
 
-def measure_time(mesh: Mesh, options: argparse.Namespace, rate: float) -> list[dict[str, Any]]:
+def measure_time(cluster: Cluster, options: argparse.Namespace, rate: float) -> list[dict[str, Any]]:
     """A row for each M and N; on ranks other than 0 none."""
-    bench = make_bench(mesh, options)
+    bench = make_bench(cluster, options)
     if options.compute == "sleep":
         wanted = {FORWARD: options.forward_ms / 1e3, BACKWARD: options.backward_ms / 1e3}
         assert isinstance(bench.model, Blocks)
-        calibrate(mesh, bench.model, wanted, lambda: bench.record(build("1f1b", NUM_STAGES, 4)))
+        calibrate(cluster, bench.model, wanted, lambda: bench.record(build("1f1b", NUM_STAGES, 4)))
     rows: list[dict[str, Any]] = []
     for num_microbatches in options.microbatches:
         rows += measure_setting(bench, options, num_microbatches, rate)
@@ -198,8 +197,8 @@ def measure_setting(
     bench: Bench, options: argparse.Namespace, num_microbatches: int, rate: float
 ) -> list[dict[str, Any]]:
     """A row for each N at one M, with the advance that is best for one pipeline."""
-    mesh, message_s = bench.mesh, bench.message_bytes / rate
-    found = mesh.broadcast(bench.record(build("1f1b", NUM_STAGES, num_microbatches)))
+    cluster, message_s = bench.cluster, bench.message_bytes / rate
+    found = cluster.group.broadcast(bench.record(build("1f1b", NUM_STAGES, num_microbatches)))
     assert found is not None
     expected = costs_of([found], message_s)
     advance = first_advance(uneven_steps(expected), num_microbatches, expected)
@@ -215,7 +214,7 @@ def measure_setting(
         if timeline is not None:
             timelines[n].append(timeline)
     bench.resize(1)
-    if mesh.rank:
+    if cluster.rank:
         return []
     first = counts[0]
     costs, setting = costs_of(timelines[first], message_s), Setting(num_microbatches, 1, advance)
@@ -317,12 +316,12 @@ def draw(timelines: dict[int, list[Timeline]], folder: Path, about: str) -> None
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def measure_memory(mesh: Mesh, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_memory(cluster: Cluster, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each rank and N; on ranks other than 0 only some of them."""
     torch.nn.functional.linear(torch.randn(8, 8), torch.randn(8, 8))  # libraries are loaded before the first reading
     above = Resident()
     size, num_microbatches = SIZES["small"] if options.quick else _MEASURED_SIZE, _MEASURED_MICROBATCHES
-    bench = transformer(mesh, size)
+    bench = transformer(cluster, size)
     schedule = build("1f1b", NUM_STAGES, num_microbatches)
     peaks = {}
     for n in sorted(options.pipelines):  # memory that was freed stays with the process
@@ -333,7 +332,7 @@ def measure_memory(mesh: Mesh, options: argparse.Namespace) -> list[dict[str, An
         peaks[n] = before + resident.peak()
     above.peak()
     bench.resize(1)
-    (stage,) = mesh.stages
+    (stage,) = cluster.stages
     model, stash = counted(bench, schedule)
     weights = sum(p.nbytes for p in bench.model.parameters() if not p.is_meta)
     stashed = Setting(num_microbatches).stash(NUM_STAGES)[stage]
@@ -351,12 +350,12 @@ def measure_memory(mesh: Mesh, options: argparse.Namespace) -> list[dict[str, An
         reference = weights if n > 1 else 0
         rows.append(
             {
-                "rank": mesh.rank, "stage": stage, "pipelines": n, "peak": peak, "formula": needed.total / MIB,
+                "rank": cluster.rank, "stage": stage, "pipelines": n, "peak": peak, "formula": needed.total / MIB,
                 "models": needed.models / MIB, "stash": needed.stash / MIB, "reference": reference / MIB,
                 "working": (needed.fixed - reference) / MIB,
             }
         )  # fmt: skip
-    return list(itertools.chain.from_iterable(mesh.gather_objects(rows)))
+    return list(itertools.chain.from_iterable(cluster.group.gather_objects(rows)))
 
 
 def counted(bench: Bench, schedule: Schedule) -> tuple[int, int]:
@@ -364,10 +363,10 @@ def counted(bench: Bench, schedule: Schedule) -> tuple[int, int]:
     tensors = [p for p in bench.model.parameters() if not p.is_meta]
     states = [v for p in tensors for v in bench.optimizer.state[p].values() if isinstance(v, torch.Tensor)]
     batch = [t for part in bench.args if isinstance(part, tuple) for t in part]
-    bench.mesh.meter = meter = HostMeter([*tensors, *bench.model.buffers(), *batch])
-    bench.iterate(schedule)
-    bench.mesh.meter = None
-    (stage,) = bench.mesh.stages
+    meter = HostMeter([*tensors, *bench.model.buffers(), *batch])
+    with bench.observers.having(meter):
+        bench.iterate(schedule)
+    (stage,) = bench.cluster.stages
     stash = meter.finish({stage: Holding(0)})[stage].peak
     return 2 * sum(p.nbytes for p in tensors) + sum(s.nbytes for s in states), stash
 
@@ -379,12 +378,12 @@ def work(options: argparse.Namespace) -> None:
     """What each process does; rank 0 writes the results."""
     time_only = options.parts == ["time"]
     throttled = time_only and options.links == "throttled"
-    with connected(ThrottledGroups if throttled else ProcessGroups) as mesh:
+    with connected(ThrottledGroups if throttled else ProcessGroups) as cluster:
         if time_only:
-            measured = measure_time(mesh, options, goodput(mesh, throttled, options.megabits[0]))
+            measured = measure_time(cluster, options, goodput(cluster, throttled, options.megabits[0]))
         else:
-            measured = measure_memory(mesh, options)
-    if mesh.rank == 0:
+            measured = measure_memory(cluster, options)
+    if cluster.rank == 0:
         options.result.write_text(json.dumps(measured))
 
 

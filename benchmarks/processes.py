@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import network
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.stage_map import StageMap
 
 __all__ = ["TIMEOUT", "add_options", "connected", "free_port", "launch"]
 
@@ -72,16 +74,18 @@ def launch(script: str, arguments: Sequence[str], world_size: int, megabits: int
 
 
 @contextlib.contextmanager
-def connected(network: type[ProcessGroups] = ProcessGroups) -> Iterator[Mesh]:
-    """In a rank: an open mesh of all ranks with a stage on each, which is closed when all are done."""
+def connected(network: type[ProcessGroups] = ProcessGroups) -> Iterator[Cluster]:
+    """In a rank: an open cluster of all ranks with a stage on each, which is closed when all are done."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     num_stages = dist.get_world_size()
-    mesh = Mesh(num_stages, dist.get_rank(), num_stages, torch.device("cpu"), TIMEOUT, groups=network)
-    mesh.open()
-    yield mesh
-    mesh.barrier()
-    mesh.close()
+    rank, device = dist.get_rank(), torch.device("cpu")
+    stage_map = StageMap.on(DeviceLayout(num_stages), num_stages)
+    cluster = Cluster(stage_map, rank, device, TIMEOUT, network(rank, device, TIMEOUT))
+    cluster.open()
+    yield cluster
+    cluster.group.barrier()
+    cluster.close()
     dist.destroy_process_group()
 
 

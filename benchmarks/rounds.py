@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.schedule import Timeline
 
@@ -21,12 +22,15 @@ def in_turns(sides: Sequence[Side], rounds: int) -> Iterator[Side]:
         yield from (*sides[first:], *sides[:first])
 
 
-def record(mesh: Mesh, iterate: Callable[[], object]) -> Timeline | None:
-    """One iteration; on rank 0 what happened in it. Every rank calls it."""
-    recorder = Recorder(mesh.rank, mesh.device)
-    mesh.record(recorder)
-    mesh.barrier()
-    iterate()
-    mesh.record(None)
-    recordings = mesh.gather_objects(recorder.finish(mesh.clock(), mesh.timeout.total_seconds()))
-    return None if mesh.rank else assemble(recordings, [mesh.rank_of(k) for k in range(mesh.num_stages)])
+def record(cluster: Cluster, observers: Observers, iterate: Callable[[], object]) -> Timeline | None:
+    """One iteration that these see; on rank 0 what happened in it. Every rank calls it."""
+    recorder = Recorder(cluster.rank, cluster.device)
+    cluster.group.barrier()
+    with observers.having(recorder):
+        iterate()
+    recordings = cluster.group.gather_objects(recorder.finish(cluster.group.clock(), cluster.waits.timeout_s))
+    return (
+        None
+        if cluster.rank
+        else assemble(recordings, [cluster.stage_map.owner(k) for k in range(cluster.stage_map.num_stages)])
+    )

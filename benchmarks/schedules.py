@@ -34,9 +34,10 @@ from benchmarks.processes import add_options, connected, launch
 from benchmarks.rounds import record
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import Wire
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.routes import Edge, Route
+from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.planning.planner import Planner
@@ -141,7 +142,7 @@ class ThrottledGroups(ProcessGroups):
         return wire
 
 
-def goodput(mesh: Mesh, throttled: bool, megabits: int) -> float:
+def goodput(cluster: Cluster, throttled: bool, megabits: int) -> float:
     """Bytes per second of payload from rank 0 to rank 1, as every rank is told."""
     if throttled:
         ThrottledWire.bytes_per_s = megabits * 1e6 / 8
@@ -149,15 +150,15 @@ def goodput(mesh: Mesh, throttled: bool, megabits: int) -> float:
     seconds = []
     payload, answer = torch.zeros(_PROBE_BYTES, dtype=torch.uint8), torch.zeros(1)
     for _ in range(_PROBES):
-        if mesh.rank == 0:
+        if cluster.rank == 0:
             begin = time.perf_counter()
             dist.send(payload, 1)
             dist.recv(answer, 1)
             seconds.append(time.perf_counter() - begin)
-        elif mesh.rank == 1:
+        elif cluster.rank == 1:
             dist.recv(payload, 0)
             dist.send(answer, 0)
-    return mesh.broadcast(_PROBE_BYTES / statistics.median(seconds) if seconds else None) or 0.0
+    return cluster.group.broadcast(_PROBE_BYTES / statistics.median(seconds) if seconds else None) or 0.0
 
 
 # -- one process per stage -------------------------------------------------------------------------------------------
@@ -166,30 +167,33 @@ def goodput(mesh: Mesh, throttled: bool, megabits: int) -> float:
 class Bench:
     """The real engine with blocks that send messages of a given size."""
 
-    def __init__(self, mesh: Mesh, num_microbatches: int, message_bytes: float) -> None:
-        self.mesh = mesh
+    def __init__(self, cluster: Cluster, num_microbatches: int, message_bytes: float) -> None:
+        self.cluster = cluster
+        self.observers = Observers()
         self.num_microbatches = num_microbatches
-        self.model = Blocks(mesh.num_stages, max(1, round(message_bytes / _FLOAT_BYTES)))
-        points = [f"blocks.{k}" for k in range(1, mesh.num_stages)]
-        plan = Planner(self.model, mesh.num_stages, points).plan(
+        self.model = Blocks(cluster.stage_map.num_stages, max(1, round(message_bytes / _FLOAT_BYTES)))
+        points = [f"blocks.{k}" for k in range(1, cluster.stage_map.num_stages)]
+        plan = Planner(self.model, cluster.stage_map.num_stages, points).plan(
             "training_step", self.model.training_step, (torch.ones(1, 1),)
         )
-        self.pipeline = Pipeline(mesh, self.model)
+        self.pipeline = Pipeline(cluster, self.model)
         self.pipeline.load(plan.graph, plan.cuts)
 
     def run(self, schedule: Schedule) -> Timeline | None:
         """One iteration; on rank 0 what happened in it."""
         args = [(torch.ones(1, 1),)] * self.num_microbatches
         task = Task(lambda i, x: self.model.training_step(x), args, lambda i, loss: loss, RandomKey(0))
-        return record(self.mesh, lambda: self.pipeline.run("training_step", schedule, task))
+        return record(
+            self.cluster, self.observers, lambda: self.pipeline.run("training_step", schedule, task, self.observers)
+        )
 
     def calibrate(self, wanted_s: dict[Kind, float]) -> None:
         """Make actions last as long as wanted, whatever the engine adds to the sleep."""
-        schedule = build("1f1b", self.mesh.num_stages, self.num_microbatches)
-        calibrate(self.mesh, self.model, wanted_s, lambda: self.run(schedule))
+        schedule = build("1f1b", self.cluster.stage_map.num_stages, self.num_microbatches)
+        calibrate(self.cluster, self.model, wanted_s, lambda: self.run(schedule))
 
 
-def calibrate(mesh: Mesh, model: Blocks, wanted_s: dict[Kind, float], run: Callable[[], Timeline | None]) -> None:
+def calibrate(cluster: Cluster, model: Blocks, wanted_s: dict[Kind, float], run: Callable[[], Timeline | None]) -> None:
     """Make actions last as long as wanted: seconds of a forward and of a backward.
 
     Args:
@@ -198,7 +202,7 @@ def calibrate(mesh: Mesh, model: Blocks, wanted_s: dict[Kind, float], run: Calla
     for block in model.blocks:
         block.rest_s.update(wanted_s)
     for _ in range(_CALIBRATIONS):
-        timeline = mesh.broadcast(run())
+        timeline = cluster.group.broadcast(run())
         assert timeline is not None
         measured = StageCosts.measured(timeline)
         for k, block in enumerate(model.blocks):
@@ -209,20 +213,20 @@ def calibrate(mesh: Mesh, model: Blocks, wanted_s: dict[Kind, float], run: Calla
 def work(options: argparse.Namespace) -> None:
     """What each process does; rank 0 writes the results."""
     throttled = options.links == "throttled"
-    with connected(ThrottledGroups if throttled else ProcessGroups) as mesh:
-        rate = goodput(mesh, throttled, options.megabits)
-        rows = [row for ratio in options.ratios for row in measure(mesh, options, ratio, rate)]
-    if mesh.rank == 0:
+    with connected(ThrottledGroups if throttled else ProcessGroups) as cluster:
+        rate = goodput(cluster, throttled, options.megabits)
+        rows = [row for ratio in options.ratios for row in measure(cluster, options, ratio, rate)]
+    if cluster.rank == 0:
         options.result.write_text(json.dumps(rows))
 
 
-def measure(mesh: Mesh, options: argparse.Namespace, ratio: float, bytes_per_s: float) -> list[dict[str, Any]]:
+def measure(cluster: Cluster, options: argparse.Namespace, ratio: float, bytes_per_s: float) -> list[dict[str, Any]]:
     """All schedules at one ratio of transfer to forward; on ranks other than 0 rows without values."""
-    num_stages, num_microbatches = mesh.num_stages, options.microbatches
+    num_stages, num_microbatches = cluster.stage_map.num_stages, options.microbatches
     forward_s, backward_s = options.forward_ms / 1e3, options.backward_ms / 1e3
     send_s = ratio * forward_s
     costs = StageCosts.uniform(num_stages, forward_s, backward_s, send_s)
-    bench = Bench(mesh, num_microbatches, send_s * bytes_per_s)
+    bench = Bench(cluster, num_microbatches, send_s * bytes_per_s)
     bench.calibrate({FORWARD: forward_s, BACKWARD: backward_s})
     advance = first_advance(uneven_steps(costs), num_microbatches, costs)
     schedules = [("afab", 0), ("1f1b", 0), ("advance_forward", advance)]
@@ -235,7 +239,7 @@ def measure(mesh: Mesh, options: argparse.Namespace, ratio: float, bytes_per_s: 
             timeline = bench.run(schedule_of[key])
             if timeline is not None:
                 timelines[key].append(timeline)
-    if mesh.rank:
+    if cluster.rank:
         return []
     rows = []
     for (name, h), found in timelines.items():

@@ -97,7 +97,7 @@ def _swap(mode: str) -> None:
 
         def num_stages(self: Any) -> int:
             if self.run is not None:  # layers that come with configure_model do not count
-                return int(self.mesh.num_stages)
+                return int(self.cluster.stage_map.num_stages)
             modules = [] if self.lightning_module is None else self.lightning_module.modules()
             layers = [m for m in modules if not list(m.children()) and list(m.parameters())]
             return min(2, max(1, len(layers)))
@@ -105,8 +105,8 @@ def _swap(mode: str) -> None:
         @functools.wraps(set_up)
         def with_stages(self: Any) -> None:
             connection = self._connection
-            if connection.mesh is not None and connection.mesh.num_stages != self.num_stages:
-                connection.mesh = None  # of another module
+            if connection.cluster is not None and connection.cluster.stage_map.num_stages != self.num_stages:
+                connection.cluster = None  # of another module
             set_up(self)
 
         AvgPipeStrategy.num_stages = property(num_stages)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.microbatch import MicroBatch, split
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stage import Task
@@ -19,6 +17,7 @@ from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import chosen
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.utils.random_streams import RandomKey
+from tests.threads import alone
 
 
 class Engine:
@@ -47,15 +46,17 @@ class Engine:
         repeats = chosen(module, recompute)
         planner = Planner(module, num_stages, split_points, recompute=repeats)
         self.plan: Plan = planner.plan(step, self._call, (first.data, 0))
-        self.mesh = Mesh(num_stages, 0, 1, torch.device("cpu"), timedelta(seconds=10))
-        self.mesh.open()
-        self.pipeline = Pipeline(self.mesh, module, repeats)
+        self.cluster = alone(num_stages)
+        self.cluster.open()
+        self.pipeline = Pipeline(self.cluster, module, repeats)
         self.pipeline.load(self.plan.graph, self.plan.cuts)
 
     def _call(self, *args: Any) -> Any:
         return getattr(self.module, self.step)(*args)
 
-    def train(self, batch: Any, schedule: str = "1f1b", iteration: int = 0, advance: int = 0) -> list[Any]:
+    def train(
+        self, batch: Any, schedule: str = "1f1b", iteration: int = 0, advance: int = 0, observers: Any = ()
+    ) -> list[Any]:
         """Forwards and backwards of one batch; returns the losses of its micro-batches."""
         parts = split(batch, self.num_microbatches)
         task = Task(
@@ -64,7 +65,9 @@ class Engine:
             lambda i, loss: None if loss is None else loss * parts[i].weight,
             RandomKey(0, iteration),
         )
-        losses = self.pipeline.run(self.step, build(schedule, self.num_stages, len(parts), advance=advance), task)
+        losses = self.pipeline.run(
+            self.step, build(schedule, self.num_stages, len(parts), advance=advance), task, observers
+        )
         self.pipeline.copies(self.step).sum_gradients()
         assert losses is not None
         return losses

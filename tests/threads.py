@@ -236,6 +236,11 @@ class MemoryGroup:
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
+def alone(num_stages: int) -> Cluster:
+    """The cluster of one process with all stages."""
+    return Cluster(StageMap(num_stages), 0, CPU, TIMEOUT, MemoryNetwork(Hub(Injector()), 0))
+
+
 def run(
     stage_map: StageMap,
     work: Callable[[Cluster], Any],

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
@@ -81,9 +81,9 @@ class PipelineTimeline(Callback):
         """Start to record, if the step that this batch may end with is one to record."""
         strategy: AvgPipeStrategy = trainer.strategy  # type: ignore[assignment]
         if (trainer.global_step + 1) % self._every_n_steps == 0 and not strategy.passthrough and strategy.whole is None:
-            mesh = _mesh(trainer)
-            self._recorder = Recorder(mesh.rank, mesh.device)
-            mesh.record(self._recorder)
+            cluster = _cluster(trainer)
+            self._recorder = Recorder(cluster.rank, cluster.device)
+            self._undo.enter_context(strategy.observers.having(self._recorder))
             self._steps_before = trainer.global_step
 
     def on_before_optimizer_step(
@@ -105,10 +105,10 @@ class PipelineTimeline(Callback):
         self._stop(trainer)
         if trainer.global_step == self._steps_before:
             return  # gradients accumulate, the step comes with a later batch
-        mesh = _mesh(trainer)
-        recordings = mesh.gather_objects(recorder.finish(mesh.clock(), mesh.timeout.total_seconds()))
-        if mesh.leads:
-            timeline = assemble(recordings, [mesh.rank_of(k) for k in range(mesh.num_stages)])
+        cluster = _cluster(trainer)
+        recordings = cluster.group.gather_objects(recorder.finish(cluster.group.clock(), cluster.waits.timeout_s))
+        if cluster.leads:
+            timeline = assemble(recordings, [cluster.stage_map.owner(k) for k in range(cluster.stage_map.num_stages)])
             self._publish(trainer, timeline, max(recording.clock.error_s for recording in recordings))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -117,8 +117,6 @@ class PipelineTimeline(Callback):
 
     def _stop(self, trainer: pl.Trainer) -> None:
         self._undo.close()
-        if self._recorder is not None:
-            _mesh(trainer).record(None)
         self._recorder = None
 
     def _publish(self, trainer: pl.Trainer, timeline: Timeline, clock_error_s: float) -> None:
@@ -142,9 +140,9 @@ class PipelineTimeline(Callback):
                 logger.experiment.add_image("avgpipe/timeline", picture.pixels(figure), step, dataformats="HWC")
 
 
-def _mesh(trainer: pl.Trainer) -> Mesh:
+def _cluster(trainer: pl.Trainer) -> Cluster:
     assert isinstance(trainer.strategy, AvgPipeStrategy)
-    return trainer.strategy.mesh
+    return trainer.strategy.cluster
 
 
 def _simulated(timeline: Timeline) -> tuple[float, float]:

@@ -232,7 +232,7 @@ class AvgPipeTuner(Callback):
     def _tune(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> Setting:
         """Choose; returns for which setting the stages were planned."""
         run, found = _run(strategy), ""
-        mesh, schedule = run.mesh, run.configuration.options.schedule
+        cluster, schedule = run.cluster, run.configuration.options.schedule
         shows = trainer.progress_bar_callback is not None  # type: ignore[attr-defined]
         module = trainer.lightning_module
 
@@ -248,11 +248,11 @@ class AvgPipeTuner(Callback):
                 settings = candidates(profile, self._max_num_pipelines, fitting, schedule=schedule)
                 limit = run.memory_per_stage(self._memory_limit)
                 found = search(profile, settings, limit, self._predictor).to_json()
-            result = Result.from_json(mesh.world.broadcast(found))
+            result = Result.from_json(cluster.world.broadcast(found))
             if self._refine:
                 result = self._refined(profiler, strategy, result)
         self.result = result
-        if mesh.leads:
+        if cluster.leads:
             self._publish(trainer, result)
         return Setting(rehearsal.captured, schedule=schedule)
 
@@ -268,7 +268,7 @@ class AvgPipeTuner(Callback):
             with contextlib.suppress(MemoryShortage):
                 seconds = profiler.time(candidate.setting, _REFINED, lambda: None)
                 self.measured[candidate.setting] = per_batch_s(result.profile, candidate.setting, seconds)
-        self.measured = strategy.mesh.world.broadcast(self.measured)
+        self.measured = strategy.cluster.world.broadcast(self.measured)
         return refined(result, self.measured)
 
     def _reusable(self, strategy: AvgPipeStrategy) -> bool:

@@ -176,8 +176,8 @@ class Cluster:
             self._network.close()
 
     def confirm(self, asked: str, where: str) -> None:
-        """Wait until all processes ask for the same. Arguments and errors as of :meth:`Agreement.confirm`."""
-        if self.world.world_size > 1 and (agreement := self._agreement) is not None:
+        """Wait until all ask for the same, while this is open. Arguments and errors as of :meth:`Agreement.confirm`."""
+        if self._is_open and (agreement := self._agreement) is not None:
             waits = f"waits for the other processes to ask for {asked} as well"
             self.waits.run(lambda: agreement.confirm(asked, where), waits)
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.codec import TensorForm, as_bytes
-from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.comm.message import Message, pack, unpack
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
@@ -29,18 +29,18 @@ class Exchange:
     all of them, and nobody waits for a value that nobody sends.
 
     Args:
-        mesh: of the processes. Every process builds the exchange at the same time.
+        cluster: of the processes. Every process builds the exchange at the same time.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
         self._number = 0
-        self._group = mesh.subset(range(mesh.world_size))
+        self._group = cluster.subset(range(cluster.group.world_size))
 
     @property
     def rank(self) -> int:
         """Of this process in its group."""
-        return self._mesh.rank
+        return self._cluster.rank
 
     def share(self, what: str, source: int, item: Any = None) -> Any:
         """Every process gets the source's item; tensors without history. Every process calls it.
@@ -53,22 +53,22 @@ class Exchange:
             StepChangedError: the processes are at different places; says where each is.
         """
         self._number += 1
-        mine = source == self._mesh.rank
+        mine = source == self._cluster.rank
         message = pack(item) if mine else Message(0, ())
         tensors = tree.tensors(message.tensors)
         forms = [TensorForm.of(tensor) for tensor in tensors]
         header = pickle.dumps((forms, message.entries)) if mine else b""
         place = f"{self._number} {what} {source}"
         own = torch.tensor([int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest()), len(header)])
-        places = [torch.empty_like(own) for _ in range(self._mesh.world_size)]
+        places = [torch.empty_like(own) for _ in range(self._cluster.group.world_size)]
         received: list[Any] = []
 
         def exchange() -> None:
-            dist.all_gather(places, own, group=self._mesh.group.process_group)
+            dist.all_gather(places, own, group=self._cluster.group.process_group)
             if all(bool(other[0] == own[0]) for other in places):
                 received.append(self._broadcast(source, header, int(places[source][1]), tensors))
 
-        self._mesh.together(what, exchange)
+        self._cluster.group.together(what, exchange)
         if not received:
             self._refuse(what)
         if mine:
@@ -77,18 +77,18 @@ class Exchange:
         return unpack(Message(0, arrived, (), entries))
 
     def _broadcast(self, source: int, header: bytes, size: int, tensors: Sequence[Tensor]) -> Any:
-        mesh, first = self._mesh, self._mesh.ranks[source]
-        port_of(mesh.device).enter_thread()
-        mine = source == mesh.rank
+        cluster, first = self._cluster, self._cluster.group.ranks[source]
+        port_of(cluster.device).enter_thread()
+        mine = source == cluster.rank
         frame = torch.frombuffer(bytearray(header), dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(frame, first, group=mesh.group.process_group)
+        dist.broadcast(frame, first, group=cluster.group.process_group)
         forms, entries = pickle.loads(frame.numpy().tobytes())
         arrived = []
         for i, form in enumerate(forms):
             if mine:
                 wired = form.on_wire(tensors[i]).contiguous()
             else:
-                device = "cpu" if form.on_host else mesh.device
+                device = "cpu" if form.on_host else cluster.device
                 wired = torch.empty(form.wire_shape, dtype=form.dtype, device=device)
             if not form.is_empty:
                 dist.broadcast(as_bytes(wired), first, group=self._group)
@@ -96,8 +96,8 @@ class Exchange:
         return tuple(arrived), entries
 
     def _refuse(self, what: str) -> None:
-        places = self._mesh.exchange_objects(f"{what} (number {self._number}) at {source_line()}")
-        ways = "; ".join(f"rank {self._mesh.ranks[r]} came to {place}" for r, place in enumerate(places))
+        places = self._cluster.group.exchange_objects(f"{what} (number {self._number}) at {source_line()}")
+        ways = "; ".join(f"rank {self._cluster.group.ranks[r]} came to {place}" for r, place in enumerate(places))
         raise StepChangedError(
             f"the processes have taken different ways: {ways}. All of them run the same steps and hooks, and must call "
             "the same submodules: a condition on the rank, the time or a random number of another generator leads apart"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Route
 from lightning_avgpipe.schedule import Action
 
-__all__ = ["Observer", "Work"]
+__all__ = ["Observer", "Observers", "Work"]
 
 
 @dataclass(frozen=True)
@@ -59,5 +59,37 @@ class Observer:
     def arrived(self, route: Route, micro_batch: int, stream: Any) -> None:
         """A message is there: when its stream gets here, or None: now."""
 
+    def activity(self, kind: Literal["step", "averaging"]) -> AbstractContextManager[None]:
+        """The device does something else, after the iteration, within this context."""
+        return contextlib.nullcontext()
+
     def agree(self, processes: Collectives) -> None:
         """The iteration has ended here. Every process calls it, with observers of the same kinds."""
+
+
+class Observers:
+    """Those that see the next iterations of a process."""
+
+    def __init__(self) -> None:
+        self._present: list[Observer] = []
+
+    def __iter__(self) -> Iterator[Observer]:
+        """In the order in which they came."""
+        return iter(self._present)
+
+    @contextlib.contextmanager
+    def having(self, *more: Observer) -> Iterator[None]:
+        """Within this context there are more of them."""
+        self._present = [*self._present, *more]
+        try:
+            yield
+        finally:
+            self._present = [observer for observer in self._present if observer not in more]
+
+    @contextlib.contextmanager
+    def activity(self, kind: Literal["step", "averaging"]) -> Iterator[None]:
+        """The device does something else, after the iteration, within this context."""
+        with contextlib.ExitStack() as seen:
+            for observer in self._present:
+                seen.enter_context(observer.activity(kind))
+            yield

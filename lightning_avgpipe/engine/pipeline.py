@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning_avgpipe.capture.batch_use import leaf_names
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.channel import MemoryChannel
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.inspection import ForeignTensors
@@ -43,7 +43,7 @@ class Pipeline:
     """The lanes of one pipeline that this process runs.
 
     Args:
-        mesh: who hosts what; its channels are open.
+        cluster: who hosts what; its channels are open.
         module: the whole module.
         recompute: what stages repeat.
         number: n, 0-based.
@@ -57,7 +57,7 @@ class Pipeline:
 
     def __init__(
         self,
-        mesh: Mesh,
+        cluster: Cluster,
         module: nn.Module,
         recompute: Recompute = Recompute(),  # noqa: B008
         number: int = 0,
@@ -66,7 +66,7 @@ class Pipeline:
     ) -> None:
         self.number = number
         self._foreign_tensors = foreign_tensors
-        self._mesh = mesh
+        self._cluster = cluster
         self._module = module
         self.place = place
         self._recompute = recompute
@@ -97,21 +97,21 @@ class Pipeline:
         if self.place is not None:
             self.place()
         programs = stage_programs(graph, cuts)
-        copies = TiedParameters(self._module, self._mesh, copied_parameters(programs))
+        copies = TiedParameters(self._module, self._cluster, copied_parameters(programs))
         self._graphs[graph.step] = graph
         self._cuts[graph.step] = cuts
         self._leaves[graph.step] = {
-            rank: frozenset().union(*(programs[k].leaves for k in self._mesh.stages_of(rank)))
-            for rank in range(self._mesh.world_size)
+            rank: frozenset().union(*(programs[k].leaves for k in self._cluster.stage_map.stages(rank)))
+            for rank in range(self._cluster.group.world_size)
         }
         self._copies[graph.step] = copies
         of_units = self._of_units[graph.step] = OwnAttributes(self._module, graph.of_units, self.number == 0)
         self._stages[graph.step] = [
             Stage(
-                programs[k], self._module, self._mesh.device, copies, self._recompute, self._foreign_tensors,
-                self.number == 0 and k == self._mesh.stages[-1], of_units,
+                programs[k], self._module, self._cluster.device, copies, self._recompute, self._foreign_tensors,
+                self.number == 0 and k == self._cluster.stages[-1], of_units,
             )
-            for k in self._mesh.stages
+            for k in self._cluster.stages
         ]  # fmt: skip
 
     def load_like(self, other: Pipeline, step: str) -> None:
@@ -151,17 +151,18 @@ class Pipeline:
         """The parameters that several stages use in a step function."""
         return self._copies[step]
 
-    def run(self, step: str, schedule: Schedule, task: Task) -> list[Any] | None:
+    def run(self, step: str, schedule: Schedule, task: Task, observers: Iterable[Observer] = ()) -> list[Any] | None:
         """Run one iteration.
 
         Args:
             step: name of a loaded step function.
             schedule: rows for all K stages.
             task: the micro-batches, and what to do with them.
+            observers: see the iteration.
         Returns:
             On the process of the last stage what the step returned for each micro-batch; None elsewhere.
         """
-        return run_together([self], step, [schedule], [task])[0].results
+        return run_together([self], step, [schedule], [task], observers)[0].results
 
     def own(self, step: str) -> list[OwnAttributes]:
         """What each stage here, and then the units of all, make of attributes."""
@@ -172,7 +173,7 @@ class Pipeline:
         lanes = []
         self._of_units[step].begin()
         for stage in self._stages[step]:
-            ends = self._mesh.transport.ends(self.number, stage.program.stage)
+            ends = self._cluster.transport.ends(self.number, stage.program.stage)
             lane = Lane(stage, ends.values, ends.to_next, ends.gradients, ends.to_previous, task, self.place)
             lane.begin(schedule.rows[stage.program.stage], observers)
             lanes.append(lane)
@@ -191,9 +192,9 @@ def run_together(
     step: str,
     schedules: Sequence[Schedule],
     tasks: Sequence[Task],
-    observers: Sequence[Observer] = (),
+    observers: Iterable[Observer] = (),
 ) -> list[Outcome]:
-    """Run one iteration of several pipelines of a mesh, mixed as they have work.
+    """Run one iteration of several pipelines of a cluster, mixed as they have work.
 
     Args:
         pipelines: that can run the step.
@@ -208,8 +209,8 @@ def run_together(
     """
     for schedule in schedules:
         check_runnable(schedule)
-    mesh = pipelines[0]._mesh
-    context = IterationContext(mesh.waits, mesh.world.rank, (*observers, *mesh.observers))
+    cluster = pipelines[0]._cluster
+    context = IterationContext(cluster.waits, cluster.world.rank, tuple(observers))
     lanes = [
         lane
         for pipeline, schedule, task in zip(pipelines, schedules, tasks, strict=True)
@@ -219,7 +220,7 @@ def run_together(
         with intercepting():
             execute(lanes, context)
         for observer in context.observers:
-            observer.agree(mesh.world)
+            observer.agree(cluster.world)
         counts = [schedule.num_microbatches for schedule in schedules]
         return [pipeline.outcome(step, count) for pipeline, count in zip(pipelines, counts, strict=True)]
     finally:

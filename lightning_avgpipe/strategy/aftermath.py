@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
 from lightning_avgpipe.capture.outside import outside
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.codec import as_bytes
-from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.objects import Objects, Variable
@@ -47,12 +47,12 @@ Key = tuple[str, str]  # path of a module, name of the attribute or buffer
 
 
 @contextlib.contextmanager
-def hooks_with_results(trainer: pl.Trainer, mesh: Mesh, deployment: Deployment) -> Iterator[None]:
+def hooks_with_results(trainer: pl.Trainer, cluster: Cluster, deployment: Deployment) -> Iterator[None]:
     """Within this context these hooks run on rank 0 of a group, and the others follow what they change.
 
     Args:
         trainer: whose module has the hooks.
-        mesh: of several processes in a group.
+        cluster: of several processes in a group.
         deployment: of the module on processes.
     """
     module = trainer.lightning_module
@@ -62,8 +62,8 @@ def hooks_with_results(trainer: pl.Trainer, mesh: Mesh, deployment: Deployment) 
     with contextlib.ExitStack() as undo:
         for name in _HOOKS:
             if name in vars(module) or is_overridden(name, module):
-                run = _followed if mesh.hosts_last else _following
-                hook = run(name, getattr(module, name), modules, trainer, mesh, deployment)
+                run = _followed if cluster.hosts_last else _following
+                hook = run(name, getattr(module, name), modules, trainer, cluster, deployment)
                 undo.enter_context(replaced(module, name, hook))
         yield
 
@@ -73,7 +73,7 @@ def _followed(
     hook: Callable[..., Any],
     modules: dict[str, nn.Module],
     trainer: pl.Trainer,
-    mesh: Mesh,
+    cluster: Cluster,
     deployment: Deployment,
 ) -> Callable[..., Any]:
     @functools.wraps(hook)
@@ -84,7 +84,7 @@ def _followed(
         writes.check(name, deployment.kept_elsewhere())
         news = before.news(name, deployment.needed_elsewhere(), writes.found)
         after = _optimization(trainer)
-        mesh.control_channel.publish((news, after if after != optimization else None))
+        cluster.control_channel.publish((news, after if after != optimization else None))
         return result
 
     return run
@@ -95,17 +95,17 @@ def _following(
     hook: Callable[..., Any],
     modules: dict[str, nn.Module],
     trainer: pl.Trainer,
-    mesh: Mesh,
+    cluster: Cluster,
     deployment: Deployment,
 ) -> Callable[..., Any]:
     variables = outside(modules[""])
 
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> None:
-        told: Any = mesh.control_channel.publish()  # by rank 0
+        told: Any = cluster.control_channel.publish()  # by rank 0
         news, optimization = told
         for (path, attribute), content in news:
-            value = _Unpickler(io.BytesIO(content), modules, mesh.device).load()
+            value = _Unpickler(io.BytesIO(content), modules, cluster.device).load()
             if attribute in variables:
                 _accept_variable(variables[attribute], value)
             else:

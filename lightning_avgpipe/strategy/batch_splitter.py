@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.microbatch import MicroBatch, fewest_samples, split, split_with, whole
 from lightning_avgpipe.engine.sample_layout import Seen
 from lightning_avgpipe.engine.weighting import LossWeight, uneven_targets, weighted
@@ -29,14 +29,14 @@ class BatchSplitter:
 
     Args:
         trainer: of the run.
-        mesh: of the processes.
+        cluster: of the processes.
         configuration: with M as it is now.
         batches: of the run.
     """
 
-    def __init__(self, trainer: pl.Trainer, mesh: Mesh, configuration: Configuration, batches: Batches) -> None:
+    def __init__(self, trainer: pl.Trainer, cluster: Cluster, configuration: Configuration, batches: Batches) -> None:
         self._trainer = trainer
-        self._mesh = mesh
+        self._cluster = cluster
         self._configuration = configuration
         self._batches = batches
         self._seen: dict[tuple[str, int], Seen] = {}
@@ -69,7 +69,7 @@ class BatchSplitter:
         """
         self._batches.distributor.check_seal(batch, pipeline)
         parts = self.parts(batch)
-        if not (weighs and self._mesh.hosts_last and len(parts) > 1):  # elsewhere there is no loss
+        if not (weighs and self._cluster.hosts_last and len(parts) > 1):  # elsewhere there is no loss
             return parts
         if self.loss_weight is not None:
             return weighted(parts, self.loss_weight)
@@ -89,7 +89,7 @@ class BatchSplitter:
     def parts(self, batch: Any) -> list[MicroBatch]:
         """The micro-batches of a batch, not weighed."""
         options, trainer, module = self._configuration.options, self._trainer, self._trainer.lightning_module
-        count = options.microbatches(self._mesh.num_stages)
+        count = options.microbatches(self._cluster.stage_map.num_stages)
         if self.own is not None:
             return split_with(self.own, batch, count)
         index = self._batches.dataloader_idx
@@ -108,7 +108,7 @@ class BatchSplitter:
                 "explicit num_microbatches makes this an error"
             )
             return whole(batch, expected)
-        if first and len(parts) == 1 < count and self._mesh.num_stages > 1:
+        if first and len(parts) == 1 < count and self._cluster.stage_map.num_stages > 1:
             self.warn_once(
                 f"the first batch of the {stage} data holds {parts[0].size} sample(s) and makes one micro-batch where "
                 f"num_microbatches={options.num_microbatches!r} wants {count}, so its stages take turns; use a "

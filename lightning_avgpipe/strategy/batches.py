@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.bundles import BundledLoader
 from lightning_avgpipe.strategy.data import Distributor
 
@@ -23,7 +23,7 @@ class Batches:
 
     Args:
         trainer: of the run.
-        mesh: of the processes.
+        cluster: of the processes.
         distributor: of the run.
 
     Attributes:
@@ -31,11 +31,11 @@ class Batches:
         dataloader_idx: of the batch that is worked on.
     """
 
-    def __init__(self, trainer: pl.Trainer, mesh: Mesh, distributor: Distributor) -> None:
+    def __init__(self, trainer: pl.Trainer, cluster: Cluster, distributor: Distributor) -> None:
         self.distributor = distributor
         self.dataloader_idx = 0
         self._trainer = trainer
-        self._mesh = mesh
+        self._cluster = cluster
         self._beside: list[Any] = []  # of pipelines 1.. of this iteration
 
     def to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
@@ -56,13 +56,13 @@ class Batches:
         return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
 
     def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int, pipeline: int) -> Any:
-        reads = self._mesh.reads
+        reads = self._cluster.reads
         if reads:
-            module, device = self._trainer.lightning_module, device or self._mesh.device
+            module, device = self._trainer.lightning_module, device or self._cluster.device
             batch = module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=dataloader_idx)
-        if self._mesh.world_size > 1 and not self.distributor.early:
+        if self._cluster.group.world_size > 1 and not self.distributor.early:
             batch = self.distributor.pass_on(batch)
-        batch = batch if reads else move_data_to_device(batch, self._mesh.device)
+        batch = batch if reads else move_data_to_device(batch, self._cluster.device)
         return self.distributor.seal(batch, pipeline)
 
     def hand_out(self, batches: Sequence[Any]) -> Any:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.utils import _pytree as pytree
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import CheckpointError, ConfigurationError
 
 __all__ = ["LocalCheckpointIO", "choose_files", "is_sharded", "load_shards", "replacing", "save_shards"]
@@ -105,7 +105,7 @@ def is_sharded(path: Any) -> bool:
     return folder is not None and (folder / _META).is_file()
 
 
-def save_shards(checkpoint: dict[str, Any], path: Any, mesh: Mesh | None, storage_options: Any = None) -> None:
+def save_shards(checkpoint: dict[str, Any], path: Any, cluster: Cluster | None, storage_options: Any = None) -> None:
     """Write a checkpoint as a folder to which each process adds what it holds. Every process calls it.
 
     The folder appears in its place when all of it is written. It has the layout of Lightning's FSDPStrategy.
@@ -114,7 +114,7 @@ def save_shards(checkpoint: dict[str, Any], path: Any, mesh: Mesh | None, storag
         checkpoint: of the Trainer; ``state_dict`` and ``optimizer_states`` (keyed by parameter names) hold what this
             process owns. The rest is taken from rank 0.
         path: rank 0's counts; all processes must see it.
-        mesh: of the processes; None if they have never been connected. The first group writes, the others have
+        cluster: of the processes; None if they have never been connected. The first group writes, the others have
             the same.
         storage_options: None; there are none.
     Raises:
@@ -123,11 +123,11 @@ def save_shards(checkpoint: dict[str, Any], path: Any, mesh: Mesh | None, storag
     """
     if storage_options is not None:
         raise ConfigurationError("storage_options are not supported with save_distributed_checkpoint=True")
-    if mesh is None:
+    if cluster is None:
         raise ConfigurationError(
             "save_distributed_checkpoint=True, but no run has connected the processes yet; fit or validate first"
         )
-    if mesh.group_number:
+    if cluster.group_number:
         return
     target = _local(path)
     if target is None:
@@ -139,34 +139,34 @@ def save_shards(checkpoint: dict[str, Any], path: Any, mesh: Mesh | None, storag
     shards: dict[str, Any] = {_WEIGHTS: checkpoint["state_dict"]}
     for number, state in enumerate(checkpoint.get("optimizer_states", [])):
         shards[f"{_OPTIMIZER}{number}"] = {"state": state["state"]}
-        any_state = any(mesh.gather_objects(bool(state["state"])))
-        if mesh.rank == 0 and any_state:
+        any_state = any(cluster.group.gather_objects(bool(state["state"])))
+        if cluster.rank == 0 and any_state:
             shards[f"{_OPTIMIZER}{number}"]["param_groups"] = state["param_groups"]
-        elif mesh.rank == 0:
+        elif cluster.rank == 0:
             rest[f"{_OPTIMIZER}{number}"] = state  # shards leave out what is empty
-    with replacing(target) if mesh.rank == 0 else contextlib.nullcontext() as new:
-        folder = mesh.broadcast(new)
+    with replacing(target) if cluster.rank == 0 else contextlib.nullcontext() as new:
+        folder = cluster.group.broadcast(new)
         assert folder is not None
-        _write(shards, folder, mesh)
-        if mesh.rank == 0:
+        _write(shards, folder, cluster)
+        if cluster.rank == 0:
             _write_file(rest, folder / _META, target)
 
 
-def _write(shards: dict[str, Any], folder: Path, mesh: Mesh) -> None:
+def _write(shards: dict[str, Any], folder: Path, cluster: Cluster) -> None:
     failures: dict[int, BaseException] = {}
 
     def save() -> None:
         try:
-            dcp.save(shards, checkpoint_id=folder, process_group=mesh.group.process_group)
+            dcp.save(shards, checkpoint_id=folder, process_group=cluster.group.process_group)
         except dcp.CheckpointException as error:  # names the failures of all processes, to all of them
             failures.update((rank, failure) for rank, (failure, _) in error.failures.items())
 
-    if mesh.world_size == 1:
+    if cluster.group.world_size == 1:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what we want
             save()
     else:
-        mesh.together("saving a checkpoint", save)
+        cluster.group.together("saving a checkpoint", save)
     for rank, failure in failures.items():
         if not isinstance(failure, Exception):  # such as a KeyboardInterrupt
             raise failure

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
@@ -75,30 +75,30 @@ class WholeState:
 
     def weights(self) -> dict[str, Any]:
         """On rank 0 the weights of all stages; for a distributed checkpoint one's own."""
-        module, mesh = self.module, self._connection.mesh
-        if mesh is None:
+        module, cluster = self.module, self._connection.cluster
+        if cluster is None:
             return module.state_dict()
         # after training, each rank has its part of a module that began on meta
-        owner = scattered_owners(module, mesh) if self._is_scattered(mesh) else {}
+        owner = scattered_owners(module, cluster) if self._is_scattered(cluster) else {}
         if self._distributed:
-            return own_state_dict(module, mesh, owner)
-        return full_state_dict(module, mesh, owner) if owner and not mesh.group_number else module.state_dict()
+            return own_state_dict(module, cluster, owner)
+        return full_state_dict(module, cluster, owner) if owner and not cluster.group_number else module.state_dict()
 
-    def _is_scattered(self, mesh: Mesh) -> bool:
+    def _is_scattered(self, cluster: Cluster) -> bool:
         """Whether some process is without contents of a part of the module; one that has all of it takes part too."""
-        if mesh.world_size == 1 or self._connection.failed:
+        if cluster.group.world_size == 1 or self._connection.failed:
             return False
-        return bool(int(mesh.sum(torch.tensor(int(on_meta(self.module))))))
+        return bool(int(cluster.group.sum(torch.tensor(int(on_meta(self.module))))))
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 an ordinary optimizer state; for a distributed checkpoint one's own."""
         inner = unwrapped(optimizer)
-        mesh = self._connection.mesh
+        cluster = self._connection.cluster
         if self._distributed:
             return named_optimizer_state(inner, self.module)
-        if mesh is None or mesh.world.world_size == 1 or mesh.group_number:
+        if cluster is None or cluster.world.world_size == 1 or cluster.group_number:
             return inner.state_dict()
-        return full_optimizer_state(inner, mesh)
+        return full_optimizer_state(inner, cluster)
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
         """Nothing is added."""
@@ -115,15 +115,15 @@ class WholeState:
         """Load optimizer states, on the device."""
         for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict({"state": {}, **state})
-            mesh = self._connection.mesh
-            if mesh is not None:
-                move_state(optimizer, mesh.device)
+            cluster = self._connection.cluster
+            if cluster is not None:
+                move_state(optimizer, cluster.device)
 
     def fill(self) -> None:
         """Give everything on meta its contents, in a process that is alone."""
-        module, mesh = self.module, self._connection.mesh
-        if mesh is not None and on_meta(module):
-            gather = OnDemandGather(module, mesh, take_origin(module, mesh, torch.initial_seed(), self))
+        module, cluster = self.module, self._connection.cluster
+        if cluster is not None and on_meta(module):
+            gather = OnDemandGather(module, cluster, take_origin(module, cluster, torch.initial_seed(), self))
             gather.fill([name for name, _ in module.named_parameters()])
 
 
@@ -205,18 +205,18 @@ class DividedState:
         self._deployment.load_models_later(ours.get("ensemble", {}))
 
 
-def take_origin(module: nn.Module, mesh: Mesh, seed: int, before: State) -> Origin | None:
+def take_origin(module: nn.Module, cluster: Cluster, seed: int, before: State) -> Origin | None:
     """Where the contents of parameters and buffers on meta come from; None if there are none there.
 
     Args:
         module: that is about to be trained.
-        mesh: of the processes.
+        cluster: of the processes.
         seed: of random weights.
         before: the state before this run, which may have been given weights to load.
     """
     loaded, before.loaded = before.loaded, None
     if not on_meta(module):
         return None
-    origin = Origin(module, seed, mesh.device, loaded)
+    origin = Origin(module, seed, cluster.device, loaded)
     origin.fill_buffers()
     return origin

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.options import Options
 
 __all__ = ["Configuration"]
@@ -42,11 +42,11 @@ class Configuration:
         """Note changes; they come with :meth:`take_over`."""
         self._asked = self._with(changes)
 
-    def take_over(self, mesh: Mesh | None) -> dict[str, Any]:
+    def take_over(self, cluster: Cluster | None) -> dict[str, Any]:
         """The iteration has ended: what was asked for comes now. Every process calls it.
 
         Args:
-            mesh: of the processes, which must have asked for the same; None before they are connected.
+            cluster: of the processes, which must have asked for the same; None before they are connected.
         Returns:
             Options that are others now, with their values.
         Raises:
@@ -54,9 +54,9 @@ class Configuration:
         """
         self.in_iteration = False
         asked, self._asked = self._asked, {}
-        if asked and mesh is not None and mesh.wiring:
+        if asked and cluster is not None:
             call = f"reconfigure({', '.join(f'{name}={value!r}' for name, value in asked.items())})"
-            mesh.confirm(call, "in a hook of a callback, such as on_train_batch_end, and not only if is_global_zero")
+            cluster.confirm(call, "in a hook of a callback, such as on_train_batch_end, and not only if is_global_zero")
         changed = {name: value for name, value in asked.items() if getattr(self.options, name) != value}
         self.options = replace(self.options, **asked)
         return changed

@@ -13,8 +13,10 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.strategy import checks, launch
 from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.utils import parent
@@ -33,22 +35,24 @@ class Connection:
 
     Attributes:
         backend: of torch.distributed; None before it is chosen.
-        mesh: of the processes; None before they are connected, and after a failure.
+        cluster: of the processes; None before they are connected, and after a failure.
         layout: of all processes on devices; None before they are arranged.
         failed: whether the last run has ended with an error, here or in another process.
     """
 
     def __init__(self, backend: str | None) -> None:
         self.backend = backend
-        self.mesh: Mesh | None = None
+        self.cluster: Cluster | None = None
         self.layout: DeviceLayout | None = None
         self.failed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "mesh": None}  # a trainer that has trained can be pickled
+        return {**vars(self), "cluster": None}  # a trainer that has trained can be pickled
 
-    def arrange(self, num_stages: int, rank: int, device: torch.device, layout: DeviceLayout, options: Options) -> Mesh:
-        """Make the mesh, unless it is there from an earlier run.
+    def arrange(
+        self, num_stages: int, rank: int, device: torch.device, layout: DeviceLayout, options: Options
+    ) -> Cluster:
+        """Make the cluster, unless it is there from an earlier run.
 
         Args:
             num_stages: K.
@@ -62,19 +66,13 @@ class Connection:
             self.failed = False
             self.backend = self.backend or _get_default_process_group_backend_for_device(device)
             checks.backend(self.backend, device)
-        if self.mesh is None:
-            self.mesh = Mesh(
-                num_stages,
-                rank,
-                layout.world_size,
-                device,
-                options.timeout,
-                device_backend=None if port_of(device).is_host or not several else self.backend,
-                reader=layout.group_size(num_stages) - 1 if several and options.reader == "first" else 0,
-                device_layout=layout,
-                deaths=parent.deaths,
-            )
-        return self.mesh
+        if self.cluster is None:
+            reader = layout.group_size(num_stages) - 1 if several and options.reader == "first" else 0
+            stage_map = StageMap.on(layout, num_stages, reader)
+            backend = None if port_of(device).is_host or not several else self.backend
+            network = ProcessGroups(rank, device, options.timeout, backend)
+            self.cluster = Cluster(stage_map, rank, device, options.timeout, network, layout.sharing > 1, parent.deaths)
+        return self.cluster
 
     def open(self, environment: ClusterEnvironment, options: Options) -> None:
         """Connect the processes, unless they are. All of them call it; the wait is long.
@@ -85,10 +83,10 @@ class Connection:
         Raises:
             PeerError: not all come, or one ends meanwhile.
         """
-        assert self.mesh is not None
-        rank, size = self.mesh.world.rank, self.mesh.world.world_size
+        assert self.cluster is not None
+        rank, size = self.cluster.world.rank, self.cluster.world.world_size
         if size == 1:
-            self.mesh.open()
+            self.cluster.open()
             return
         assert self.backend is not None
         with launch.connecting(rank, size):
@@ -97,35 +95,39 @@ class Connection:
             all_devices = self.backend if options.processes_per_device == 1 else "gloo"
             both = backends("gloo", all_devices) if self.backend == "nccl" else self.backend
             meet = partial(_init_dist_connection, environment, both, timeout=options.timeout, store=store)
-            self.mesh.open(store, meet, keeper)  # if torch has a group of all processes, Lightning leaves it as it is
+            self.cluster.open(
+                store, meet, keeper
+            )  # if torch has a group of all processes, Lightning leaves it as it is
 
     def fail(self, exception: BaseException) -> None:
         """Tell the other processes that this one ends, unless all have agreed to end here."""
-        if self.mesh is None or (isinstance(exception, SIGTERMException) and self.mesh.agreed("stop")):
+        if self.cluster is None or (
+            isinstance(exception, SIGTERMException) and self.cluster.control_channel.agreed("stop")
+        ):
             return
         self.failed = True
-        self.mesh.report(exception)
+        self.cluster.monitor.report(exception)
         parent.end_with_this_process()
 
     def close(self) -> None:
         """A run has ended: stop the channels. After a failure the connections are closed for good."""
-        if self.mesh is not None:
-            self.mesh.close(self.failed)
+        if self.cluster is not None:
+            self.cluster.close(self.failed)
         if self.failed:
-            self.mesh = None
+            self.cluster = None
 
     def barrier(self, name: str | None) -> None:
         """Wait for all processes, if they are connected."""
-        if self.mesh is not None and not self.failed:
-            self.mesh.world.barrier(f"the barrier '{name}'" if name else "a barrier")
+        if self.cluster is not None and not self.failed:
+            self.cluster.world.barrier(f"the barrier '{name}'" if name else "a barrier")
 
     def broadcast(self, item: T, source: int) -> T:
         """Every process gets the source's item, if they are connected."""
-        return item if self.mesh is None or self.failed else self.mesh.world.broadcast(item, source)
+        return item if self.cluster is None or self.failed else self.cluster.world.broadcast(item, source)
 
     def decide(self, decision: bool, unanimously: bool) -> bool:
         """Whether all processes, or any, decided so."""
-        if self.mesh is None or self.failed or self.mesh.world.world_size == 1:
+        if self.cluster is None or self.failed or self.cluster.world.world_size == 1:
             return decision
-        votes = int(self.mesh.world.sum(torch.tensor(int(decision))))
-        return votes == self.mesh.world.world_size if unanimously else votes > 0
+        votes = int(self.cluster.world.sum(torch.tensor(int(decision))))
+        return votes == self.cluster.world.world_size if unanimously else votes > 0

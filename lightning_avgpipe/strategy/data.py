@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from lightning_avgpipe.capture.batch_use import leaf_names
 from lightning_avgpipe.comm.batch_stream import BatchStream, Needs, Passed
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.sample_layout import Expected
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
@@ -130,26 +130,26 @@ def expected_now(trainer: pl.Trainer, dataloader_idx: int, changed: bool) -> Exp
     return replace(expected, changed=changed)
 
 
-def mirror(dataloader: Any, mesh: Mesh, distributor: Callable[[], Distributor]) -> Any:
+def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distributor]) -> Any:
     """What a process iterates over in place of its dataloader.
 
     Random order, collation and augmentation happen once, so inputs and labels agree on all stages, and an iterable
     dataset may end where it wants.
     """
-    if mesh.world_size == 1:
+    if cluster.group.world_size == 1:
         return dataloader
     try:
         length: int | None = len(dataloader)
     except (TypeError, NotImplementedError):  # an iterable dataset without a length
         length = None
     facts = length, isinstance(dataloader, _Stateful), expected_batches(dataloader)
-    length, resumable, expected = mesh.broadcast(facts, mesh.reader)
-    if resumable and mesh.reader != 0:
+    length, resumable, expected = cluster.group.broadcast(facts, cluster.stage_map.reader)
+    if resumable and cluster.stage_map.reader != 0:
         raise ConfigurationError(
             f"reader='first' with a {type(dataloader).__name__} that saves its state: checkpoints are saved by rank 0, "
             "which would not know it; use reader='last'"
         )
-    if mesh.reads:
+    if cluster.reads:
         mirrored = _SizedReader(dataloader, distributor) if length is not None else _Reader(dataloader, distributor)
         vars(mirrored).update(expected_batches=expected)
         if resumable:

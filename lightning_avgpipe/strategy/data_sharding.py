@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.patching import replaced
 
@@ -28,13 +28,13 @@ __all__ = ["check_alike", "sharing"]
 
 
 @contextlib.contextmanager
-def sharing(trainer: pl.Trainer, mesh: Mesh) -> Iterator[None]:
+def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
     """Within this context Lightning gives training dataloaders a distributed sampler over groups.
 
     It respects ``use_distributed_sampler=False`` and a sampler that is distributed already. For data that cannot be
     sampled it warns: there the user's code must know the group.
     """
-    if mesh.num_groups == 1:
+    if cluster.stage_map.num_groups == 1:
         yield
         return
     connector = trainer._data_connector
@@ -47,9 +47,10 @@ def sharing(trainer: pl.Trainer, mesh: Mesh) -> Iterator[None]:
             found = prepare(dataloader, shuffle, mode)
         if not isinstance(getattr(found, "sampler", None), DistributedSampler):
             rank_zero_warn(
-                f"{mesh.num_groups} groups of processes train on data of their own, but Lightning cannot divide a "
-                f"{type(dataloader).__name__} with an iterable dataset or without sampler: each group reads all of it "
-                "unless your code takes a part by trainer.strategy.group_number and trainer.strategy.num_groups"
+                f"{cluster.stage_map.num_groups} groups of processes train on data of their own, but Lightning cannot "
+                f"divide a {type(dataloader).__name__} with an iterable dataset or without sampler: each group reads "
+                "all of it unless your code takes a part by trainer.strategy.group_number and "
+                "trainer.strategy.num_groups"
             )
         return found
 
@@ -62,16 +63,16 @@ def _divisible(dataloader: DataLoader[Any]) -> bool:
     return not sampled and not isinstance(dataloader.dataset, IterableDataset)
 
 
-def check_alike(dataloader: Any, mesh: Mesh, num_pipelines: int) -> None:
+def check_alike(dataloader: Any, cluster: Cluster, num_pipelines: int) -> None:
     """Check that a dataloader gives all groups as many iterations. Every process calls it.
 
     Raises:
         ConfigurationError: a group would wait for the others at the end of the epoch.
     """
-    if mesh.num_groups == 1:
+    if cluster.stage_map.num_groups == 1:
         return
-    everybody = mesh.world.exchange_objects(sized_len(dataloader))
-    lengths = [everybody[ranks[0]] for ranks in mesh.layout]
+    everybody = cluster.world.exchange_objects(sized_len(dataloader))
+    lengths = [everybody[ranks[0]] for ranks in cluster.stage_map.layout]
     iterations = {None if length is None else math.ceil(length / num_pipelines) for length in lengths}
     if len(iterations) > 1:
         found = ", ".join("unknown" if length is None else str(length) for length in lengths)

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torchmetrics import Metric
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
 from lightning_avgpipe.planning.planner import Planner
@@ -34,44 +34,44 @@ def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before
         options: of the strategy.
         before: the state before the run.
     """
-    mesh, module = connection.mesh, trainer.lightning_module
-    assert mesh is not None
-    seed = mesh.world.broadcast(torch.initial_seed())  # that of rank 0
+    cluster, module = connection.cluster, trainer.lightning_module
+    assert cluster is not None
+    seed = cluster.world.broadcast(torch.initial_seed())  # that of rank 0
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     planner = Planner(
         module,
-        mesh.num_stages,
+        cluster.stage_map.num_stages,
         options.split_points,
-        mesh.device,
+        cluster.device,
         metrics,
         "flops" if on_meta(module) else options.costs,  # what has no contents cannot be timed
         options.cache,
-        limit_of(options.memory_limit, mesh.device, sharing_stages(connection, options)),
+        limit_of(options.memory_limit, cluster.device, sharing_stages(connection, options)),
         chosen(module, options.recompute),
     )
-    origin = take_origin(module, mesh, seed, before)
-    return Deployment(module, mesh, planner, lambda: trainer.optimizers, origin, options.elasticity, metrics), seed
+    origin = take_origin(module, cluster, seed, before)
+    return Deployment(module, cluster, planner, lambda: trainer.optimizers, origin, options.elasticity, metrics), seed
 
 
 def memory_per_stage(connection: Connection, options: Options, limit: MemoryLimit) -> float:
     """Bytes that each stage may use: by this limit, or else 90 % of the device."""
-    assert connection.mesh is not None
-    return limit_of(_MOST if limit is None else limit, connection.mesh.device, sharing_stages(connection, options))
+    assert connection.cluster is not None
+    return limit_of(_MOST if limit is None else limit, connection.cluster.device, sharing_stages(connection, options))
 
 
 def sharing_stages(connection: Connection, options: Options) -> int:
     """Stages that share a device's memory; on the CPU all stages of this node."""
-    assert connection.mesh is not None and connection.layout is not None
-    on_host = port_of(connection.mesh.device).is_host
-    return len(connection.mesh.stages) * (connection.layout.node_size if on_host else options.processes_per_device)
+    assert connection.cluster is not None and connection.layout is not None
+    on_host = port_of(connection.cluster.device).is_host
+    return len(connection.cluster.stages) * (connection.layout.node_size if on_host else options.processes_per_device)
 
 
-def announce(plan: Plan, mesh: Mesh) -> None:
+def announce(plan: Plan, cluster: Cluster) -> None:
     """Show a plan on rank 0."""
-    groups = f", {mesh.num_groups} groups of them" if mesh.num_groups > 1 else ""
-    size = mesh.world_size
+    groups = f", {cluster.stage_map.num_groups} groups of them" if cluster.stage_map.num_groups > 1 else ""
+    size = cluster.group.world_size
     processes = "one process" if size == 1 else f"{size} processes"
-    rank_zero_info(f"\n{mesh.num_stages} stages on {processes}{groups}:\n{plan}")
+    rank_zero_info(f"\n{cluster.stage_map.num_stages} stages on {processes}{groups}:\n{plan}")
     if plan.note:
         tell = rank_zero_warn if plan.slowest.share > _USELESS else rank_zero_info
         tell(plan.note)

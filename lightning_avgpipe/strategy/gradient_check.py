@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.amp import GradScaler
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.finite import first_nonfinite, has_nonfinite, may_have_nonfinite
 from lightning_avgpipe.errors import NonFiniteError
 
@@ -59,7 +59,7 @@ class GradientCheck:
 
     Args:
         trainer: whose optimizers step.
-        mesh: of the processes.
+        cluster: of the processes.
         wanted: the strategy's option ``on_nonfinite``.
         models: that step.
 
@@ -68,11 +68,11 @@ class GradientCheck:
         skipped_models: how often one was.
     """
 
-    def __init__(self, trainer: pl.Trainer, mesh: Mesh, wanted: str | None, models: Models) -> None:
+    def __init__(self, trainer: pl.Trainer, cluster: Cluster, wanted: str | None, models: Models) -> None:
         self.left_out: list[int] = []
         self.skipped_models = 0
         self._trainer = trainer
-        self._mesh = mesh
+        self._cluster = cluster
         self._wanted = wanted
         self._models = models
 
@@ -101,21 +101,21 @@ class GradientCheck:
             NonFiniteError: a gradient is infinite or no number, and the model is not to be skipped.
         """
         gradients = [self._models.gradients(n) for n in range(self._models.stepping)]
-        found = torch.stack([may_have_nonfinite(named.values(), self._mesh.device) for named in gradients]).cpu()
+        found = torch.stack([may_have_nonfinite(named.values(), self._cluster.device) for named in gradients]).cpu()
         for n in found.nonzero().flatten().tolist():
             found[n] = has_nonfinite(gradients[n].values())
-        bad = [n for n, count in enumerate(self._mesh.sum(found).tolist()) if count]
+        bad = [n for n, count in enumerate(self._cluster.group.sum(found).tolist()) if count]
         if not bad:
             return
         if not skip:
             name = first_nonfinite(gradients[bad[0]])
-            self._refuse(bad[0], self._mesh.exchange_objects(name))
+            self._refuse(bad[0], self._cluster.group.exchange_objects(name))
         self.left_out = bad
         like = next((n for n in range(len(gradients)) if n not in bad), None)
         for n in bad:
             self._models.restart(n, like)
         self.skipped_models += len(bad)
-        if self._mesh.leads:
+        if self._cluster.leads:
             self._tell(bad)
 
     def _refuse(self, number: int, names: Sequence[str | None]) -> None:
@@ -128,7 +128,7 @@ class GradientCheck:
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         name = next(name for name in reversed(names) if name is not None)
         several = self._models.num_models > 1
-        group = f" of group {self._mesh.group_number}" if self._mesh.num_groups > 1 else ""
+        group = f" of group {self._cluster.group_number}" if self._cluster.stage_map.num_groups > 1 else ""
         which = f"pipeline {number}{group}, " if several else ""
         spared = "the reference model" if several else "the model"
         skips = "leaves such a model out of the step" if several else "leaves out such a step"

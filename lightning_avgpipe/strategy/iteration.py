@@ -14,9 +14,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_avgpipe.comm.alone import alone
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.loss import loss_in, trainable_loss
 from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
+from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Outcome, run_together
 from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.schedule import Schedule, build
@@ -46,7 +47,7 @@ class Iterations:
 
     Attributes:
         trainer: of the run.
-        mesh: of the processes.
+        cluster: of the processes.
         configuration: of the strategy.
         deployment: of the module on processes.
         batches: on their way to the device.
@@ -61,7 +62,7 @@ class Iterations:
     """
 
     trainer: pl.Trainer
-    mesh: Mesh
+    cluster: Cluster
     configuration: Configuration
     deployment: Deployment
     batches: Batches
@@ -69,6 +70,7 @@ class Iterations:
     models: ParallelModels
     step_log: StepLog
     schedule_control: ScheduleControl
+    observers: Observers
     state: DividedState
     announce: Callable[[], None]
     verifier: Verifier | None = None
@@ -108,7 +110,7 @@ class Iterations:
             models.skipped = frozenset(range(len(works)))
             return None
         models.skipped = frozenset(n for n, found in enumerate(outcomes) if len(found.skipped) == len(works[n]))
-        nothing = torch.zeros((), device=self.mesh.device)
+        nothing = torch.zeros((), device=self.cluster.device)
         result: Any = {"loss": nothing}
         if outcomes[0].results is not None:
             result = self._merged(outcomes[0].results, works[0])
@@ -131,7 +133,7 @@ class Iterations:
     def _clear_now(self) -> Callable[[], None] | None:
         """Clear the gradients now, where that cannot wait; returns what clears them after the first forward."""
         zero_grad = self.zero_grad
-        waits = self.models.num_models == 1 and self.mesh.hosts_last and not self.deployment.replans
+        waits = self.models.num_models == 1 and self.cluster.hosts_last and not self.deployment.replans
         if zero_grad is None or waits:
             return zero_grad
         # here no forward comes before all backwards, or the module may show another pipeline's model by then
@@ -178,7 +180,7 @@ class Iterations:
         training = step == "training_step"
         num_pipelines = self.configuration.num_pipelines
         # groups train on batches of their own, but evaluate the same
-        first = self.mesh.group_number * num_pipelines if training else 0
+        first = self.cluster.group_number * num_pipelines if training else 0
         verifier = self.verifier if finish is not None and self.verifier is not None and self.verifier.active else None
         if verifier is not None:
             verifier.watch()
@@ -206,7 +208,7 @@ class Iterations:
         assert plan is not None
         with self.schedule_control.iteration(tasks[0], works, plan, schedules[0], num_pipelines):
             try:
-                outcomes = run_together(pipelines, step, schedules, tasks)
+                outcomes = run_together(pipelines, step, schedules, tasks, self.observers)
             finally:
                 if self.deployment.ensemble is not None:
                     self.deployment.ensemble.place(0)
@@ -248,7 +250,7 @@ class Iterations:
         with alone():
             for n, parts in enumerate(works):
                 for i, part in enumerate(parts):
-                    if self.mesh.hosts_last:
+                    if self.cluster.hosts_last:
                         run(n, i, part.data, *rest)
                         continue
                     with context():
@@ -258,7 +260,7 @@ class Iterations:
 
     def _schedule(self, parts: Sequence[MicroBatch], trains: bool) -> Schedule:
         if not trains:
-            return build("forward", self.mesh.num_stages, len(parts))
+            return build("forward", self.cluster.stage_map.num_stages, len(parts))
         return self.schedule_control.schedule(parts, self.configuration.num_pipelines)
 
     def _merged(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:

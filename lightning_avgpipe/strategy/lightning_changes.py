@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_avgpipe.capture.tracer import intercepting
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, local_metrics, looking_on
 from lightning_avgpipe.strategy.loop import PipelineOptimization
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
@@ -71,13 +71,13 @@ def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> I
 
 @contextlib.contextmanager
 def scaling(
-    trainer: pl.Trainer, mesh: Mesh, together_with: Callable[[Optimizer], Sequence[Optimizer]]
+    trainer: pl.Trainer, cluster: Cluster, together_with: Callable[[Optimizer], Sequence[Optimizer]]
 ) -> Iterator[None]:
     """Within this context loss scalers of all stages and models skip the same steps."""
     with contextlib.ExitStack() as undo:
         for value in vars(trainer.precision_plugin).values():
             if isinstance(value, GradScaler):
-                undo.enter_context(scaling_together(value, mesh, together_with))
+                undo.enter_context(scaling_together(value, cluster, together_with))
         yield
 
 
@@ -139,7 +139,7 @@ def showing_reference(trainer: pl.Trainer, models: ParallelModels, deployment: D
 
 
 @contextlib.contextmanager
-def several_processes(trainer: pl.Trainer, mesh: Mesh, deployment: Deployment, early: bool) -> Iterator[None]:
+def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, early: bool) -> Iterator[None]:
     """Within this context all ranks know the metrics of rank 0, and what needs the results runs there only.
 
     Args:
@@ -147,18 +147,18 @@ def several_processes(trainer: pl.Trainer, mesh: Mesh, deployment: Deployment, e
     """
     # Only rank 0 logs, so there is nothing to synchronise.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(", category=UserWarning)
-    connector, module = SyncedLoggerConnector(trainer._logger_connector, mesh), trainer.lightning_module
+    connector, module = SyncedLoggerConnector(trainer._logger_connector, cluster), trainer.lightning_module
     with contextlib.ExitStack() as undo:
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
         undo.enter_context(_without_comparing_contents())
         undo.enter_context(averaging_parts(trainer, module, deployment))
-        if not mesh.leads:
+        if not cluster.leads:
             for writer in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(writer, BasePredictionWriter):
                     undo.enter_context(replaced(writer, "write_on_batch_end", nothing))
                     undo.enter_context(replaced(writer, "write_on_epoch_end", nothing))
-        if not mesh.reads:
+        if not cluster.reads:
             undo.enter_context(replaced(module, "_on_before_batch_transfer", _pass_on))
             if not early:  # what arrives later is converted already
                 undo.enter_context(replaced(trainer.precision_plugin, "convert_input", _pass_on))
@@ -182,11 +182,13 @@ def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tenso
 
 
 @contextlib.contextmanager
-def clipping(trainer: pl.Trainer, mesh: Mesh) -> Iterator[None]:
+def clipping(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
     """Within this context gradients are clipped by the norm over all stages."""
     with contextlib.ExitStack() as undo:
         for owner, name in _clipping_hooks(trainer):
-            undo.enter_context(replaced(owner, name, _with_norms(getattr(owner, name), trainer.lightning_module, mesh)))
+            undo.enter_context(
+                replaced(owner, name, _with_norms(getattr(owner, name), trainer.lightning_module, cluster))
+            )
         yield
 
 
@@ -199,7 +201,7 @@ def _clipping_hooks(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
             yield callback, "on_before_optimizer_step"
 
 
-def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, mesh: Mesh) -> Callable[..., Any]:
+def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, cluster: Cluster) -> Callable[..., Any]:
     """A hook within which norms of gradients are those over all stages."""
 
     @functools.wraps(hook)
@@ -209,7 +211,7 @@ def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, mesh: Mesh
         stepped = [p for optimizer in optimizers[:1] for group in optimizer.param_groups for p in group["params"]]
         known = {id(parameter) for parameter in stepped}
         parameters = [*stepped, *(p for p in module.parameters() if id(p) not in known)]
-        with norms_over_stages(parameters, mesh):
+        with norms_over_stages(parameters, cluster):
             return hook(*args, **kwargs)
 
     return run

@@ -17,8 +17,8 @@ from torchmetrics import Metric
 
 from lightning_avgpipe.capture.snapshot import unchanged
 from lightning_avgpipe.capture.tracer import StepTracer
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.utils.patching import nothing, replaced
@@ -385,11 +385,11 @@ class SyncedLoggerConnector(_LoggerConnector):
     Callbacks decide by metrics (early stopping, the best checkpoint, its file name), and all ranks must decide alike.
     """
 
-    def __init__(self, original: _LoggerConnector, mesh: Mesh) -> None:
+    def __init__(self, original: _LoggerConnector, cluster: Cluster) -> None:
         super().__init__(original.trainer)
         vars(self).update(vars(original))
         self._original = original
-        self._mesh = mesh
+        self._cluster = cluster
         self._synced: dict[str, Any] = {"callback": {}, "log": {}, "pbar": {}}
 
     def detach(self) -> _LoggerConnector:
@@ -400,7 +400,7 @@ class SyncedLoggerConnector(_LoggerConnector):
 
     def snapshot(self) -> Any:
         """On rank 0, and where the last stages of other groups are, the metrics as of now."""
-        return super().metrics if self._mesh.hosts_last else None
+        return super().metrics if self._cluster.hosts_last else None
 
     def accept(self, metrics: Any) -> None:
         """On the other ranks use rank 0's metrics from now on."""
@@ -410,14 +410,14 @@ class SyncedLoggerConnector(_LoggerConnector):
     def sync(self) -> None:
         """Tell all ranks the metrics as of now, and those of before. Every rank calls it."""
         snapshot = self.snapshot()  # for which metric objects may talk to those of other groups
-        (metrics, before), _ = self._mesh.control_channel.relay((snapshot, dict(self.callback_metrics)))
+        (metrics, before), _ = self._cluster.control_channel.relay((snapshot, dict(self.callback_metrics)))
         self.accept(metrics)
         self._callback_metrics.update(before)
 
     @property
     def metrics(self) -> Any:
         """Rank 0's metrics."""
-        return super().metrics if self._mesh.leads else self._synced
+        return super().metrics if self._cluster.leads else self._synced
 
     def update_eval_epoch_metrics(self) -> Any:
         """Called by all ranks at the end of a validation dataloader, and of a validation."""

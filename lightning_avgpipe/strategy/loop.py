@@ -11,7 +11,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.trainer import call
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.iteration import Iterations
 from lightning_avgpipe.strategy.log import SyncedLoggerConnector
 
@@ -39,7 +39,7 @@ class PipelineOptimization(_AutomaticOptimization):
 
     Args:
         original: Lightning's.
-        mesh: of the processes.
+        cluster: of the processes.
         iterations: of the run.
         end_iteration: called when all is done.
     """
@@ -47,14 +47,14 @@ class PipelineOptimization(_AutomaticOptimization):
     def __init__(
         self,
         original: _AutomaticOptimization,
-        mesh: Mesh,
+        cluster: Cluster,
         iterations: Iterations,
         end_iteration: Callable[[], None],
     ) -> None:
         super().__init__(original.trainer)
         self.optim_progress = original.optim_progress
         self._replaced = (original,)  # in a tuple: a loop saves the progress of loops among its attributes
-        self._mesh = mesh
+        self._cluster = cluster
         self._iterations = iterations
         self._end_iteration = end_iteration
 
@@ -70,10 +70,10 @@ class PipelineOptimization(_AutomaticOptimization):
         decided = schedule_control.finish()
         if isinstance(connector, SyncedLoggerConnector):  # several processes
             news: Any = None
-            if self._mesh.leads:
+            if self._cluster.leads:
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
             # advances are decided in each group
-            news, decided = self._mesh.control_channel.relay(news, decided)
+            news, decided = self._cluster.control_channel.relay(news, decided)
             connector.accept(news["metrics"])
             if news["loss"] is not None:
                 result = {**result, "loss": news["loss"]}

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,9 +14,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
+from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.configuration import Configuration
@@ -33,7 +34,7 @@ class ParallelModels:
 
     Args:
         trainer: of the run.
-        mesh: of the processes.
+        cluster: of the processes.
         configuration: with N as it is now.
         deployment: of the module on processes.
         step_log: of the run.
@@ -45,22 +46,29 @@ class ParallelModels:
     """
 
     def __init__(
-        self, trainer: pl.Trainer, mesh: Mesh, configuration: Configuration, deployment: Deployment, step_log: StepLog
+        self,
+        trainer: pl.Trainer,
+        cluster: Cluster,
+        configuration: Configuration,
+        deployment: Deployment,
+        step_log: StepLog,
+        observers: Observers,
     ) -> None:
-        self.check = GradientCheck(trainer, mesh, configuration.options.on_nonfinite, self)
+        self.check = GradientCheck(trainer, cluster, configuration.options.on_nonfinite, self)
         self.observed = True
         self.skipped: frozenset[int] = frozenset()
         self._trainer = trainer
-        self._mesh = mesh
+        self._cluster = cluster
         self._configuration = configuration
         self._deployment = deployment
         self._step_log = step_log
+        self._observers = observers
         self._fed = 0  # pipelines that had a batch since gradients were cleared
 
     @property
     def num_models(self) -> int:
         """Of all groups."""
-        return self._configuration.num_pipelines * self._mesh.num_groups
+        return self._configuration.num_pipelines * self._cluster.stage_map.num_groups
 
     @property
     def stepping(self) -> int:
@@ -111,7 +119,7 @@ class ParallelModels:
         return pipelines[:count]
 
     def _tell_restart(self, saved: int) -> None:
-        num_pipelines, num_groups = self._configuration.num_pipelines, self._mesh.num_groups
+        num_pipelines, num_groups = self._configuration.num_pipelines, self._cluster.stage_map.num_groups
         groups = f" in each of {num_groups} groups" if num_groups > 1 else ""
         rank_zero_info(
             f"num_pipelines={num_pipelines}{groups}, but the checkpoint holds "
@@ -171,10 +179,10 @@ class ParallelModels:
         with _noticing(optimizer) as steps:
             result = own(optimizer, run, model, **kwargs)
         if self._ensemble is not None:
-            with self._recorded("step"):
+            with self._observers.activity("step"):
                 others = self._step_others(self._ensemble, results, kwargs)
             if steps or others:
-                with self._recorded("averaging"):
+                with self._observers.activity("averaging"):
                     self._ensemble.stepped(self._fed - len(self.check.left_out))
             if is_overridden("optimizer_step", self._module):  # whose code after the step may look
                 self._finish_averaging()
@@ -184,7 +192,7 @@ class ParallelModels:
     def _step_others(self, ensemble: Ensemble, results: list[Any], kwargs: dict[str, Any]) -> bool:
         """Step the optimizers of pipelines 1..; tells whether one has."""
         precision = self._trainer.precision_plugin
-        loss = next((result for result in results if result is not None), torch.zeros((), device=self._mesh.device))
+        loss = next((result for result in results if result is not None), torch.zeros((), device=self._cluster.device))
         stepped = False
         for n in range(1, self._fed):
             closure = functools.partial(_done, None if n in self.skipped or n in self.check.left_out else loss)
@@ -205,12 +213,8 @@ class ParallelModels:
     def _finish_averaging(self) -> None:
         ensemble = self._ensemble
         if ensemble is not None and ensemble.averages:
-            with self._recorded("averaging"):
+            with self._observers.activity("averaging"):
                 ensemble.finish_averaging()
-
-    def _recorded(self, kind: Literal["step", "averaging"]) -> AbstractContextManager[None]:
-        recorder = self._mesh.recorder
-        return contextlib.nullcontext() if recorder is None else recorder.activity(kind)
 
     def together_with(self, optimizer: Optimizer) -> list[Optimizer]:
         """The optimizers of other pipelines that step in this iteration, if this is that of pipeline 0."""

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import MemoryLimit
 from lightning_avgpipe.strategy import lightning_changes as changes
@@ -57,7 +58,8 @@ class PipelineRun:
         distributor: of batches.
 
     Attributes:
-        mesh: of the processes.
+        cluster: of the processes.
+        observers: see the iterations.
         configuration: of the strategy.
         batches: on their way to the device.
         splitter: of batches.
@@ -84,10 +86,11 @@ class PipelineRun:
         before: WholeState,
         distributor: Distributor,
     ) -> None:
-        assert connection.mesh is not None
-        self.mesh = connection.mesh
-        self.batches = Batches(trainer, self.mesh, distributor)
-        self.splitter = BatchSplitter(trainer, self.mesh, configuration, self.batches)
+        assert connection.cluster is not None
+        self.cluster = connection.cluster
+        self.observers = Observers()
+        self.batches = Batches(trainer, self.cluster, distributor)
+        self.splitter = BatchSplitter(trainer, self.cluster, configuration, self.batches)
         self._trainer = trainer
         self._connection = connection
         self.configuration = configuration
@@ -104,21 +107,23 @@ class PipelineRun:
 
     def setup(self, own: Own) -> None:
         """Put the parts together; the plan is made when the first batch is there."""
-        trainer, module, mesh = self._trainer, self._trainer.lightning_module, self.mesh
+        trainer, module, cluster = self._trainer, self._trainer.lightning_module, self.cluster
         fitting, options = trainer.state.fn == TrainerFn.FITTING, self.configuration.options
         own(trainer)
         self.deployment, seed = deploy(trainer, self._connection, options, self._before)
-        self.step_log = StepLog(module, mesh.hosts_last, mesh.leaders)
-        self.models = ParallelModels(trainer, mesh, self.configuration, self.deployment, self.step_log)
+        self.step_log = StepLog(module, cluster.hosts_last, cluster.leaders)
+        self.models = ParallelModels(
+            trainer, cluster, self.configuration, self.deployment, self.step_log, self.observers
+        )
         schedule_control = ScheduleControl(
-            options.schedule, options.advance, mesh, self.memory_per_stage(), module, lambda: trainer.optimizers,
-            self.models.tensors_beside,
+            options.schedule, options.advance, cluster, self.memory_per_stage(), module, lambda: trainer.optimizers,
+            self.observers, self.models.tensors_beside,
         )  # fmt: skip
         self.state = DividedState(self._before, self.configuration, self.deployment, schedule_control, seed)
         self.iterations = Iterations(
-            trainer=trainer, mesh=mesh, configuration=self.configuration, deployment=self.deployment,
+            trainer=trainer, cluster=cluster, configuration=self.configuration, deployment=self.deployment,
             batches=self.batches, splitter=self.splitter, models=self.models, step_log=self.step_log,
-            schedule_control=schedule_control, state=self.state, announce=self._announce,
+            schedule_control=schedule_control, observers=self.observers, state=self.state, announce=self._announce,
         )  # fmt: skip
         if fitting:
             self._verifier = self.iterations.verifier = request.verifier(self._subject(), options.verify)
@@ -128,7 +133,7 @@ class PipelineRun:
     def _subject(self) -> Subject:
         return Subject(
             trainer=self._trainer,
-            mesh=self.mesh,
+            cluster=self.cluster,
             deployment=self.deployment,
             step_log=self.step_log,
             seed=lambda: self.state.seed,
@@ -141,23 +146,23 @@ class PipelineRun:
 
     def _adapt(self, fitting: bool) -> None:
         """From now on Lightning does what a pipeline needs, until teardown."""
-        trainer, mesh, deployment, enter = self._trainer, self.mesh, self.deployment, self._undo.enter_context
-        several = mesh.world.world_size > 1
-        enter(changes.observing(trainer, self.step_log, mesh.leaders))
+        trainer, cluster, deployment, enter = self._trainer, self.cluster, self.deployment, self._undo.enter_context
+        several = cluster.world.world_size > 1
+        enter(changes.observing(trainer, self.step_log, cluster.leaders))
         if fitting:
             optimization = PipelineOptimization(
-                trainer.fit_loop.epoch_loop.automatic_optimization, mesh, self.iterations, self.end_iteration
+                trainer.fit_loop.epoch_loop.automatic_optimization, cluster, self.iterations, self.end_iteration
             )
             enter(changes.optimizing(trainer, optimization))
             enter(changes.showing_reference(trainer, self.models, deployment))
         if fitting or several:
-            enter(changes.scaling(trainer, mesh, self.models.together_with))
+            enter(changes.scaling(trainer, cluster, self.models.together_with))
         if not several:
             return
-        enter(changes.several_processes(trainer, mesh, deployment, self.batches.distributor.early))
-        if mesh.world_size > 1:
-            enter(hooks_with_results(trainer, mesh, deployment))
-            enter(changes.clipping(trainer, mesh))
+        enter(changes.several_processes(trainer, cluster, deployment, self.batches.distributor.early))
+        if cluster.group.world_size > 1:
+            enter(hooks_with_results(trainer, cluster, deployment))
+            enter(changes.clipping(trainer, cluster))
         enter(changes.known_at_epoch_end(trainer))
 
     def _give_back(self) -> None:
@@ -174,8 +179,8 @@ class PipelineRun:
         """A plan has been made that stays."""
         plan = self.plan = self.deployment.plan
         assert plan is not None
-        announce(plan, self.mesh)
-        if plan.graph.carried and self.configuration.options.microbatches(self.mesh.num_stages) > 1:
+        announce(plan, self.cluster)
+        if plan.graph.carried and self.configuration.options.microbatches(self.cluster.stage_map.num_stages) > 1:
             self.splitter.warn_once(
                 f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
                 "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
@@ -207,7 +212,9 @@ class PipelineRun:
         stage = self._trainer.state.stage
         if self.configuration.options.send_batch == "all" or self.splitter.own is not None or stage is None:
             return None
-        if self.splitter.loss_weight is not None and rank == self.mesh.rank_of(self.mesh.num_stages - 1):
+        if self.splitter.loss_weight is not None and rank == self.cluster.stage_map.owner(
+            self.cluster.stage_map.num_stages - 1
+        ):
             return None  # which weighs micro-batches
         return self.deployment.pipeline.leaves(_STEPS[stage], rank, batch)
 
@@ -227,7 +234,7 @@ class PipelineRun:
 
     def end_iteration(self) -> None:
         """What was asked for within the iteration comes now."""
-        changed = self.configuration.take_over(self.mesh)
+        changed = self.configuration.take_over(self.cluster)
         if "advance" in changed:
             self.iterations.schedule_control.fix(changed["advance"])
         if "split_points" in changed:

@@ -46,8 +46,8 @@ class Profiler:
         self._rehearsal = rehearsal
         self._iterations = iterations
         self._schedule = schedule
-        self._mesh = rehearsal.pipeline.mesh
-        self._shows = shows and self._mesh.leads
+        self._cluster = rehearsal.pipeline.cluster
+        self._shows = shows and self._cluster.leads
         self._began = time.monotonic()
         self.too_few = 0
 
@@ -61,7 +61,7 @@ class Profiler:
         Raises:
             TuningError: no number of micro-batches fits the memory.
         """
-        large, others = trial_sizes(counts, self._mesh.num_stages)
+        large, others = trial_sizes(counts, self._cluster.stage_map.num_stages)
         with tqdm(total=self._iterations, desc="AvgPipeTuner", unit="it", leave=False, disable=not self._shows) as bar:
             tick = bar.update
             while True:
@@ -71,20 +71,20 @@ class Profiler:
                 except MemoryShortage as shortage:
                     large = self._larger(counts, large, shortage)
                     others = tuple(m for m in others if m < large)
-        found = self._mesh.gather_objects(stages)
+        found = self._cluster.group.gather_objects(stages)
         hops = self._hops(large)
-        if not self._mesh.leads:
+        if not self._cluster.leads:
             return None
         by_stage = {k: stage for part in found for k, stage in part.items()}
         return Profile(
             large,
             1,
             self._rehearsal.batch_size,
-            tuple(by_stage[k] for k in range(self._mesh.num_stages)),
+            tuple(by_stage[k] for k in range(self._cluster.stage_map.num_stages)),
             hops,
-            _device(self._mesh.device),
-            tuple(self._mesh.rank_of(k) for k in range(self._mesh.num_stages)),
-            self._mesh.num_groups,
+            _device(self._cluster.device),
+            tuple(self._cluster.stage_map.owner(k) for k in range(self._cluster.stage_map.num_stages)),
+            self._cluster.stage_map.num_groups,
         )
 
     def time(self, setting: Setting, iterations: int, tick: Callable[[], object]) -> float:
@@ -94,7 +94,7 @@ class Profiler:
             MemoryShortage: it does not fit some process.
         """
         runs = self._runs(setting, 1 + iterations, tick)[1:]
-        spans = self._mesh.gather_objects([run.span_s for run in runs])
+        spans = self._cluster.group.gather_objects([run.span_s for run in runs])
         return statistics.median(max(at) for at in zip(*spans, strict=True))
 
     def _larger(self, counts: Sequence[int], tried: int, shortage: MemoryShortage) -> int:
@@ -113,7 +113,7 @@ class Profiler:
         """So many iterations, or fewer if time runs out; the same number everywhere."""
         runs: list[BusyRecording] = []
         while len(runs) < count:
-            late = self._mesh.world.broadcast(time.monotonic() - self._began > _LONGEST_S)
+            late = self._cluster.world.broadcast(time.monotonic() - self._began > _LONGEST_S)
             if late and len(runs) >= _FEWEST:
                 break
             runs.append(self._rehearsal.run(setting))
@@ -129,7 +129,7 @@ class Profiler:
         memory, step_s = self._memory(setting, tick)
         averaging_s = self._averaging_s()
         sizes = self._other_sizes(setting, others, budget.other, tick)
-        stages = self._mesh.stages
+        stages = self._cluster.stages
         weights = self._weights()
         return {
             k: StageProfile(
@@ -145,14 +145,14 @@ class Profiler:
 
     def _durations(self, runs: Sequence[BusyRecording]) -> dict[tuple[int, Kind], float]:
         spans = [(s.stage, s.action.kind, s.end_s - s.begin_s) for run in runs for s in run.recording.spans]
-        if port_of(self._mesh.device).runs_ahead:  # what the host does between actions, the device does not wait for
+        if port_of(self._cluster.device).runs_ahead:  # what the host does between actions, the device does not wait for
             return durations(spans)
         return durations(spans, [(run.busy_s, _within_s(run)) for run in runs])
 
     def _curves(
         self, setting: Setting, runs: Sequence[BusyRecording], seconds: dict[tuple[int, Kind], float]
     ) -> dict[tuple[int, Kind], Curve]:
-        if port_of(self._mesh.device).runs_ahead:
+        if port_of(self._cluster.device).runs_ahead:
             return self._kernel_curves(setting, seconds)
         curves: dict[tuple[int, Kind], Curve] = {}
         for (stage, kind), length in seconds.items():
@@ -165,10 +165,10 @@ class Profiler:
 
     def _kernel_curves(self, setting: Setting, seconds: dict[tuple[int, Kind], float]) -> dict[tuple[int, Kind], Curve]:
         """By the kernels of one more iteration, or where they cannot be seen by what the driver says."""
-        with tracing_kernels(self._mesh.device) as trace:
+        with tracing_kernels(self._cluster.device) as trace:
             run = self._rehearsal.run(setting)
         shift = _clock_shift(run, trace)
-        if any(self._mesh.world.exchange_objects(shift is None)):
+        if any(self._cluster.world.exchange_objects(shift is None)):
             return self._sampled_curves(setting, seconds)
         assert shift is not None
         kernels = [(kernel.begin_s, kernel.end_s, kernel.share) for kernel in trace.kernels]
@@ -186,10 +186,10 @@ class Profiler:
     ) -> dict[tuple[int, Kind], Curve]:
         """Constant, from samples during more iterations; where there are none the device counts as full."""
         began, runs, more = time.monotonic(), [], True
-        with sampling_device(self._mesh.device) as samples:
+        with sampling_device(self._cluster.device) as samples:
             while more:
                 runs.append(self._rehearsal.run(setting))
-                more = self._mesh.world.broadcast(time.monotonic() - began < _SAMPLED_S)
+                more = self._cluster.world.broadcast(time.monotonic() - began < _SAMPLED_S)
         if not samples:
             rank_zero_warn(
                 "AvgPipeTuner: neither torch.profiler nor NVML (pip install nvidia-ml-py) shows what the device does, "
@@ -202,7 +202,7 @@ class Profiler:
 
     def _memory(self, setting: Setting, tick: Callable[[], object]) -> tuple[dict[int, StageMemory], float]:
         """Bytes of each stage here, and seconds of the optimizers' steps."""
-        port, captured = port_of(self._mesh.device), self._rehearsal.captured
+        port, captured = port_of(self._cluster.device), self._rehearsal.captured
         plan, trainer = self._plan, self._rehearsal.trainer
         module = trainer.lightning_module
         before = port.allocated_bytes() if port.counts_memory else None
@@ -211,15 +211,17 @@ class Profiler:
         models: dict[int, ModelBytes] = {}
         step_s = self._rehearsal.step_s(
             lambda: models.update(
-                model_bytes(plan, self._mesh.stages, module, trainer.optimizers, captured, self._mesh.num_groups)
+                model_bytes(
+                    plan, self._cluster.stages, module, trainer.optimizers, captured, self._cluster.stage_map.num_groups
+                )
             )
         )
-        context = port.other_bytes() // len(self._mesh.stages)
+        context = port.other_bytes() // len(self._cluster.stages)
         held = sum(k.holding.total - k.holding.coming for k in kept.values()) if kept else 0
         # what lies on the device that nobody accounts for is there at any setting
-        other = max(0, before - held) // len(self._mesh.stages) if before is not None and kept else 0
+        other = max(0, before - held) // len(self._cluster.stages) if before is not None and kept else 0
         found = {}
-        for k in self._mesh.stages:
+        for k in self._cluster.stages:
             stage = plan.stages[k]
             received = plan.stages[k - 1].boundary_bytes if k else 0
             if kept is None:
@@ -269,7 +271,7 @@ class Profiler:
     def _weights(self) -> dict[int, float]:
         """Each stage's part of what is done for all parameters of this process."""
         plan = self._plan
-        counts = {k: plan.stages[k].num_parameters for k in self._mesh.stages}
+        counts = {k: plan.stages[k].num_parameters for k in self._cluster.stages}
         total = sum(counts.values())
         return {k: count / total if total else 1.0 / len(counts) for k, count in counts.items()}
 
@@ -283,7 +285,7 @@ class Profiler:
                 link,
                 link,
             )
-            for stage, link in zip(plan.stages, self._mesh.links(), strict=False)
+            for stage, link in zip(plan.stages, self._cluster.links(), strict=False)
         )
 
 

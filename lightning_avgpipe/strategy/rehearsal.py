@@ -76,13 +76,10 @@ class _Trials(ScheduleControl):
         if not self.runs:
             raise _Prepared
         meter: Meter | None = self._meter(task, plan) if self.metered else None
-        self._mesh.meter = meter
-        try:
+        with self._observers.having(*([] if meter is None else [meter])):
             yield
-        finally:
-            self._mesh.meter = None
         if meter is not None:
-            held = holdings(plan, self._mesh.stages, self._module, self._optimizers(), self.captured)
+            held = holdings(plan, self._cluster.stages, self._module, self._optimizers(), self.captured)
             self.kept = {k: Kept(found, held[k]) for k, found in meter.finish(held).items()}
 
 
@@ -125,19 +122,14 @@ class Rehearsal:
         Raises:
             MemoryShortage: it does not fit some process; all of them raise it.
         """
-        mesh = self.pipeline.mesh
+        cluster = self.pipeline.cluster
         trials = self._trials(setting)
         trials.runs = True
         self._clear_gradients()
-        recorder = BusyRecorder(mesh.world.rank, mesh.device)
-        mesh.record(recorder)
-        mesh.guard = MemoryGuard()
-        try:
+        recorder = BusyRecorder(cluster.world.rank, cluster.device)
+        with self.pipeline.observers.having(recorder, MemoryGuard()):
             self._step(setting, trials)
-        finally:
-            mesh.guard = None
-            mesh.record(None)
-        recording = recorder.finish(ClockOffset(), mesh.timeout.total_seconds())
+        recording = recorder.finish(ClockOffset(), cluster.waits.timeout_s)
         return BusyRecording(recording, {key: sum(found) for key, found in recorder.processor_s.items()})
 
     def kept(self, setting: Setting) -> dict[int, Kept] | None:
@@ -148,11 +140,8 @@ class Rehearsal:
         """
         trials = self._trials(setting)
         trials.runs = trials.metered = True
-        self.pipeline.mesh.guard = MemoryGuard()
-        try:
+        with self.pipeline.observers.having(MemoryGuard()):
             self._step(setting, trials)
-        finally:
-            self.pipeline.mesh.guard = None
         return trials.kept
 
     def step_s(self, after: Callable[[], None]) -> float:
@@ -210,15 +199,17 @@ class Rehearsal:
     def _guarded(self, do: Callable[[], None], what: str) -> None:
         guard = MemoryGuard()
         guard.run(do, what)
-        guard.agree(self.pipeline.mesh.world)
+        guard.agree(self.pipeline.cluster.world)
 
     @property
     def _optimizers(self) -> list[Optimizer]:
         return [unwrapped(o) for o in self.trainer.optimizers]
 
     def _trials(self, setting: Setting) -> _Trials:
-        mesh = self.pipeline.mesh
-        trials = _Trials(setting.schedule, setting.advance, mesh, math.inf, self._module, lambda: self._optimizers)
+        trials = _Trials(
+            setting.schedule, setting.advance, self.pipeline.cluster, math.inf, self._module, lambda: self._optimizers,
+            self.pipeline.observers,
+        )  # fmt: skip
         trials.captured = self.captured
         return trials
 
@@ -237,7 +228,7 @@ class Rehearsal:
             parameter.grad = None
 
     def _now(self) -> float:
-        port_of(self.pipeline.mesh.device).synchronize()
+        port_of(self.pipeline.cluster.device).synchronize()
         return time.perf_counter()
 
 

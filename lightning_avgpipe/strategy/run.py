@@ -71,9 +71,9 @@ class PassthroughRun:
         self, trainer: pl.Trainer, connection: Connection, configuration: Configuration, before: WholeState
     ) -> None:
         self.state = before
-        assert connection.mesh is not None
+        assert connection.cluster is not None
         wanted = configuration.options.on_nonfinite
-        self.check = GradientCheck(trainer, connection.mesh, wanted, OneModel(trainer.lightning_module))
+        self.check = GradientCheck(trainer, connection.cluster, wanted, OneModel(trainer.lightning_module))
         self._trainer = trainer
         self._connection = connection
         self._configuration = configuration
@@ -107,7 +107,7 @@ class PassthroughRun:
 
     def end_iteration(self) -> None:
         """What was asked for comes now."""
-        self._configuration.take_over(self._connection.mesh)
+        self._configuration.take_over(self._connection.cluster)
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
         """Within this context the module is the model of one pipeline; None: the reference. There is one model."""

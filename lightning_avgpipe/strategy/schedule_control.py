@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.clock import Stopwatch
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.accounting import DeviceMeter, Footprint, HostMeter, Meter
 from lightning_avgpipe.engine.microbatch import MicroBatch
+from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import nbytes
@@ -74,7 +75,7 @@ class ScheduleControl:
     Args:
         name: of the schedule.
         advance: h, or ``"auto"``. Alone a process has nothing to overlap: there ``"auto"`` is 0.
-        mesh: who hosts what.
+        cluster: who hosts what.
         memory_limit: bytes that no stage may exceed.
         module: that is trained.
         optimizers: that step it, as of when it is called.
@@ -88,24 +89,26 @@ class ScheduleControl:
         self,
         name: str,
         advance: int | Literal["auto"],
-        mesh: Mesh,
+        cluster: Cluster,
         memory_limit: float,
         module: nn.Module,
         optimizers: Callable[[], Sequence[Optimizer]],
+        observers: Observers,
         beside: Callable[[], Sequence[Tensor]] = list,
     ) -> None:
         self.peaks: dict[int, int] = {}
+        self._observers = observers
         self._beside = beside
         self._name = name
         self._fixed = 0 if advance == "auto" else advance
-        self._adapts = advance == "auto" and name == "advance_forward" and mesh.world_size > 1
-        self._mesh = mesh
+        self._adapts = advance == "auto" and name == "advance_forward" and cluster.group.world_size > 1
+        self._cluster = cluster
         self._limit = memory_limit
         self._module = module
         self._optimizers = optimizers
         self._plan: Plan | None = None
-        self._stopwatch = Stopwatch(mesh.device)
-        self._steps: tuple[int, ...] = (1,) * (mesh.num_stages - 1)
+        self._stopwatch = Stopwatch(cluster.device)
+        self._steps: tuple[int, ...] = (1,) * (cluster.stage_map.num_stages - 1)
         self._chosen: dict[IterationShape, int] = {}  # the same on every rank
         self._metered: set[tuple[IterationShape, int]] = set()
         self._largest: Counter[IterationShape] = Counter()
@@ -142,7 +145,7 @@ class ScheduleControl:
         if self._plan is not None:
             self._loaded = None  # which was meant for the first plan
         self._plan = self._controller = None
-        self._steps = (1,) * (self._mesh.num_stages - 1)
+        self._steps = (1,) * (self._cluster.stage_map.num_stages - 1)
         self._of_plan = self._number + 1
         for known in (
             self.peaks, self._chosen, self._metered, self._largest, self._footprints, self._decided, self._too_large,
@@ -194,23 +197,22 @@ class ScheduleControl:
         if unmetered:
             self._metered.add((shape, advance))
         self._number += 1
-        self._mesh.meter = meter
-        try:
-            with self._stopwatch.lap(self._number) if self._adapts else contextlib.nullcontext():
-                yield
-        finally:
-            self._mesh.meter = None
+        with (
+            self._observers.having(*([] if meter is None else [meter])),
+            self._stopwatch.lap(self._number) if self._adapts else contextlib.nullcontext(),
+        ):
+            yield
         if meter is not None:
-            stages, groups = self._mesh.stages, self._mesh.num_groups
+            stages, groups = self._cluster.stages, self._cluster.stage_map.num_groups
             found = meter.finish(
                 holdings_of_models(plan, stages, self._module, self._optimizers(), len(parts), num_pipelines, groups)
             )
             self._report += [(self._number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
         size = sum(part.size for work in works for part in work)
         self._largest[shape] = max(size, self._largest[shape])
-        ordinary = self._follows and meter is None and self._mesh.recorder is None and size == self._largest[shape]
+        ordinary = self._follows and meter is None and not [*self._observers] and size == self._largest[shape]
         self._follows = True
-        if self._mesh.rank == 0:
+        if self._cluster.rank == 0:
             if self._adapts or meter is not None:  # news of it will come, though maybe not with the next news
                 self._iterations[self._number] = _Iteration(shape, advance, ordinary)
             if meter is None and self._adapts and shape not in self._footprints:
@@ -222,7 +224,7 @@ class ScheduleControl:
             return None  # the same on every rank
         laps, measured = self._stopwatch.finished(), self._report
         self._report = []
-        for rank, (times, footprints) in self._mesh.control_channel.report((laps, measured)):
+        for rank, (times, footprints) in self._cluster.control_channel.report((laps, measured)):
             for number, seconds in times:
                 self._times[number][rank] = seconds
             for number, stage, *values in footprints:
@@ -230,7 +232,7 @@ class ScheduleControl:
                     continue
                 self._footprints[self._iterations[number].shape][stage] = Footprint(*values)
                 self._measured[stage] = values[0]
-        return self._decide() if self._mesh.rank == 0 else None
+        return self._decide() if self._cluster.rank == 0 else None
 
     def accept(self, news: Decisions) -> None:
         """Every rank takes rank 0's decisions on, after the same iteration."""
@@ -258,7 +260,7 @@ class ScheduleControl:
         """Of a batch; lengths are alike if the largest tensor has as many elements per sample, up to a factor of 2."""
         first = parts[0]
         elements = max((tensor.numel() for tensor in tree.tensors(first.data)), default=0) // max(1, first.size)
-        return IterationShape(len(parts), num_pipelines, self._mesh.num_stages, elements.bit_length())
+        return IterationShape(len(parts), num_pipelines, self._cluster.stage_map.num_stages, elements.bit_length())
 
     def _schedule_of(self, shape: IterationShape, advance: int) -> Schedule:
         if not self._adapts:
@@ -270,8 +272,8 @@ class ScheduleControl:
 
     def _meter(self, task: Task, plan: Plan, works: Sequence[Sequence[MicroBatch]] = ()) -> Meter | None:
         """None where it cannot be measured: a step whose costs were not measured may not bear to be watched."""
-        if port_of(self._mesh.device).counts_memory:
-            return DeviceMeter(self._mesh.device)
+        if port_of(self._cluster.device).counts_memory:
+            return DeviceMeter(self._cluster.device)
         if not plan.measured:
             return None
         batches = tree.tensors((tuple(map(tuple, task.args)), [part.data for parts in works for part in parts]))
@@ -291,7 +293,7 @@ class ScheduleControl:
 
     def _decide(self) -> Decisions:
         """Take in what has arrived from all ranks, in order; what is new goes to all of them."""
-        while len(times := self._times.get(self._next, {})) == self._mesh.world_size:
+        while len(times := self._times.get(self._next, {})) == self._cluster.group.world_size:
             if self._next >= self._of_plan:
                 self._observe(self._iterations[self._next], max(times.values()))
             del self._times[self._next], self._iterations[self._next]

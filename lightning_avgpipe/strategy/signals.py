@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.utils.patching import replaced
 
@@ -23,12 +23,15 @@ _STOP, _REQUEUE = "stop", "requeue"
 
 
 @contextlib.contextmanager
-def ending_together(trainer: pl.Trainer, mesh: Mesh) -> Iterator[None]:
+def ending_together(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Callable[[str], None]]:
     """Within this context, the whole run of a trainer, no process ends or goes on alone.
 
     A signal may reach any process at any time. It is only noted; all processes learn of it with the same news from
     rank 0, and obey at the same batch. So a checkpoint that is saved then is whole, as it takes all of them. Lightning
     would act at once in each process, and ask all of them before every batch whether rank 0 has a signal.
+
+    Returns:
+        To be told of what all have agreed to, once they are connected.
     """
     signals = trainer._signal_connector
     requeue = signals._slurm_sigusr_handler_fn
@@ -39,23 +42,22 @@ def ending_together(trainer: pl.Trainer, mesh: Mesh) -> Iterator[None]:
             signals.received_sigterm = True  # from here on Lightning's loops do the rest
 
     def before_batch() -> None:
-        if mesh.agreed(_REQUEUE) and not requeued:
+        if cluster.control_channel.agreed(_REQUEUE) and not requeued:
             requeued.append(True)
             requeue(0, None)  # type: ignore[arg-type]
         if trainer.received_sigterm:
             raise SIGTERMException
 
     with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(mesh, "when_agreed", agreed))
-        undo.enter_context(replaced(signals, "_sigterm_notifier_fn", partial(_on_sigterm, trainer, mesh)))
-        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", partial(_note, mesh, _REQUEUE)))
+        undo.enter_context(replaced(signals, "_sigterm_notifier_fn", partial(_on_sigterm, trainer, cluster)))
+        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", partial(_note, cluster, _REQUEUE)))
         epoch_loop = trainer.fit_loop.epoch_loop
         if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             undo.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", before_batch))
         first = _FirstToKnow()
         trainer.callbacks.insert(0, first)  # type: ignore[attr-defined]
         undo.callback(trainer.callbacks.remove, first)  # type: ignore[attr-defined]
-        yield
+        yield agreed
 
 
 class _FirstToKnow(Callback):
@@ -65,17 +67,17 @@ class _FirstToKnow(Callback):
         trainer.strategy.on_exception(exception)
 
 
-def _note(mesh: Mesh, request: str, signum: Any = None, frame: Any = None) -> None:
+def _note(cluster: Cluster, request: str, signum: Any = None, frame: Any = None) -> None:
     """All that a signal handler does: nothing that could wait for what it has interrupted."""
-    mesh.monitor.requests.add(request)
+    cluster.monitor.requests.add(request)
 
 
-def _on_sigterm(trainer: pl.Trainer, mesh: Mesh, signum: Any, frame: Any) -> None:
+def _on_sigterm(trainer: pl.Trainer, cluster: Cluster, signum: Any, frame: Any) -> None:
     """Note the signal, and pass it on to the processes that this one has started."""
     launcher = trainer.strategy.launcher
-    if _STOP not in mesh.monitor.requests and launcher is not None:
+    if _STOP not in cluster.monitor.requests and launcher is not None:
         launcher.kill(signum)
-    _note(mesh, _STOP)
+    _note(cluster, _STOP)
 
 
 @contextlib.contextmanager

@@ -21,9 +21,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
-from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.elastic.averaging import OuterOptimizer
+from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.strategy import checks, compat, launch
@@ -301,10 +302,16 @@ class AvgPipeStrategy(ParallelStrategy):
         return self._connection.backend
 
     @property
-    def mesh(self) -> Mesh:
+    def cluster(self) -> Cluster:
         """Processes and channels, from the set-up of the environment on."""
-        assert self._connection.mesh is not None
-        return self._connection.mesh
+        assert self._connection.cluster is not None
+        return self._connection.cluster
+
+    @property
+    def observers(self) -> Observers:
+        """What sees the iterations of this process in the run as a pipeline."""
+        assert isinstance(self._run, PipelineRun)
+        return self._run.observers
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -430,23 +437,26 @@ class AvgPipeStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None and self.lightning_module is not None
         layout, options, trainer = self.device_layout, self._options, self.lightning_module.trainer
-        mesh = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
-        if self.world_size > 1:
-            self._undo.enter_context(ending_together(trainer, mesh))
-        self._connection.open(self.cluster_environment, options)
-        sends, early = mesh.reads and mesh.world_size > 1, not has_transfer_hooks(trainer)
+        cluster = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
+        if self.world_size == 1:
+            self._connection.open(self.cluster_environment, options)
+        else:
+            agreed = self._undo.enter_context(ending_together(trainer, cluster))
+            self._connection.open(self.cluster_environment, options)
+            cluster.control_channel.when_agreed(agreed)
+        sends, early = cluster.reads and cluster.group.world_size > 1, not has_transfer_hooks(trainer)
         wanted = partial(batches_wanted, trainer)
-        self._distributor = Distributor(mesh.batch_stream, self._needs, sends, early, wanted)
+        self._distributor = Distributor(cluster.batch_stream, self._needs, sends, early, wanted)
         if trainer.state.fn == TrainerFn.FITTING and not self.passthrough and self.whole is None:
-            self._divide_data(trainer, mesh)
+            self._divide_data(trainer, cluster)
 
-    def _divide_data(self, trainer: pl.Trainer, mesh: Mesh) -> None:
+    def _divide_data(self, trainer: pl.Trainer, cluster: Cluster) -> None:
         """Before anybody asks for the number of iterations, in ``setup`` or ``configure_optimizers`` of the module."""
         # partial functions of what can be pickled, as a trainer can; data of unknown length ends everywhere at once
-        any_ends = partial(self._connection.decide, unanimously=False) if mesh.num_groups > 1 else None
+        any_ends = partial(self._connection.decide, unanimously=False) if cluster.stage_map.num_groups > 1 else None
         count, look = partial(getattr, self._configuration, "num_pipelines"), partial(getattr, self, "tuner")
         self._undo.enter_context(bundling(trainer, count, any_ends, look))
-        self._undo.enter_context(sharing(trainer, mesh))
+        self._undo.enter_context(sharing(trainer, cluster))
 
     def _needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         return None if self._run is None else self._run.needs(batch, rank)
@@ -472,7 +482,7 @@ class AvgPipeStrategy(ParallelStrategy):
                 request.nothing_to_verify(options.verify)
             return PassthroughRun(*parts)
         checks.trainer(trainer, self.world_size, self.num_pipelines)
-        everywhere = self.mesh.world.gather_objects((str(trainer.ckpt_path or ""), options.shared))
+        everywhere = self.cluster.world.gather_objects((str(trainer.ckpt_path or ""), options.shared))
         checks.same_checkpoint([path for path, _ in everywhere])
         checks.same_options([shared for _, shared in everywhere])
         checks.contents(module)
@@ -542,8 +552,8 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """In each group one process reads, the others follow."""
-        mirrored = mirror(dataloader, self.mesh, lambda: self._distributor)
-        check_alike(mirrored, self.mesh, self.num_pipelines)
+        mirrored = mirror(dataloader, self.cluster, lambda: self._distributor)
+        check_alike(mirrored, self.cluster, self.num_pipelines)
         return mirrored
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -593,7 +603,7 @@ class AvgPipeStrategy(ParallelStrategy):
         if not self.save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
-            save_shards(checkpoint, filepath, self._connection.mesh, storage_options)
+            save_shards(checkpoint, filepath, self._connection.cluster, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of either kind."""
@@ -685,7 +695,7 @@ class AvgPipeStrategy(ParallelStrategy):
         if self._configuration.in_iteration:
             return
         if self._run is None:
-            self._configuration.take_over(self._connection.mesh)
+            self._configuration.take_over(self._connection.cluster)
         else:
             self._run.end_iteration()
 

@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.alone import alone
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.engine.lockstep import Lockstep
 from lightning_avgpipe.errors import AvgPipeError
@@ -73,19 +73,19 @@ class WholeSteps:
 
     Args:
         trainer: whose loops run them.
-        mesh: of the processes.
+        cluster: of the processes.
         divide: gives every process its part; returns who owns what only one process has.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
-        mesh: Mesh,
+        cluster: Cluster,
         divide: Callable[[], Mapping[str, int]],
     ) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
-        self._mesh = mesh
+        self._cluster = cluster
         self._divide = divide
         self._lockstep: Lockstep | None = None
 
@@ -93,9 +93,9 @@ class WholeSteps:
     def lockstep(self) -> Lockstep:
         """Of all processes; the first one who asks divides the module. Every process asks at the same time."""
         if self._lockstep is None:
-            owner, exchange = self._divide(), Exchange(self._mesh)
+            owner, exchange = self._divide(), Exchange(self._cluster)
             metrics = [m for m in self._module.modules() if isinstance(m, Metric)]
-            self._lockstep = Lockstep(self._module, exchange, owner, self._mesh.device, metrics)
+            self._lockstep = Lockstep(self._module, exchange, owner, self._cluster.device, metrics)
         return self._lockstep
 
     @contextlib.contextmanager
@@ -107,7 +107,7 @@ class WholeSteps:
             undo.enter_context(intercepting())
             undo.enter_context(replaced(module, "log", functools.partial(self._log, module.log)))
             undo.enter_context(replaced(module, "clip_gradients", functools.partial(self._clip, module.clip_gradients)))
-            undo.enter_context(local_metrics(metrics, BatchValues(), self._mesh.leaders, lambda: False))
+            undo.enter_context(local_metrics(metrics, BatchValues(), self._cluster.leaders, lambda: False))
             for optimization in (loop.automatic_optimization, loop.manual_optimization):
                 undo.enter_context(replaced(optimization, "run", functools.partial(self._run, optimization.run)))
             for name in _HOOKS:
@@ -133,7 +133,7 @@ class WholeSteps:
             result = run(*args, **kwargs)
         connector = self._trainer._logger_connector
         if isinstance(connector, SyncedLoggerConnector):
-            metrics, _ = self._mesh.control_channel.relay(connector.snapshot(), None)
+            metrics, _ = self._cluster.control_channel.relay(connector.snapshot(), None)
             connector.accept(metrics)
         return result
 
@@ -192,7 +192,7 @@ class WholeSteps:
 
     def _clip(self, clip: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Clip by the norm over all processes."""
-        with self.lockstep.quiet(), norms_over_stages(_parameters(optimizer), self._mesh):
+        with self.lockstep.quiet(), norms_over_stages(_parameters(optimizer), self._cluster):
             return clip(optimizer, *args, **kwargs)
 
     def _log(self, log: Callable[..., Any], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -205,7 +205,7 @@ class WholeSteps:
             )
         if lockstep is not None and lockstep.follows and isinstance(value, Tensor):
             value = lockstep.contents(value)
-        if self._mesh.hosts_last:
+        if self._cluster.hosts_last:
             with contextlib.nullcontext() if lockstep is None else lockstep.quiet():
                 log(name, value, *args, **kwargs)
 

@@ -60,40 +60,40 @@ class WholeRun:
         before: WholeState,
         distributor: Distributor,
     ) -> None:
-        assert connection.mesh is not None
-        self._mesh = connection.mesh
+        assert connection.cluster is not None
+        self._cluster = connection.cluster
         wanted = configuration.options.on_nonfinite
-        self.check = GradientCheck(trainer, self._mesh, wanted, OneModel(trainer.lightning_module))
+        self.check = GradientCheck(trainer, self._cluster, wanted, OneModel(trainer.lightning_module))
         self._trainer = trainer
         self._connection = connection
         self._configuration = configuration
         self._before = before
-        self._batches = Batches(trainer, self._mesh, distributor)
-        self._steps = WholeSteps(trainer, self._mesh, self._divide)
+        self._batches = Batches(trainer, self._cluster, distributor)
+        self._steps = WholeSteps(trainer, self._cluster, self._divide)
         self._undo = contextlib.ExitStack()
 
     def setup(self, own: Own) -> None:
         """The module is divided with the first step."""
-        trainer, mesh, enter = self._trainer, self._mesh, self._undo.enter_context
+        trainer, cluster, enter = self._trainer, self._cluster, self._undo.enter_context
         own(trainer)
         self._deployment, seed = deploy(trainer, self._connection, self._configuration.options, self._before)
         self.state = DividedState(self._before, self._configuration, self._deployment, None, seed)
         enter(self._steps.adapted())
-        enter(changes.scaling(trainer, mesh, lambda optimizer: []))
-        enter(changes.several_processes(trainer, mesh, self._deployment, self._batches.distributor.early))
+        enter(changes.scaling(trainer, cluster, lambda optimizer: []))
+        enter(changes.several_processes(trainer, cluster, self._deployment, self._batches.distributor.early))
         enter(changes.known_at_epoch_end(trainer))
         self._undo.callback(self._give_back, self._deployment)
 
     def _divide(self) -> dict[str, int]:
         """Divide the module by the size of its parts; returns who owns what."""
-        trainer, options, mesh = self._trainer, self._configuration.options, self._mesh
+        trainer, options, cluster = self._trainer, self._configuration.options, self._cluster
         module = trainer.lightning_module
         held = memory_of(module, build("afab", 1, 1), state_copies(trainer.optimizers), 0).held
-        limit = limit_of(options.memory_limit, mesh.device, sharing_stages(self._connection, options))
+        limit = limit_of(options.memory_limit, cluster.device, sharing_stages(self._connection, options))
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
-        self.plan = divide_by_size(module, mesh.num_stages, held, options.split_points, limit, metrics)
+        self.plan = divide_by_size(module, cluster.stage_map.num_stages, held, options.split_points, limit, metrics)
         owner = self._deployment.place_parameters(self.plan)
-        announce(self.plan, mesh)
+        announce(self.plan, cluster)
         return owner
 
     def _give_back(self, deployment: Deployment) -> None:
@@ -136,7 +136,7 @@ class WholeRun:
 
     def end_iteration(self) -> None:
         """What was asked for comes now."""
-        self._configuration.take_over(self._mesh)
+        self._configuration.take_over(self._cluster)
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
         """Within this context the module is the model of one pipeline; None: the reference. There is one model."""

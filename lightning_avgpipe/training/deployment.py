@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.alone import alone
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.engine.pipeline import Pipeline
@@ -50,7 +50,7 @@ class Deployment:
 
     Args:
         module: to divide; whole on every process, or with parameters on meta that are never brought together.
-        mesh: with open channels.
+        cluster: with open channels.
         planner: makes plans for the module.
         optimizers: those that step the module, as of when it is called.
         origin: of the contents that no process has; None if the module is whole.
@@ -68,14 +68,14 @@ class Deployment:
     def __init__(
         self,
         module: nn.Module,
-        mesh: Mesh,
+        cluster: Cluster,
         planner: Planner,
         optimizers: Callable[[], Sequence[Optimizer]],
         origin: Origin | None = None,
         elasticity: Elasticity | None = None,
         observers: Collection[nn.Module] = (),
     ) -> None:
-        self.pipeline = Pipeline(mesh, module, planner.recompute)
+        self.pipeline = Pipeline(cluster, module, planner.recompute)
         self.plan: Plan | None = None
         self.ensemble: Ensemble | None = None
         self._pipelines = [self.pipeline]
@@ -83,10 +83,10 @@ class Deployment:
         self._observers = observers
         self._saved_ensemble: Mapping[str, Any] | None = None
         self._module = module
-        self._mesh = mesh
+        self._cluster = cluster
         self._planner = planner
         self._optimizers = optimizers
-        self._gather = OnDemandGather(module, mesh, origin)
+        self._gather = OnDemandGather(module, cluster, origin)
         self._scattered = False  # some parameters have no contents on some process before the first plan
         self._unloaded: Sequence[Mapping[str, Any]] = ()  # states for optimizers whose parameters have no contents yet
         self._final = False
@@ -98,16 +98,16 @@ class Deployment:
 
     def needed_elsewhere(self) -> frozenset[tuple[str, str]]:
         """Path of a module and name of the attributes that steps read on other processes, and of buffers there."""
-        owned = (name.rpartition(".") for name, rank in self._owner.items() if rank != self._mesh.rank)
+        owned = (name.rpartition(".") for name, rank in self._owner.items() if rank != self._cluster.rank)
         return self.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
 
     def kept_elsewhere(self) -> frozenset[str]:
         """Full names of parameters that other processes hold, alone or as well, and of buffers that they change."""
         assert self.plan is not None
-        rank = self._mesh.rank
+        rank = self._cluster.rank
         used = self.plan.stages_of
         here = dict(self._module.named_parameters())
-        others = {name for name in here if any(self._mesh.rank_of(k) != rank for k in used.get(name, ()))}
+        others = {name for name in here if any(self._cluster.stage_map.owner(k) != rank for k in used.get(name, ()))}
         changed = frozenset().union(*(self.pipeline.graph(step).changed for step in self.pipeline.steps))
         return changed.difference(here, (n for n in changed if self._owner.get(n, rank) == rank)) | others
 
@@ -154,7 +154,7 @@ class Deployment:
     def _are_whole(self, examples: Sequence[Sequence[Any]]) -> bool:
         """Whether every process has all tensors of the batches, and may be given any stage."""
         lacks = any(isinstance(leaf, Absent) for args in examples for leaf in tree.tensors(tuple(args)))
-        return not int(self._mesh.world.sum(torch.tensor(int(lacks))))
+        return not int(self._cluster.world.sum(torch.tensor(int(lacks))))
 
     def _on_first(self, examples: Sequence[Sequence[Any]], make: Callable[[Sequence[Any]], Any]) -> Any:
         """What is made of the first example that is not skipped; None if all are. Every process calls it."""
@@ -182,10 +182,10 @@ class Deployment:
         num_pipelines: int,
     ) -> bool:
         planner, before = self._planner, None if self._final else self.plan
-        copies, groups = state_copies(self._optimizers()), self._mesh.num_groups
+        copies, groups = state_copies(self._optimizers()), self._cluster.stage_map.num_groups
         with self._whole_on_rank_zero():
             # asked on rank 0, which measures
-            links = self._mesh.links() if final and self._mesh.broadcast(planner.measures) else ()
+            links = self._cluster.links() if final and self._cluster.group.broadcast(planner.measures) else ()
             conditions = Conditions(schedule, links, copies, num_pipelines, groups)
             units = () if before is None else before.graph.units
             make = partial(planner.plan, units=units) if final else planner.provisional
@@ -194,7 +194,7 @@ class Deployment:
             return False
         if self._final and self.plan is not None and self._has_trained:
             models = 1 if self.ensemble is None else self.ensemble.size
-            check_movable(self.plan, plan, self._mesh.rank_of, models)
+            check_movable(self.plan, plan, self._cluster.stage_map.owner, models)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         begins_alike = not self._final
         self.pipeline.unload()
@@ -218,11 +218,11 @@ class Deployment:
         """Within this context rank 0 has all weights once more, if it had them before the first plan: to time units."""
         lent = {} if self._scattered or not self._final else {n: (*ranks, 0) for n, ranks in self._owners.items()}
         tensors = ModuleTensors(self._module)
-        relocate(Relocation(self._owners, lent), self._mesh.group, [tensors], torch.device("cpu"))
+        relocate(Relocation(self._owners, lent), self._cluster.group, [tensors], torch.device("cpu"))
         try:
             yield
         finally:
-            tensors.drop([name for name in lent if self._mesh.rank not in self._owners[name]])
+            tensors.drop([name for name in lent if self._cluster.rank not in self._owners[name]])
 
     def place_parameters(self, plan: Plan) -> dict[str, int]:
         """Divide the module by a plan of which it is only known who owns what. Every process calls it.
@@ -236,7 +236,7 @@ class Deployment:
 
     def _begin_alike(self) -> None:
         """All groups begin with the weights and buffers of the first."""
-        replica_group = self._mesh.replica_group
+        replica_group = self._cluster.replica_group
         if replica_group is not None:
             parameters = [p.detach() for p in self._module.parameters() if not p.is_meta]
             replica_group.copy([*parameters, *self._module.buffers()])
@@ -246,7 +246,7 @@ class Deployment:
     def parallel(self, num_pipelines: int) -> list[Pipeline]:
         """N pipelines for a step of training, which is prepared. Every process calls it."""
         self._has_trained = True
-        if num_pipelines == self._mesh.num_groups == 1:
+        if num_pipelines == self._cluster.stage_map.num_groups == 1:
             self.dissolve()
             self._saved_ensemble = None
             return self._pipelines
@@ -258,7 +258,7 @@ class Deployment:
                 self._optimizers,
                 self._elasticity,
                 self._observers,
-                self._mesh.replica_group,
+                self._cluster.replica_group,
                 self.plan.graph.changed,
                 self._written(),
             )
@@ -266,11 +266,11 @@ class Deployment:
         stale = ensemble.follow() | ensemble.resize(num_pipelines)
         self._load_ensemble()
         if stale or begins or len(self._pipelines) < num_pipelines:
-            self._mesh.widen(num_pipelines)
+            self._cluster.transport.widen(num_pipelines)
             self.pipeline.place = partial(ensemble.place, 0)
             others = [
                 Pipeline(
-                    self._mesh,
+                    self._cluster,
                     self._module,
                     self._planner.recompute,
                     n,
@@ -311,7 +311,7 @@ class Deployment:
         """On rank 0 what parallel models have of their own; None if there is one model. Every process calls it."""
         if self.ensemble is None:
             return None
-        return full_ensemble_state(self.ensemble, self._mesh, self._owner)
+        return full_ensemble_state(self.ensemble, self._cluster, self._owner)
 
     def dissolve(self, average: bool = True) -> None:
         """Go on with one model: the reference, after a last averaging if that is wanted. Every process calls it."""
@@ -353,7 +353,7 @@ class Deployment:
     def _find_owners(self) -> None:
         """Before the first plan: every process has everything but for parameters on meta, and those it knows of."""
         held = {name for name, parameter in self._module.named_parameters() if not parameter.is_meta}
-        found, everybody = holders(self._mesh.group, held), tuple(range(self._mesh.world_size))
+        found, everybody = holders(self._cluster.group, held), tuple(range(self._cluster.group.world_size))
         self._owners = {name: found.get(name, ()) for name, _ in self._module.named_parameters()}
         self._scattered = any(ranks != everybody for ranks in self._owners.values())
         self._owners |= {name: everybody for name, _ in self._module.named_buffers()}
@@ -363,18 +363,18 @@ class Deployment:
 
         Args:
             kinds: what moves.
-            device: where it goes; None: that of the mesh.
+            device: where it goes; None: that of the cluster.
         """
-        relocate(Relocation(self._owners, owners), self._mesh.group, kinds, device or self._mesh.device)
+        relocate(Relocation(self._owners, owners), self._cluster.group, kinds, device or self._cluster.device)
         self._owners = owners
 
     def _place_parameters(self) -> None:
         """Bring the own stages to the device; if the plan is final, give the others' parameters up."""
-        plan, device, rank = self.plan, self._mesh.device, self._mesh.rank
+        plan, device, rank = self.plan, self._cluster.device, self._cluster.rank
         assert plan is not None
         if not self._owners:
             self._find_owners()
-        planned = owners_of(self._module, plan.stages_of, self._mesh.rank_of, self._mesh.world_size)
+        planned = owners_of(self._module, plan.stages_of, self._cluster.stage_map.owner, self._cluster.group.world_size)
         kinds: list[Belongings] = [ModuleTensors(self._module)]
         if self._final:
             kinds += [OptimizerStates(self._optimizers(), lambda: dict(self._module.named_parameters()))]
@@ -431,7 +431,7 @@ class Deployment:
         self.pipeline.unload()
         if self.plan is None:
             return
-        everybody = tuple(range(self._mesh.world_size))
+        everybody = tuple(range(self._cluster.group.world_size))
         names = [name for name, _ in self._module.named_buffers()] if self._scattered else list(self._owners)
         whole = {**self._owners, **dict.fromkeys(names, everybody)}
         self._relocate(whole, [ModuleTensors(self._module)], torch.device("cpu"))
@@ -458,16 +458,16 @@ class Deployment:
         """
         with self.showing_reference():
             if not whole:
-                return own_state_dict(self._module, self._mesh, self._owner)
-            if self._mesh.world_size == 1 or self.plan is None or self._mesh.group_number:
+                return own_state_dict(self._module, self._cluster, self._owner)
+            if self._cluster.group.world_size == 1 or self.plan is None or self._cluster.group_number:
                 return self._module.state_dict()
-            return full_state_dict(self._module, self._mesh, self._owner)
+            return full_state_dict(self._module, self._cluster, self._owner)
 
     def collected(self, copy: nn.Module) -> dict[str, Any]:
         """The state dict of a copy of the module that is divided as the module is; whole on rank 0.
 
         Every process calls it.
         """
-        if self._mesh.world_size == 1 or self.plan is None:
+        if self._cluster.group.world_size == 1 or self.plan is None:
             return copy.state_dict()
-        return full_state_dict(copy, self._mesh, self._owner)
+        return full_state_dict(copy, self._cluster, self._owner)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.utils.patching import replaced
 
 __all__ = ["scaling_together"]
@@ -19,7 +19,7 @@ __all__ = ["scaling_together"]
 
 @contextlib.contextmanager
 def scaling_together(
-    scaler: GradScaler, mesh: Mesh, others: Callable[[Optimizer], Sequence[Optimizer]] = lambda optimizer: ()
+    scaler: GradScaler, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]] = lambda optimizer: ()
 ) -> Iterator[None]:
     """Within this context an infinite gradient on one process, or in one pipeline, is one everywhere.
 
@@ -29,15 +29,15 @@ def scaling_together(
 
     Args:
         scaler: of this process.
-        mesh: connects the processes; all groups decide together.
+        cluster: connects the processes; all groups decide together.
         others: optimizer of the first pipeline -> those of other pipelines, which step after it.
     """
     if not scaler.is_enabled():
         yield
         return
     if scaler._scale is None:
-        scaler._lazy_init_scale_growth_tracker(mesh.device)
-    agreement = _Agreement(scaler, mesh, others)
+        scaler._lazy_init_scale_growth_tracker(cluster.device)
+    agreement = _Agreement(scaler, cluster, others)
     with replaced(scaler, "_unscale_grads_", agreement.unscale), replaced(scaler, "update", agreement.update):
         yield
 
@@ -45,10 +45,12 @@ def scaling_together(
 class _Agreement:
     """One decision on the gradients of all optimizers that step together: the first one's turn settles it."""
 
-    def __init__(self, scaler: GradScaler, mesh: Mesh, others: Callable[[Optimizer], Sequence[Optimizer]]) -> None:
+    def __init__(
+        self, scaler: GradScaler, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]]
+    ) -> None:
         self._look = scaler._unscale_grads_
         self._update = scaler.update
-        self._mesh = mesh
+        self._cluster = cluster
         self._others = others
         self._waiting: list[Optimizer] = []  # unscaled already, and yet to step
         self._turns_left = 0
@@ -63,8 +65,8 @@ class _Agreement:
         for looked_at in (optimizer, *self._waiting):
             for vote in self._look(looked_at, *args).values():
                 votes += vote.cpu()
-        anywhere = self._mesh.world.sum(votes) > 0
-        self._found = {self._mesh.device: anywhere.to(self._mesh.device, torch.float32)}
+        anywhere = self._cluster.world.sum(votes) > 0
+        self._found = {self._cluster.device: anywhere.to(self._cluster.device, torch.float32)}
         return self._found
 
     def update(self, *args: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.weights.relocation import gather, holders
@@ -27,25 +27,25 @@ __all__ = [
 ]
 
 
-def full_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
+def full_state_dict(module: nn.Module, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
     """On rank 0 the state dict of the whole module; elsewhere the module's own, with what it lacks on meta."""
     state = module.state_dict()
     owners = {name: (owner[name],) for name, v in state.items() if isinstance(v, Tensor) and name in owner}
-    return gather(mesh.group, state, owners)
+    return gather(cluster.group, state, owners)
 
 
-def own_state_dict(module: nn.Module, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
+def own_state_dict(module: nn.Module, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
     """The part of the module's state dict that this process answers for; what has no owner is rank 0's."""
-    return {name: value for name, value in module.state_dict().items() if owner.get(name, 0) == mesh.rank}
+    return {name: value for name, value in module.state_dict().items() if owner.get(name, 0) == cluster.rank}
 
 
-def scattered_owners(module: nn.Module, mesh: Mesh) -> dict[str, int]:
+def scattered_owners(module: nn.Module, cluster: Cluster) -> dict[str, int]:
     """The owners of a module that was divided before, of which every process kept its part.
 
     Raises:
         ConfigurationError: no process has contents for a parameter yet.
     """
-    held = holders(mesh.group, [name for name, p in module.named_parameters() if not p.is_meta])
+    held = holders(cluster.group, [name for name, p in module.named_parameters() if not p.is_meta])
     canonical = {id(p): name for name, p in module.named_parameters()}
     owner = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -57,7 +57,7 @@ def scattered_owners(module: nn.Module, mesh: Mesh) -> dict[str, int]:
     return owner
 
 
-def full_optimizer_state(optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
+def full_optimizer_state(optimizer: Optimizer, cluster: Cluster) -> dict[str, Any]:
     """On rank 0 an ordinary optimizer state: the union of the stages' states; elsewhere one's own.
 
     Every process builds its optimizer over all parameters, so a parameter has the same number everywhere, the number
@@ -65,7 +65,7 @@ def full_optimizer_state(optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     """
     state = optimizer.state_dict()
     own = {str(number): entry for number, entry in state["state"].items()}
-    whole = gather(mesh.group, own, holders(mesh.group, own))
+    whole = gather(cluster.group, own, holders(cluster.group, own))
     state["state"] = {number: whole[str(number)] for number in sorted(map(int, whole))}
     return state
 
@@ -88,7 +88,7 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
     }
 
 
-def full_ensemble_state(ensemble: Ensemble, mesh: Mesh, owner: Mapping[str, int]) -> dict[str, Any]:
+def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
     """On rank 0 all that parallel models have of their own; nothing that others could not read without this package.
 
     The models of all groups follow each other, so it does not matter how many groups there are. Pipeline 0's optimizer
@@ -98,25 +98,25 @@ def full_ensemble_state(ensemble: Ensemble, mesh: Mesh, owner: Mapping[str, int]
     with ensemble.showing_reference(False):
         for n in range(ensemble.size):
             tensors = ensemble.tensors(n)
-            state["models"].append(gather(mesh.group, tensors, {name: (owner[name],) for name in tensors}))
+            state["models"].append(gather(cluster.group, tensors, {name: (owner[name],) for name in tensors}))
         state["optimizers"] = [
-            [full_optimizer_state(optimizer, mesh) for optimizer in ensemble.optimizers(n)]
+            [full_optimizer_state(optimizer, cluster) for optimizer in ensemble.optimizers(n)]
             for n in range(ensemble.size)
             if ensemble.first + n
         ]
         if ensemble.outer is not None:
             state["outer_names"] = list(ensemble.names)
-            state["outer_optimizer"] = full_optimizer_state(ensemble.outer, mesh)
-    if mesh.num_groups > 1 and mesh.rank == 0:
-        state = _joined(state, mesh)
+            state["outer_optimizer"] = full_optimizer_state(ensemble.outer, cluster)
+    if cluster.stage_map.num_groups > 1 and cluster.rank == 0:
+        state = _joined(state, cluster)
     return state
 
 
-def _joined(state: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+def _joined(state: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
     """On rank 0 of all processes the states of all groups."""
     rest = {"models", "optimizers", "active"}
     brought = {name: pytree.tree_map_only(Tensor, lambda t: t.cpu(), state[name]) for name in rest}
-    groups = mesh.leaders.gather_objects(brought)
+    groups = cluster.leaders.gather_objects(brought)
     models = [model for group in groups for model in group["models"]]
     optimizers = [states for group in groups for states in group["optimizers"]]
     active = sum(group["active"] for group in groups)

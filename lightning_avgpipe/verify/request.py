@@ -70,9 +70,9 @@ def _go_on(text: str) -> None:
 
 def _end(subject: Subject) -> Callable[[str], None]:
     def end(text: str) -> None:
-        if subject.mesh.leads:
+        if subject.cluster.leads:
             _report(text)
-        subject.mesh.world.barrier("the end of verification")
+        subject.cluster.world.barrier("the end of verification")
         raise _TunerExitException  # in all processes: Lightning ends the run as if it were done
 
     return end
@@ -85,10 +85,10 @@ def _report(text: str) -> None:
 
 
 def _check_memory(subject: Subject) -> None:
-    module, device = subject.module, subject.mesh.device
+    module, device = subject.module, subject.cluster.device
     size = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
     needed, free = _COPIES * size, port_of(device).free_bytes()
-    if subject.mesh.rank == 0 and needed > free:
+    if subject.cluster.rank == 0 and needed > free:
         raise ConfigurationError(
             f"verify runs the whole model on rank 0, which takes {nbytes(needed)} ({_COPIES} times its {nbytes(size)} "
             f"of weights), but {nbytes(free)} are free on {device}; verify a model with fewer of the "

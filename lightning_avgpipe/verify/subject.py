@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.weighting import LossWeight
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.deployment import Deployment
@@ -23,7 +23,7 @@ class Subject:
 
     Attributes:
         trainer: of the run.
-        mesh: of the processes.
+        cluster: of the processes.
         deployment: of the module on processes.
         step_log: collects what steps log; its ``listener`` is told of it.
         seed: of the random numbers in units.
@@ -35,7 +35,7 @@ class Subject:
     """
 
     trainer: pl.Trainer
-    mesh: Mesh
+    cluster: Cluster
     deployment: Deployment
     step_log: Any
     seed: Callable[[], int]
@@ -58,7 +58,7 @@ class Subject:
     @property
     def num_models(self) -> int:
         """Parallel models of all groups."""
-        return self.num_pipelines() * self.mesh.num_groups
+        return self.num_pipelines() * self.cluster.stage_map.num_groups
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         """The stages of a parameter, a buffer, or an attribute of a unit, by its full name; empty if it has none."""

@@ -98,10 +98,10 @@ class Verifier:
         Returns:
             What does the same, and takes note of losses.
         """
-        subject, mesh = self._subject, self._subject.mesh
+        subject, cluster = self._subject, self._subject.cluster
         self._begun = True
         self._expected, self._found = [], [Outcome({}) for _ in works]
-        first = mesh.group_number * subject.num_pipelines()
+        first = cluster.group_number * subject.num_pipelines()
         clears = subject.clears_gradients()
         if clears:
             self._carried = [{} for _ in works]
@@ -110,7 +110,7 @@ class Verifier:
                 state = self._collected()
                 if self._leads:
                     self._check_capture(state)
-                    with mesh.monitor.during("runs the step plainly, to verify it"):
+                    with cluster.monitor.during("runs the step plainly, to verify it"):
                         self._expected.append(self._plain(n, first + n, parts, rest, context, iteration, state, clears))
         self._carried = [dict(outcome.gradients) for outcome in self._expected]
         step_log = subject.step_log
@@ -138,10 +138,10 @@ class Verifier:
         logged = subject.step_log
         shared = [trainer, trainer.strategy, logged, trainer.datamodule, *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
         twin = duplicate(self._module, {**state.parameters, **state.buffers}, [x for x in shared if x is not None])
-        twin.to(subject.mesh.device)
+        twin.to(subject.cluster.device)
         run = PlainRun(
             trainer, trainer.precision_plugin, context, (subject.seed(), iteration, number),
-            trainer.accumulate_grad_batches, subject.loss_is_mean, subject.loss_weight(), subject.mesh.device,
+            trainer.accumulate_grad_batches, subject.loss_is_mean, subject.loss_weight(), subject.cluster.device,
         )  # fmt: skip
         clear = None
         if clears and n == 0:
@@ -228,14 +228,14 @@ class Verifier:
             if all(id(p) in names for group in inner.param_groups for p in group["params"]):
                 seen.append(notes)
                 if self._leads:
-                    plain.append(PlainStep(inner, names, self._subject.mesh.device))
+                    plain.append(PlainStep(inner, names, self._subject.cluster.device))
                 hooks.enter_context(self._note_after(inner, notes, mine))
             return result
 
         with contextlib.ExitStack() as hooks, replaced(precision, "_after_closure", noting):
             yield
         for n, notes in enumerate(seen):
-            others = self._subject.mesh.gather_objects(notes)
+            others = self._subject.cluster.group.gather_objects(notes)
             if self._leads:
                 for other in others[1:]:
                     notes.join(other)
@@ -280,7 +280,7 @@ class Verifier:
 
     @property
     def _leads(self) -> bool:
-        return self._subject.mesh.rank == 0
+        return self._subject.cluster.rank == 0
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -303,10 +303,10 @@ class Verifier:
     def _owner(self, name: str) -> int:
         """The rank that answers for a parameter, a buffer or an attribute."""
         stages = self._subject.stages_of(name)
-        return self._subject.mesh.rank_of(stages[0]) if stages else 0
+        return self._subject.cluster.stage_map.owner(stages[0]) if stages else 0
 
     def _mine(self, name: str) -> bool:
-        return self._owner(name) == self._subject.mesh.rank
+        return self._owner(name) == self._subject.cluster.rank
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: p for name, p in self._module.named_parameters() if self._mine(name) and not p.is_meta}
@@ -328,7 +328,7 @@ class Verifier:
     def _collected(self) -> Outcome:
         """On rank 0 what all processes answer for."""
         state = self._state()
-        for other in self._subject.mesh.gather_objects(state)[1:]:
+        for other in self._subject.cluster.group.gather_objects(state)[1:]:
             for kind in ("gradients", "parameters", "buffers", "attributes"):
                 getattr(state, kind).update(getattr(other, kind))
         return state
@@ -342,7 +342,7 @@ class Verifier:
     def _message(self, n: int, difference: Difference) -> str:
         subject = self._subject
         stages = subject.stages_of(difference.name) or (
-            (subject.mesh.num_stages - 1,) if "loss" in difference.kind else ()
+            (subject.cluster.stage_map.num_stages - 1,) if "loss" in difference.kind else ()
         )
         where = [f"stage {', '.join(map(str, stages))}"] if stages else []
         if subject.num_models > 1:

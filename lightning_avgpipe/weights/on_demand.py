@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_avgpipe.capture.tracer import DEVICE_QUESTIONS, METADATA
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import CaptureError
 from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.initialisation import Origin
@@ -36,13 +36,13 @@ class OnDemandGather:
 
     Args:
         module: the whole module.
-        mesh: with open channels.
+        cluster: with open channels.
         origin: of what no process holds; None if that cannot be.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, origin: Origin | None) -> None:
+    def __init__(self, module: nn.Module, cluster: Cluster, origin: Origin | None) -> None:
         self._module = module
-        self._mesh = mesh
+        self._cluster = cluster
         self._origin = origin
 
     def on_rank_zero(self, make: Callable[[], Any]) -> Any:
@@ -50,28 +50,28 @@ class OnDemandGather:
 
         Other groups than the first wait for it, since the same stages are to be the same everywhere.
         """
-        mesh = self._mesh
-        made = self._on_rank_zero(make) if mesh.group_number == 0 else None
-        return made if mesh.num_groups == 1 else mesh.world.broadcast(made)
+        cluster = self._cluster
+        made = self._on_rank_zero(make) if cluster.group_number == 0 else None
+        return made if cluster.stage_map.num_groups == 1 else cluster.world.broadcast(made)
 
     def _on_rank_zero(self, make: Callable[[], Any]) -> Any:
-        mesh = self._mesh
-        held = holders(mesh.group, [name for name, p in self._module.named_parameters() if not p.is_meta])
-        if mesh.rank == 0:
+        cluster = self._cluster
+        held = holders(cluster.group, [name for name, p in self._module.named_parameters() if not p.is_meta])
+        if cluster.rank == 0:
             absent = {id(p): name for name, p in self._module.named_parameters() if p.is_meta}
-            with mesh.monitor.during("follows a step to divide it into stages"):
+            with cluster.monitor.during("follows a step to divide it into stages"):
                 made = pickle.dumps(self._make(make, absent, held) if absent else make())
-            mesh.control_channel.publish((None, made))
+            cluster.control_channel.publish((None, made))
             return pickle.loads(made)
         while True:
-            news: Any = mesh.control_channel.publish()
+            news: Any = cluster.control_channel.publish()
             name, made = news
             if name is None:
                 return pickle.loads(made)
             self._exchange(name, held)
 
     def _make(self, make: Callable[[], Any], absent: Mapping[int, str], held: Owners) -> Any:
-        lent = _Lent(absent, lambda name: self._fetch(name, held), self._mesh.device)
+        lent = _Lent(absent, lambda name: self._fetch(name, held), self._cluster.device)
         with saved_tensors_hooks(lent.forget, _refuse), lent:
             made = make()
         lent.clear()
@@ -94,7 +94,7 @@ class OnDemandGather:
 
     def _fetch(self, name: str, held: Owners) -> dict[str, Tensor]:
         if name in held:
-            self._mesh.control_channel.publish((name, None))
+            self._cluster.control_channel.publish((name, None))
             return {name: self._exchange(name, held)}
         assert self._origin is not None
         path = name.rpartition(".")[0]
@@ -103,8 +103,8 @@ class OnDemandGather:
 
     def _exchange(self, name: str, held: Owners) -> Tensor:
         parameter = self._module.get_parameter(name).detach()
-        arrived = Relocation({name: held[name]}, {name: (0,)}).carry_out(self._mesh.group, lambda _: parameter)
-        return arrived[name].on(self._mesh.device) if arrived else parameter
+        arrived = Relocation({name: held[name]}, {name: (0,)}).carry_out(self._cluster.group, lambda _: parameter)
+        return arrived[name].on(self._cluster.device) if arrived else parameter
 
 
 class _Lent(TorchFunctionMode):

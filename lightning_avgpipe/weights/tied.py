@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
@@ -56,12 +56,12 @@ class TiedParameters:
 
     Args:
         module: the whole module.
-        mesh: who hosts what.
+        cluster: who hosts what.
         copied: parameter -> its stages, the same on every process.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, copied: Mapping[str, tuple[int, ...]]) -> None:
-        self._mesh = mesh
+    def __init__(self, module: nn.Module, cluster: Cluster, copied: Mapping[str, tuple[int, ...]]) -> None:
+        self._cluster = cluster
         self._copied = dict(sorted(copied.items()))
         self._parameters = {name: p for name, p in module.named_parameters() if name in copied}
         for name, parameter in self._parameters.items():
@@ -71,7 +71,7 @@ class TiedParameters:
                     f"{', '.join(map(str, copied[name]))}, of which none has the whole gradient; keep its uses on one "
                     "stage with split_points, or change gradients in on_before_optimizer_step"
                 )
-        self._stand_ins: dict[int, dict[str, _Copy]] = {k: {} for k in mesh.stages}
+        self._stand_ins: dict[int, dict[str, _Copy]] = {k: {} for k in cluster.stages}
         for name, stages in self._copied.items():
             mine = [k for k in stages if k in self._stand_ins]
             if len(mine) > 1:
@@ -110,9 +110,9 @@ class TiedParameters:
         for name, stages in self._copied.items():
             together[stages].append(name)
         for stages, names in together.items():
-            ranks = sorted({self._mesh.rank_of(k) for k in stages})
-            group = self._mesh.subset(ranks) if len(ranks) > 1 else None
-            if self._mesh.rank in ranks:
+            ranks = sorted({self._cluster.stage_map.owner(k) for k in stages})
+            group = self._cluster.subset(ranks) if len(ranks) > 1 else None
+            if self._cluster.rank in ranks:
                 self._sum(stages, names, group)
 
     def _sum(self, stages: Sequence[int], names: Sequence[str], group: dist.ProcessGroup | None) -> None:
@@ -131,7 +131,7 @@ class TiedParameters:
 
     def _take(self, stage: int, names: Sequence[str]) -> list[Tensor | None]:
         """A stage's own gradients; all None if another process hosts it."""
-        if self._mesh.rank_of(stage) != self._mesh.rank:
+        if self._cluster.stage_map.owner(stage) != self._cluster.rank:
             return [None] * len(names)
         found = []
         for name in names:
@@ -158,21 +158,21 @@ class TiedParameters:
         group: dist.ProcessGroup,
     ) -> list[Tensor | None]:
         """Send one stage's gradients to all holders of copies, in one message per type."""
-        source = self._mesh.rank_of(stage)
-        sender = self._mesh.ranks[source]
+        source = self._cluster.stage_map.owner(stage)
+        sender = self._cluster.group.ranks[source]
         exists = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
         what = f"the summing of gradients of stage {stage}"
-        self._mesh.together(what, lambda: dist.broadcast(exists, sender, group=group))
+        self._cluster.group.together(what, lambda: dist.broadcast(exists, sender, group=group))
         received: list[Tensor | None] = [None] * len(gradients)
         by_type: dict[torch.dtype, list[int]] = defaultdict(list)
         for i in exists.nonzero().flatten().tolist():
             by_type[parameters[i].dtype].append(i)
         for dtype, chosen in by_type.items():
-            if source == self._mesh.rank:
+            if source == self._cluster.rank:
                 flat = torch.cat([gradient.flatten() for i in chosen if (gradient := gradients[i]) is not None])
             else:
-                flat = torch.empty(sum(parameters[i].numel() for i in chosen), dtype=dtype, device=self._mesh.device)
-            self._mesh.together(what, _broadcasting(flat, sender, group))
+                flat = torch.empty(sum(parameters[i].numel() for i in chosen), dtype=dtype, device=self._cluster.device)
+            self._cluster.group.together(what, _broadcasting(flat, sender, group))
             for i, part in zip(chosen, flat.split([parameters[i].numel() for i in chosen]), strict=True):
                 received[i] = part.view_as(parameters[i])
         return received
@@ -188,11 +188,11 @@ class TiedParameters:
         mine = {
             name: _digest(self._parameters[name])
             for name, stages in self._copied.items()
-            if any(self._mesh.rank_of(k) == self._mesh.rank for k in stages)
+            if any(self._cluster.stage_map.owner(k) == self._cluster.rank for k in stages)
         }
-        gathered = self._mesh.gather_objects(mine)
+        gathered = self._cluster.group.gather_objects(mine)
         for name in self._copied:
-            digests = {self._mesh.ranks[r]: held[name] for r, held in enumerate(gathered) if name in held}
+            digests = {self._cluster.group.ranks[r]: held[name] for r, held in enumerate(gathered) if name in held}
             if len(set(digests.values())) > 1:
                 raise AvgPipeError(
                     f"the copies of '{name}' on ranks {', '.join(map(str, digests))} differ; something changes it on "

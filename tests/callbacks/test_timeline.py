@@ -115,9 +115,7 @@ def test_the_recorded_order_is_the_schedule(schedule: str) -> None:
     batch = MLP.example(8)
     engine = Engine(MLP(), 3, batch, num_microbatches=4)
     recorder = Recorder(0, CPU)
-    engine.mesh.record(recorder)
-    engine.train(batch, schedule, advance=1)
-    engine.mesh.record(None)
+    engine.train(batch, schedule, advance=1, observers=[recorder])
     engine.train(batch, schedule, advance=1)
     timeline = assemble([recorder.finish(ClockOffset(), 1)], devices=(0, 0, 0))
     expected = build(schedule, 3, 4, advance=1)
@@ -159,7 +157,7 @@ def test_a_trainer_writes_a_trace_and_a_picture_every_n_steps(tmp_path: Path) ->
     assert "avgpipe/bubble_fraction_simulated" in rows[0].split(",")
     (events,) = (tmp_path / "tensorboard").rglob("events*")
     assert b"avgpipe/timeline" in events.read_bytes()
-    assert runner.strategy.mesh.recorder is None
+    assert not list(runner.strategy.observers)
 
 
 def test_parallel_pipelines_are_recorded_together(tmp_path: Path) -> None:
@@ -213,14 +211,14 @@ def test_a_number_of_steps_must_be_one() -> None:
 def test_a_failed_training_records_no_longer(tmp_path: Path) -> None:
     class Failing(MLP):
         def on_before_zero_grad(self, optimizer: Any) -> None:
-            self.mesh = self.trainer.strategy.mesh
+            self.observers = self.trainer.strategy.observers
             raise ValueError("no more")
 
     model = Failing()
     runner = pipeline(2, callbacks=[PipelineTimeline(every_n_steps=1, dirpath=tmp_path)], max_epochs=1)
     with pytest.raises(ValueError, match="no more"):
         runner.fit(model, loader(MLP, 8, 8))
-    assert model.mesh.recorder is None
+    assert not list(model.observers)
     assert not list(tmp_path.glob("*.json"))
 
 

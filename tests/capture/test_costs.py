@@ -62,7 +62,7 @@ def train_measured(rank: int, folder: Path) -> tuple[str, Any, list[float]]:
     runner.fit(model, loader(TinyTransformer, 12, 6))
     return (
         str(runner.strategy.plan),
-        runner.strategy.mesh.links(),
+        runner.strategy.cluster.links(),
         [float(p.detach().sum()) for p in model.parameters()],
     )
 

@@ -33,21 +33,19 @@ def test_objects_reach_whom_they_are_for() -> None:
     assert results(run(THREE, work)) == [(2, 3, [0, 1, 2]), (2, 1, [0, 1, 2]), (2, 1, [0, 1, 2])]
 
 
-def test_tensors_are_summed_gathered_and_delivered_by_owners() -> None:
+def test_tensors_are_summed_and_go_from_one_to_another() -> None:
     def work(cluster: Cluster) -> Any:
-        group = cluster.group
-        own = {name: torch.full((2, 3), float(10 * cluster.rank + i)) for i, name in enumerate("abc")}
-        owner = {"a": 0, "b": 1, "c": 2}.__getitem__
-        total = group.sum(torch.tensor([1.0, cluster.rank]))
-        wanted = group.deliver(own, {"a": 1, "b": 2}, {0: ["a"], 1: ["b", "c"]})
-        every = [{name: float(t[0, 0]) for name, t in f(own, owner).items()} for f in (group.collect, group.spread)]
-        return total.tolist(), {name: float(t[0, 0]) for name, t in wanted.items()}, *every
+        group, arrived = cluster.group, []
+        total = group.sum(torch.tensor([1.0, group.rank]))
 
-    zero, one, two = results(run(THREE, work))
-    assert zero[0] == one[0] == two[0] == [3.0, 3.0]
-    assert (zero[1], one[1], two[1]) == ({"a": 10.0}, {"b": 21.0}, {})
-    assert zero[2] == zero[3] == one[3] == two[3] == {"a": 0.0, "b": 11.0, "c": 22.0}
-    assert one[2] == {"a": 10.0, "b": 11.0, "c": 12.0}
+        def pass_on() -> None:
+            group.send(torch.full((2, 3), float(group.rank), dtype=torch.float64), (group.rank + 1) % 3)
+            arrived.append(group.receive(torch.empty(2, 3, dtype=torch.float64), (group.rank - 1) % 3))
+
+        group.together("a round", pass_on)
+        return total.tolist(), float(arrived[0][1, 2])
+
+    assert results(run(THREE, work)) == [([3.0, 3.0], 2.0), ([3.0, 3.0], 0.0), ([3.0, 3.0], 1.0)]
 
 
 def test_groups_their_leaders_and_replicas_meet_each_among_themselves() -> None:

@@ -8,8 +8,10 @@ from datetime import timedelta
 import pytest
 import torch
 
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
-from lightning_avgpipe.comm.mesh import Mesh
+from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError
 
 ARRANGEMENTS = [
@@ -74,20 +76,14 @@ def test_no_communicator_has_a_device_twice(
         made.clear()
         local_rank = rank % device_layout.node_size
         device = torch.device("cuda", device_layout.device_of(local_rank))
-        mesh = Mesh(
-            num_stages,
-            rank,
-            device_layout.world_size,
-            device,
-            timedelta(seconds=1),
-            "nccl",
-            device_layout=device_layout,
-        )
-        mesh.subset(range(mesh.world_size))  # as tied parameters do
+        stage_map, timeout = StageMap.on(device_layout, num_stages), timedelta(seconds=1)
+        network = ProcessGroups(rank, device, timeout, "nccl")
+        cluster = Cluster(stage_map, rank, device, timeout, network, device_layout.sharing > 1)
+        cluster.subset(range(cluster.group.world_size))  # as tied parameters do
         by_rank.append(list(made))
-        assert rank == mesh.ranks[mesh.rank] == mesh.world.rank
-        assert mesh.replica_group is not None and rank in mesh.replica_group.members.ranks
-        assert mesh.replica_group.members.ranks[mesh.replica_group.members.rank] == rank
+        assert rank == cluster.group.ranks[cluster.rank] == cluster.world.rank
+        assert cluster.replica_group is not None and rank in cluster.replica_group.members.ranks
+        assert cluster.replica_group.members.ranks[cluster.replica_group.members.rank] == rank
     assert all(groups == by_rank[0] for groups in by_rank)  # every process takes part in making every one
     across = [ranks for ranks, backend in by_rank[0] if "nccl" in backend and len(ranks) > 1]
     assert bool(across) == (device_layout.num_devices > 1)

@@ -49,7 +49,7 @@ class Places(L.Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         strategy = trainer.strategy
-        place = [strategy.group_number, strategy.device_layout.device_of(trainer.local_rank), *strategy.mesh.stages]
+        place = [strategy.group_number, strategy.device_layout.device_of(trainer.local_rank), *strategy.cluster.stages]
         (self.folder / f"place-{trainer.global_rank}").write_text(json.dumps(place))
 
 

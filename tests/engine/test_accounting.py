@@ -75,9 +75,8 @@ def metered(engine: Engine, batch: Any, name: str, advance: int) -> dict[int, Fo
     """One iteration; nothing is held."""
     engine.module.zero_grad()
     given = [tensor for part in split(batch, NUM_MICROBATCHES) for tensor in part.data]
-    meter = engine.mesh.meter = HostMeter([*engine.module.parameters(), *engine.module.buffers(), *given])
-    engine.train(batch, name, iteration=3, advance=advance)
-    engine.mesh.meter = None
+    meter = HostMeter([*engine.module.parameters(), *engine.module.buffers(), *given])
+    engine.train(batch, name, iteration=3, advance=advance, observers=[meter])
     return meter.finish(dict.fromkeys(range(engine.num_stages), Holding(0)))
 
 

@@ -18,7 +18,8 @@ from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.errors import MemoryShortage, PeerError, StageError
-from lightning_avgpipe.schedule import Schedule, build
+from lightning_avgpipe.schedule import Action, Schedule, build
+from lightning_avgpipe.schedule.kinds import FORWARD
 from lightning_avgpipe.utils.random_streams import RandomKey
 from tests.threads import Blown, Injector, results, run
 
@@ -38,7 +39,10 @@ class Adding:
         self.results: dict[int, Any] = {}
         self.last: dict[int, torch.Tensor] = {}
 
-    def forward(self, task: Task, i: int, message: Message | None) -> Message | None:
+    def perform(self, action: Action, task: Task, message: Message | None) -> Message | None:
+        return (self._forward if action.kind is FORWARD else self._backward)(action.micro_batch, message)
+
+    def _forward(self, i: int, message: Message | None) -> Message | None:
         value = torch.tensor([float(100 * i)]) if message is None else message.tensors[0]
         assert value is not None and (message is None or message.micro_batch == i)
         if self.program.stage == self.program.num_stages - 1:
@@ -46,7 +50,7 @@ class Adding:
             return None
         return Message(i, (value + 1,), (True,))
 
-    def backward(self, i: int, message: Message | None) -> Message | None:
+    def _backward(self, i: int, message: Message | None) -> Message | None:
         gradient = torch.zeros(1) if message is None else message.tensors[0]
         assert gradient is not None and (message is None or message.micro_batch == i)
         self.last[i] = gradient + 1

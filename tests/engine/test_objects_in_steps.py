@@ -7,7 +7,6 @@ import pickle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.units import initial_units
-from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.stage import Stage, Task
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action
 from lightning_avgpipe.weights.tied import TiedParameters
+from tests.threads import alone
 
 WIDTH = 4
 
@@ -357,9 +356,11 @@ def trained(
 ) -> list[Any]:
     """Run all micro-batches through the stages of these cuts; the modules in which gradients are."""
     programs = stage_programs(graph, cuts)
-    mesh = Mesh(len(programs), 0, 1, torch.device("cpu"), timedelta(seconds=10))
+    cluster = alone(len(programs))
     modules = [copy.deepcopy(module) if apart else module for _ in programs]
-    stages = [Stage(p, m, mesh.device, TiedParameters(m, mesh, {})) for p, m in zip(programs, modules, strict=True)]
+    stages = [
+        Stage(p, m, cluster.device, TiedParameters(m, cluster, {})) for p, m in zip(programs, modules, strict=True)
+    ]
     tasks = [Task(lambda i, x, m=m: m.training_step(x), [(x,) for x in samples], lambda i, loss: loss) for m in modules]
 
     def passed(message: Any) -> Any:

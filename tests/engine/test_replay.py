@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.units import initial_units
-from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stage import Task
@@ -23,6 +21,7 @@ from lightning_avgpipe.planning.balance import gaps
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.weights.tied import copied_parameters
+from tests.threads import alone
 
 
 class Layers(nn.Module):
@@ -296,9 +295,9 @@ def test_every_legal_cut_gives_the_same_gradients(model: Callable[[], Layers], n
     for chosen in [(cut,) for cut in everywhere] + [tuple(cuts)]:
         piped.zero_grad()
         piped.load_state_dict({**piped.state_dict(), **buffers})
-        mesh = Mesh(len(chosen) + 1, 0, 1, torch.device("cpu"), timedelta(seconds=10))
-        mesh.open()
-        pipeline = Pipeline(mesh, piped)
+        cluster = alone(len(chosen) + 1)
+        cluster.open()
+        pipeline = Pipeline(cluster, piped)
         pipeline.load(graph, chosen)
         parts = split(copy.deepcopy(batch), num_microbatches)
         task = Task(
@@ -306,7 +305,7 @@ def test_every_legal_cut_gives_the_same_gradients(model: Callable[[], Layers], n
             [(part.data,) for part in parts],
             lambda i, loss, parts=parts: loss * parts[i].weight,
         )
-        pipeline.run("training_step", build("1f1b", mesh.num_stages, len(parts)), task)
+        pipeline.run("training_step", build("1f1b", cluster.stage_map.num_stages, len(parts)), task)
         pipeline.copies("training_step").sum_gradients()
         copied = copied_parameters(stage_programs(graph, chosen))
         for (name, a), b in zip(plain.named_parameters(), piped.parameters(), strict=True):

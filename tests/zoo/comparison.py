@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_avgpipe.comm.mesh import Mesh
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.microbatch import MicroBatch, split, split_with
 from lightning_avgpipe.engine.pipeline import Pipeline
@@ -153,9 +151,9 @@ def in_one_process(
 ) -> Outcome:
     """The stages of a plan, which share the module."""
     subject = Subject(module, num_microbatches)
-    mesh = Mesh(plan.num_stages, 0, 1, torch.device("cpu"), timedelta(seconds=10))
-    mesh.open()
-    pipeline = Pipeline(mesh, subject.module)
+    cluster = alone(plan.num_stages)
+    cluster.open()
+    pipeline = Pipeline(cluster, subject.module)
     pipeline.load(plan.graph, plan.cuts)
     pipeline.load(*validation)
 
@@ -181,11 +179,11 @@ def apart(
     used = {name for stage in plan.stages for name in stage.parameters}
     for subject, stage in zip(subjects, plan.stages, strict=True):
         give_up(subject.module, used.difference(stage.parameters))
-    mesh = Mesh(plan.num_stages, 0, 1, torch.device("cpu"), timedelta(seconds=10))
+    cluster = alone(plan.num_stages)
 
     def run(step: str, batch: Any, iteration: int) -> Iterable[Any]:
         stages = [
-            Stage(program, subject.module, mesh.device, TiedParameters(subject.module, mesh, {}))
+            Stage(program, subject.module, cluster.device, TiedParameters(subject.module, cluster, {}))
             for program, subject in zip(programs[step], subjects, strict=True)
         ]
         parts = subjects[0].parts(batch)
