@@ -64,6 +64,7 @@ _BATCHES = (
     Private(f"{_FIT}._combined_loader", "the dataloaders"),
     Private(f"{_FIT}._data_fetcher", "learns that an epoch has another number of iterations"),
     Private(f"{_EVALUATION}._combined_loader", "the dataloaders"),
+    Private(f"{_LOOPS}.prediction_loop._PredictionLoop._combined_loader", "the dataloaders"),
     Private(f"{pl.__name__}.utilities.combined_loader.CombinedLoader._mode", "whether they come one after the other"),
     Private(f"{pl.__name__}.utilities.combined_loader.CombinedLoader._iterator", "what it reads now, and its limits"),
     Private(f"{_DATA}._DataLoaderSource.dataloader", "replaced: bundles", ""),

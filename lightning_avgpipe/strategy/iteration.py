@@ -30,7 +30,7 @@ from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.verify import Verifier
 from lightning_avgpipe.weights.initialisation import on_meta
@@ -294,11 +294,7 @@ def _quiet(trainer: pl.Trainer, hook: str) -> Iterator[None]:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     trainer.callbacks = []  # type: ignore[attr-defined]
     try:
-        with replaced(trainer.lightning_module, hook, _nothing):
+        with replaced(trainer.lightning_module, hook, nothing):
             yield
     finally:
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """A hook that is not called."""
