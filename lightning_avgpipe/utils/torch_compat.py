@@ -68,7 +68,7 @@ _STEPS = (
 )
 _BACKWARDS = (
     Private("torch.autograd.Function.apply", "replaced while a step is followed: no torch function, so not seen else"),
-    Private(f"torch.utils.checkpoint.{CHECKPOINT_BRACKET}", "replaced meanwhile: regions are called again", "fn"),
+    Private(f"torch.utils.checkpoint.{CHECKPOINT_BRACKET}", "replaced: regions are called again", "fn args kwargs"),
     Private("torch.utils.checkpoint._NoopSaveInputs", "how it keeps a region's inputs", versions="<2.9"),
     Private("torch.autograd.Variable._execution_engine", "whether a backward accumulates gradients"),
     Private("torch._C._autograd._get_current_graph_task_keep_graph", "whether a backward retains its graph"),
