@@ -74,6 +74,13 @@ class Monitor:
         requests: what processes were asked to do from outside; where they are announced, the requests to all processes.
     """
 
+    _wants_account = False
+    _account: Account | None = None
+    _question: tuple[int, float] | None = None  # of this process: number, and until when answers are awaited
+    _answered = 0
+    _rounds = 0
+    _round_began: float | None = None
+
     def __init__(
         self,
         rank: int,
@@ -101,12 +108,6 @@ class Monitor:
         self._deadline = math.inf
         self._report: str | None = None
         self._posted: set[str] = set()
-        self._wants_account = False
-        self._account: Account | None = None
-        self._question: tuple[int, float] | None = None  # of this process: number, and until when answers are awaited
-        self._answered = 0
-        self._rounds = 0
-        self._round_began: float | None = None
         self._ran = time.monotonic()
         self._lapse_s = 0.0
         self._closing = False
