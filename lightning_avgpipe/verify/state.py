@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.placeholder import Absent
 
-__all__ = ["attributes", "clone"]
+__all__ = ["aliases", "attributes", "clone"]
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
@@ -39,6 +39,15 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def aliases(module: nn.Module) -> list[list[str]]:
+    """Names of one entry of one object, which several modules hold (a configuration); only where there are several."""
+    places: dict[tuple[int, str], list[str]] = {}
+    for path, m in module.named_modules():
+        for name, value in _own(m):
+            _enter(f"{path}.{name}" if path else name, value, {}, set(), _DEPTH, places)
+    return [names for names in places.values() if len(names) > 1]
+
+
 def clone(value: Any) -> Any:
     """A copy of one entry."""
     return value.detach().clone() if isinstance(value, Tensor) else value
@@ -51,7 +60,15 @@ def _own(module: nn.Module) -> Iterable[tuple[str, Any]]:
     return [(name, value) for name, value in vars(module).items() if name not in library or name == "training"]
 
 
-def _enter(name: str, value: Any, found: dict[str, Any], passed: set[int], depth: int) -> None:
+def _enter(
+    name: str,
+    value: Any,
+    found: dict[str, Any],
+    passed: set[int],
+    depth: int,
+    places: dict[tuple[int, str], list[str]] | None = None,
+) -> None:
+    """Note what is at this name and below, and if wanted ``places``: (id of an object, place in it) -> names."""
     if isinstance(value, Absent):
         found[name] = ...
         return
@@ -71,7 +88,9 @@ def _enter(name: str, value: Any, found: dict[str, Any], passed: set[int], depth
     if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
         found[f"len({name})"] = len(value)
     for place, entry in below:
-        _enter(name + place, entry, found, passed, depth - 1)
+        if places is not None:
+            places.setdefault((id(value), place), []).append(name + place)
+        _enter(name + place, entry, found, passed, depth - 1, places)
 
 
 def _below(value: Any) -> Iterator[tuple[str, Any]] | None:

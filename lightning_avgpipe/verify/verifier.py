@@ -25,10 +25,10 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify.advice import advice
-from lightning_avgpipe.verify.comparison import Difference, first_difference
+from lightning_avgpipe.verify.comparison import Difference, first_difference, how_different
 from lightning_avgpipe.verify.duplicate import duplicate
 from lightning_avgpipe.verify.plain import Outcome, PlainRun, notify_zero_grad
-from lightning_avgpipe.verify.state import attributes, clone
+from lightning_avgpipe.verify.state import aliases, attributes, clone
 from lightning_avgpipe.verify.stepped import Clipping, PlainStep, StepNotes
 from lightning_avgpipe.verify.subject import Subject
 
@@ -58,6 +58,7 @@ class Verifier:
         self._compared: dict[str, set[str]] = defaultdict(set)
         self._omitted: set[str] = set()
         self._expected: list[Outcome] = []
+        self._attributes: list[dict[str, Any]] = []  # by pipeline, before the iteration
         self._found: list[Outcome] = []
         self._before: Outcome | None = None
         self._carried: list[dict[str, Tensor | None]] = []  # plain gradients of this step's earlier batches
@@ -100,7 +101,7 @@ class Verifier:
         """
         subject, cluster = self._subject, self._subject.cluster
         self._begun = True
-        self._expected, self._found = [], [Outcome({}) for _ in works]
+        self._expected, self._found, self._attributes = [], [Outcome({}) for _ in works], []
         first = cluster.group_number * subject.num_pipelines()
         clears = subject.clears_gradients()
         if clears:
@@ -110,6 +111,7 @@ class Verifier:
                 state = self._collected()
                 if self._leads:
                     self._check_capture(state)
+                    self._attributes.append(dict(state.attributes))
                     with cluster.monitor.during("runs the step plainly, to verify it"):
                         self._expected.append(self._plain(n, first + n, parts, rest, context, iteration, state, clears))
         self._carried = [dict(outcome.gradients) for outcome in self._expected]
@@ -177,8 +179,9 @@ class Verifier:
         self._check(n, first_difference("the weight before any optimizer step", expected.parameters, state.parameters))
         self._check(n, first_difference("the buffer", expected.buffers, state.buffers))
         self._compared["buffers"].update(expected.buffers)
-        self._check(n, first_difference("the attribute", _comparable(expected.attributes, state.attributes),
-                                        _comparable(state.attributes, expected.attributes)))  # fmt: skip
+        attributes = self._shared(expected.attributes, state.attributes, self._attributes[n])
+        self._check(n, first_difference("the attribute", _comparable(expected.attributes, attributes),
+                                        _comparable(attributes, expected.attributes)))  # fmt: skip
         if n == 0 and self._subject.num_models == 1:
             mine = {name: torch.as_tensor(v).detach() for name, v in found.logged.items() if _is_number(v)}
             logged = {
@@ -189,6 +192,22 @@ class Verifier:
             mine = {name: value for name, value in mine.items() if name in logged}
             self._check(n, first_difference("the logged value", logged, mine, lambda name: True))
             self._compared["logged values"].update(logged)
+
+    def _shared(
+        self, expected: Mapping[str, Any], found: Mapping[str, Any], before: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What was found, of objects that modules on several processes hold what the one that changes it has.
+
+        Each process has an object of its own: where no code of the step ran that changes it, it is as before.
+        """
+        result = dict(found)
+        for names in aliases(self._module):
+            right = {name for name in names if _equal(expected, found, name)}
+            for name in names if right else ():
+                if name not in right and _equal(before, found, name):
+                    result.pop(name, None)
+                    result.update({name: expected[name]} if name in expected else {})
+        return result
 
     def _check_capture(self, after: Outcome) -> None:
         """The first batch was captured, on this process: the state is still that of before."""
@@ -376,6 +395,12 @@ def _ours(kind: type) -> bool:
 def _comparable(these: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes without those that hold placeholders on either side."""
     return {k: v for k, v in these.items() if v is not ... and those.get(k) is not ...}
+
+
+def _equal(these: Mapping[str, Any], those: Mapping[str, Any], name: str) -> bool:
+    if name not in these or name not in those:
+        return name not in these and name not in those
+    return how_different(these[name], those[name]) is None
 
 
 def _is_number(value: Any) -> bool:
