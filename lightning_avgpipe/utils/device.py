@@ -200,7 +200,7 @@ class AcceleratorPort(DevicePort):
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        self._torch.init()
+        self._torch.current_device()  # which makes the generators
         return torch.default_generator, self._torch.default_generators[self.device.index or 0]
 
     def enter_thread(self) -> None:

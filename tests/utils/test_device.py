@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_avgpipe.capture import random_use
 from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.comm.clock import DeviceClock, Stopwatch
-from lightning_avgpipe.utils.device import all_generators, is_out_of_memory, port_of
+from lightning_avgpipe.utils.device import AcceleratorPort, all_generators, is_out_of_memory, port_of
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
 HOST = torch.device("cpu")
@@ -119,6 +120,30 @@ def test_looking_whether_generators_have_moved_is_no_operation(monkeypatch: pyte
         same = random_use.random_bits(None) == random_use.random_bits(None)
     assert same and not done
     assert watch.drawing == {""}
+
+
+def test_an_accelerator_is_asked_through_torchs_module_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = torch.device("cuda", 1)
+    module, generator, event = mock.MagicMock(), torch.Generator(), mock.Mock()
+    module.default_generators = (torch.Generator(), generator)
+    module.mem_get_info.return_value = (30, 100)
+    module.memory_reserved.return_value = 50
+    event.elapsed_time.return_value = 250.0
+    module.Event.return_value = event
+    module.utilization.return_value = 50
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    port = AcceleratorPort(second)
+    assert port.generators == (torch.default_generator, generator)
+    assert (port.free_bytes(), port.other_bytes()) == (30, 20)
+    assert port.seconds(port.moment(), port.moment()) == 0.25
+    event.synchronize.assert_called_once_with()
+    event.record.assert_called_with(module.current_stream.return_value)
+    assert port.timed(lambda: "done") == ("done", 0.25)
+    assert port.utilization() == 0.5
+    port.enter_thread()
+    for asked in (module.current_stream, module.mem_get_info, module.memory_reserved, module.synchronize,
+                  module.utilization, module.set_device):  # fmt: skip
+        asked.assert_called_with(second)
 
 
 # -- with CUDA -------------------------------------------------------------------------------------------------------
