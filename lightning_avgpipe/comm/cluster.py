@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -180,6 +181,17 @@ class Cluster:
         if self._is_open and (agreement := self._agreement) is not None:
             waits = f"waits for the other processes to ask for {asked} as well"
             self.waits.run(lambda: agreement.confirm(asked, where), waits)
+
+    def rearrange(self, num_stages: int) -> None:
+        """From now on these processes host another number of stages. Every process calls it, between iterations.
+
+        Args:
+            num_stages: K, a multiple of the processes of a group.
+        """
+        self.stage_map = replace(self.stage_map, num_stages=num_stages)
+        self._names[:] = [self.stage_map.name(other) for other in range(self.stage_map.world_size)]
+        self._links = None
+        self.transport.rearrange(self.stage_map)
 
     def subset(self, ranks: Sequence[int]) -> Any:
         """Connect some processes of each group for collectives, unless they are; gives torch's process group.

@@ -74,6 +74,15 @@ class Transport:
                     self.inbox(self._route(edge, self._group))
             self._num_pipelines += 1
 
+    def rearrange(self, stage_map: StageMap) -> None:
+        """From now on other stages are connected, on the same processes. Every process calls it; nothing is under way.
+
+        Channels between the same processes stay open.
+        """
+        self._stage_map, self._stages = stage_map, stage_map.stages(stage_map.position(self._rank)[1])
+        num_pipelines, self._num_pipelines = self._num_pipelines, 0
+        self.widen(num_pipelines)
+
     def inbox(self, what: Edge | Route) -> Inbox:
         """The receiving end of a channel, here; open from now on. What it belongs to is connected."""
         route = what if isinstance(what, Route) else self._route(what, self._group)

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_avgpipe.capture.units import split_units
+from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.packages import check_callbacks
@@ -31,6 +32,7 @@ __all__ = [
     "same_checkpoint",
     "same_options",
     "split_points",
+    "stages",
     "trainer",
     "whole",
     "without_effect",
@@ -159,6 +161,22 @@ def optimizers(model: pl.LightningModule, found: Sequence[Optimizer]) -> None:
                 f"{type(model).__name__}.configure_optimizers returns LBFGS, which evaluates its closure several times "
                 "per step; a pipeline evaluates it once. Use an optimizer without closure, such as SGD or AdamW"
             )
+
+
+def stages(wanted: int, now: int, layout: DeviceLayout) -> None:
+    """Refuse numbers of stages that the processes of a group cannot host evenly, while training goes on."""
+    size = layout.group_size(now)
+    if wanted % size:
+        raise ConfigurationError(
+            f"reconfigure(num_stages={wanted}): {size} processes host the {now} stages of each group, so the number "
+            f"must be a multiple of {size}; use num_stages={max(1, wanted // size) * size}"
+        )
+    if layout.groups(wanted) != layout.groups(now):
+        raise ConfigurationError(
+            f"reconfigure(num_stages={wanted}): {layout.num_devices} devices are {len(layout.groups(now))} groups with "
+            f"num_stages={now} and would be {len(layout.groups(wanted))}, which stay as they are while training runs; "
+            "begin with this number"
+        )
 
 
 def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int) -> None:

@@ -72,6 +72,8 @@ class Connection:
             backend = None if port_of(device).is_host or not several else self.backend
             network = ProcessGroups(rank, device, options.timeout, backend)
             self.cluster = Cluster(stage_map, rank, device, options.timeout, network, layout.sharing > 1, parent.deaths)
+        elif self.cluster.stage_map.num_stages != num_stages:
+            self.cluster.rearrange(num_stages)
         return self.cluster
 
     def open(self, environment: ClusterEnvironment, options: Options) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -40,17 +42,25 @@ def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     planner = Planner(
         module,
-        cluster.stage_map.num_stages,
-        options.split_points,
-        cluster.device,
-        metrics,
-        "flops" if on_meta(module) else options.costs,  # what has no contents cannot be timed
-        options.cache,
-        limit_of(options.memory_limit, cluster.device, sharing_stages(connection, options)),
-        chosen(module, options.recompute),
+        device=cluster.device,
+        observers=metrics,
+        costs="flops" if on_meta(module) else options.costs,  # what has no contents cannot be timed
+        cache=options.cache,
+        recompute=chosen(module, options.recompute),
+        **planned(connection, options),
     )
     origin = take_origin(module, cluster, seed, before)
     return Deployment(module, cluster, planner, lambda: trainer.optimizers, origin, options.elasticity, metrics), seed
+
+
+def planned(connection: Connection, options: Options) -> dict[str, Any]:
+    """What a planner is told that may change while training runs."""
+    cluster = connection.cluster
+    assert cluster is not None
+    now = cluster.stage_map.num_stages
+    num_stages = now if options.num_stages == "auto" else options.num_stages
+    limit = limit_of(options.memory_limit, cluster.device, sharing_stages(connection, options) * num_stages // now)
+    return {"num_stages": num_stages, "split_points": options.split_points, "memory_limit": limit}
 
 
 def memory_per_stage(connection: Connection, options: Options, limit: MemoryLimit) -> float:

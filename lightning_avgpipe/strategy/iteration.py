@@ -99,7 +99,10 @@ class Iterations:
         Returns:
             What the step would have returned for the batch, detached; None if it is skipped.
         """
-        works = [self.splitter.split(one, n) for n, one in enumerate(self.batches.take(batch))]
+        batches = self.batches.take(batch)
+        if self.zero_grad is not None and self.deployment.arrange(batches):
+            self.schedule_control.begin_again()
+        works = [self.splitter.split(one, n) for n, one in enumerate(batches)]
         # Lightning's weight averaging passes over the data once more without training
         trains = not self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
         finish = self._finish(works, self._clear_now())
@@ -231,9 +234,11 @@ class Iterations:
         """Make the stages of a step, if they are not there; tells whether they are."""
         decides = step == "training_step" or self.trainer.state.fn != TrainerFn.FITTING
         examples = [(part.data, *rest) for parts in works for part in parts]
-        begins = self.zero_grad is not None
-        if self.deployment.prepare(step, partial(run, 0, 0), examples, decides, schedule, trains, begins):
+        stages = self.cluster.stage_map.num_stages
+        made = self.deployment.prepare(step, partial(run, 0, 0), examples, decides, schedule, trains)
+        if made or self.cluster.stage_map.num_stages != stages:
             self.schedule_control.begin_again()
+        if made:
             self.announce()
         return step in self.deployment.pipeline.steps
 

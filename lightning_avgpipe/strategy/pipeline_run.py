@@ -25,7 +25,7 @@ from lightning_avgpipe.strategy.checkpoint_state import DividedState, WholeState
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor
-from lightning_avgpipe.strategy.deploying import announce, deploy, memory_per_stage
+from lightning_avgpipe.strategy.deploying import announce, deploy, memory_per_stage, planned
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import Iterations
 from lightning_avgpipe.strategy.log import StepLog
@@ -116,7 +116,7 @@ class PipelineRun:
             trainer, cluster, self.configuration, self.deployment, self.step_log, self.observers
         )
         schedule_control = ScheduleControl(
-            options.schedule, options.advance, cluster, self.memory_per_stage(), module, lambda: trainer.optimizers,
+            options.schedule, options.advance, cluster, self.memory_per_stage, module, lambda: trainer.optimizers,
             self.observers, self.models.tensors_beside,
         )  # fmt: skip
         self.state = DividedState(self._before, self.configuration, self.deployment, schedule_control, seed)
@@ -237,8 +237,8 @@ class PipelineRun:
         changed = self.configuration.take_over(self.cluster)
         if "advance" in changed:
             self.iterations.schedule_control.fix(changed["advance"])
-        if "split_points" in changed:
-            self.deployment.replan(changed["split_points"])
+        if changed.keys() & {"num_stages", "split_points"}:
+            self.deployment.replan(**planned(self._connection, self.configuration.options))
         if "num_pipelines" in changed and self._trainer.state.fn == TrainerFn.FITTING:
             recount(self._trainer)
 

@@ -207,8 +207,8 @@ class Rehearsal:
 
     def _trials(self, setting: Setting) -> _Trials:
         trials = _Trials(
-            setting.schedule, setting.advance, self.pipeline.cluster, math.inf, self._module, lambda: self._optimizers,
-            self.pipeline.observers,
+            setting.schedule, setting.advance, self.pipeline.cluster, lambda: math.inf, self._module,
+            lambda: self._optimizers, self.pipeline.observers,
         )  # fmt: skip
         trials.captured = self.captured
         return trials

@@ -76,7 +76,7 @@ class ScheduleControl:
         name: of the schedule.
         advance: h, or ``"auto"``. Alone a process has nothing to overlap: there ``"auto"`` is 0.
         cluster: who hosts what.
-        memory_limit: bytes that no stage may exceed.
+        memory_limit: bytes that no stage may exceed, as of when it is called.
         module: that is trained.
         optimizers: that step it, as of when it is called.
         beside: what parallel models have of their own that are not in the module, as of when it is called.
@@ -90,7 +90,7 @@ class ScheduleControl:
         name: str,
         advance: int | Literal["auto"],
         cluster: Cluster,
-        memory_limit: float,
+        memory_limit: Callable[[], float],
         module: nn.Module,
         optimizers: Callable[[], Sequence[Optimizer]],
         observers: Observers,
@@ -103,7 +103,7 @@ class ScheduleControl:
         self._fixed = 0 if advance == "auto" else advance
         self._adapts = advance == "auto" and name == "advance_forward" and cluster.group.world_size > 1
         self._cluster = cluster
-        self._limit = memory_limit
+        self._memory_limit = memory_limit
         self._module = module
         self._optimizers = optimizers
         self._plan: Plan | None = None
@@ -152,6 +152,10 @@ class ScheduleControl:
             self._measured, self._recent,
         ):  # fmt: skip
             known.clear()  # type: ignore[attr-defined]
+
+    @property
+    def _limit(self) -> float:
+        return self._memory_limit()
 
     def _take(self, plan: Plan, num_microbatches: int) -> None:
         """The first iteration knows the plan, and its costs what to begin with."""

@@ -654,6 +654,7 @@ class AvgPipeStrategy(ParallelStrategy):
         num_pipelines: Count | None = None,
         num_microbatches: Count | Literal["auto"] | None = None,
         advance: Natural | None = None,
+        num_stages: Count | None = None,
         split_points: list[str] | None = None,
     ) -> None:
         """Change how training runs, from the next iteration on. Every rank calls it, in a hook of a callback.
@@ -666,10 +667,12 @@ class AvgPipeStrategy(ParallelStrategy):
             num_pipelines: N; None leaves it.
             num_microbatches: M, or ``"auto"``; None leaves it.
             advance: h, which adapts no more; None leaves it.
-            split_points: names of the units at which stages 1..K-1 begin; None leaves them. Weights, optimizer states
-                and parallel models move between the processes, and training goes on with the same bits. It comes with
-                the first step that begins with cleared gradients, and whose batch has gone to all processes as a
-                whole: two iterations later if one batch is under way already.
+            num_stages: K, a multiple of the processes of each group; None leaves it. Weights, optimizer states and
+                parallel models move between the processes, and training goes on with the same bits (with
+                ``num_microbatches="auto"`` there are others with another K). It comes with the first step that begins
+                with cleared gradients, and whose batch has gone to all processes as a whole: two iterations later if
+                one batch is under way already.
+            split_points: names of the units at which stages 1..K-1 begin, which moves the same; None leaves them.
         Raises:
             ConfigurationError: a number that cannot work, or a callback that knows one model only; on several processes
                 also when, at the end of the iteration, it turns out that not all have asked for the same.
@@ -677,7 +680,7 @@ class AvgPipeStrategy(ParallelStrategy):
         """
         changes = {
             "num_pipelines": num_pipelines, "num_microbatches": num_microbatches, "advance": advance,
-            "split_points": split_points,
+            "num_stages": num_stages, "split_points": split_points,
         }  # fmt: skip
         wanted, module = self._configuration.wanted(changes), self.lightning_module
         if self.whole is not None:
@@ -690,7 +693,9 @@ class AvgPipeStrategy(ParallelStrategy):
             )
         if module is not None:
             checks.trainer(module.trainer, self.world_size, wanted.num_pipelines)
-            checks.split_points(module, wanted.split_points, self.num_stages)
+            stages = self.num_stages if num_stages is None else num_stages
+            checks.stages(stages, self.num_stages, self.device_layout)
+            checks.split_points(module, wanted.split_points, stages)
         self._configuration.ask(changes)
         if self._configuration.in_iteration:
             return

@@ -94,6 +94,7 @@ class Deployment:
         self._owner: dict[str, int] = {}  # of the plan, by every name
         self.replans = False
         self.copies: list[Callable[[], nn.Module | None]] = []
+        self._due = False  # a plan is made with the step that begins
         self._has_trained = False
 
     def needed_elsewhere(self) -> frozenset[tuple[str, str]]:
@@ -119,7 +120,6 @@ class Deployment:
         decides: bool,
         schedule: Schedule,
         num_pipelines: int = 1,
-        begins: bool = True,
     ) -> bool:
         """Make a step function runnable, if it is not. Every process calls it.
 
@@ -132,15 +132,14 @@ class Deployment:
                 comes before it (a sanity check) runs on a provisional plan, for which nobody gives anything up.
             schedule: that it will run with.
             num_pipelines: that will train.
-            begins: whether gradients are cleared, so that nothing is lost with another plan.
         Returns:
             Whether a plan was made that stays.
         """
-        if self.replans and begins and step == "training_step" and self._are_whole(examples):
-            if self.ensemble is not None:
-                self.ensemble.begin_relocation()
+        if self._due and step == "training_step":
+            self._due = False
             if self._divide(step, run, examples, True, schedule, num_pipelines):
                 return True
+            self._rearrange(self._cluster.stage_map.num_stages if self.plan is None else self.plan.num_stages)
         if step in self.pipeline.steps and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
@@ -151,10 +150,28 @@ class Deployment:
             self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
         return False
 
-    def _are_whole(self, examples: Sequence[Sequence[Any]]) -> bool:
-        """Whether every process has all tensors of the batches, and may be given any stage."""
-        lacks = any(isinstance(leaf, Absent) for args in examples for leaf in tree.tensors(tuple(args)))
-        return not int(self._cluster.world.sum(torch.tensor(int(lacks))))
+    def arrange(self, batches: Sequence[Any]) -> bool:
+        """A step of training begins with cleared gradients. Every process calls it.
+
+        Args:
+            batches: of the step.
+        Returns:
+            Whether another plan will be made for it, as somebody has wanted: every process has all of the batches, and
+            may be given any stage. From now on there are as many stages as that plan has.
+        """
+        if not self.replans:
+            return False
+        lacks = any(isinstance(leaf, Absent) for batch in batches for leaf in tree.tensors(batch))
+        self._due = not int(self._cluster.world.sum(torch.tensor(int(lacks))))
+        if self._due:
+            if self.ensemble is not None:
+                self.ensemble.begin_relocation()
+            self._rearrange(self._planner.num_stages)
+        return self._due
+
+    def _rearrange(self, num_stages: int) -> None:
+        if num_stages != self._cluster.stage_map.num_stages:
+            self._cluster.rearrange(num_stages)
 
     def _on_first(self, examples: Sequence[Sequence[Any]], make: Callable[[Sequence[Any]], Any]) -> Any:
         """What is made of the first example that is not skipped; None if all are. Every process calls it."""
@@ -194,7 +211,8 @@ class Deployment:
             return False
         if self._final and self.plan is not None and self._has_trained:
             models = 1 if self.ensemble is None else self.ensemble.size
-            check_movable(self.plan, plan, self._cluster.stage_map.owner, models)
+            new = self._cluster.stage_map
+            check_movable(self.plan, plan, replace(new, num_stages=self.plan.num_stages), new, models)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         begins_alike = not self._final
         self.pipeline.unload()
@@ -436,18 +454,16 @@ class Deployment:
         whole = {**self._owners, **dict.fromkeys(names, everybody)}
         self._relocate(whole, [ModuleTensors(self._module)], torch.device("cpu"))
 
-    def replan(self, split_points: Sequence[str] | None = None) -> None:
+    def replan(self, **changes: Any) -> None:
         """Make another plan with the next step of training that begins with cleared gradients. Every process calls it.
 
         Weights, optimizer states and parallel models move to where it wants them. It takes one more step, or two, until
         the batches are there that every process has all of: those that are under way hold what the old plan needs.
 
         Args:
-            split_points: names of the units at which stages 1..K-1 begin; None leaves it to balance, or to the names
-                that were given before.
+            changes: attributes that the planner is to have.
         """
-        if split_points is not None:
-            self._planner = replace(self._planner, split_points=split_points)
+        self._planner = replace(self._planner, **changes)
         self.replans = True
         self.pipeline.need_all("training_step")
 

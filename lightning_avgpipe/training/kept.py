@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 
@@ -12,7 +13,7 @@ __all__ = ["check_movable"]
 Key = tuple[str, str]  # path of a module, name of the attribute; or nothing and the full name of a variable
 
 
-def check_movable(before: Plan, after: Plan, rank_of: Callable[[int], int], models: int) -> None:
+def check_movable(before: Plan, after: Plan, old: StageMap, new: StageMap, models: int) -> None:
     """Look whether a step would go on with other attributes after a relocation than without one.
 
     What code between units assigns is right on the last stage, which never moves; what units assign is right where they
@@ -21,12 +22,13 @@ def check_movable(before: Plan, after: Plan, rank_of: Callable[[int], int], mode
     Args:
         before: the plan that training has run with.
         after: the plan that is to come, of the same step.
-        rank_of: stage -> process.
+        old: who hosted what.
+        new: who is to.
         models: N.
     Raises:
         ConfigurationError: names the attributes.
     """
-    found = sorted({".".join(filter(None, key)) for key in _staying(before, after, rank_of, models)})
+    found = sorted({".".join(filter(None, key)) for key in _staying(before, after, old, new, models)})
     if found:
         raise ConfigurationError(
             f"{before.graph.step} keeps {', '.join(map(repr, found))} for the next batch, which would not move with "
@@ -35,22 +37,21 @@ def check_movable(before: Plan, after: Plan, rank_of: Callable[[int], int], mode
         )
 
 
-def _staying(before: Plan, after: Plan, rank_of: Callable[[int], int], models: int) -> Iterator[Key]:
+def _staying(before: Plan, after: Plan, old: StageMap, new: StageMap, models: int) -> Iterator[Key]:
     for plan in (before, after):
         graph, last = plan.graph, plan.cuts[-1] if plan.cuts else 0
-        apart = {rank_of(k) for k in range(plan.num_stages)} != {0}
-        early = {key for key, position in graph.reads if models > 1 or (apart and position <= last)}
+        early = {key for key, position in graph.reads if models > 1 or (old.group_size > 1 and position <= last)}
         yield from early.intersection((*graph.attributes, *(key for key, _ in graph.holders)))
     for key in {*before.graph.of_units, *before.graph.written}:
-        if models > 1 or _ranks(before, key[0], rank_of) != _ranks(after, key[0], rank_of):
+        if models > 1 or _ranks(before, key[0], old) != _ranks(after, key[0], new):
             yield key
 
 
-def _ranks(plan: Plan, path: str, rank_of: Callable[[int], int]) -> set[int]:
+def _ranks(plan: Plan, path: str, stage_map: StageMap) -> set[int]:
     """Of a module: those of its unit, or of all units in it; of a variable outside all."""
     stages_of = plan.stages_of
     above = path
     while above and above not in stages_of:
         above = above.rpartition(".")[0]
     names = [above] if above else [n for n in stages_of if n.startswith(f"{path}.") or not path]
-    return {rank_of(stage) for name in names for stage in stages_of[name]}
+    return {stage_map.owner(stage) for name in names for stage in stages_of[name]}

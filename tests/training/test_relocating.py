@@ -13,12 +13,14 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
+from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
+from lightning_avgpipe.strategy import checks
 from tests import processes
 from tests.models import MLP, Regression, TinyTransformer, loader
 from tests.trainers import pipeline
 
-Points = dict[int, list[str]]
+Points = dict[int, Any]  # after so many batches: where stages begin, or how many there are
 LIMIT_S = 240
 
 
@@ -73,7 +75,8 @@ class Moving(L.Callback):
         if units not in self.plans[-1:]:
             self.plans.append(units)
         if trainer.fit_loop.total_batch_idx in self.points:
-            trainer.strategy.reconfigure(split_points=self.points[trainer.fit_loop.total_batch_idx])
+            wanted = self.points[trainer.fit_loop.total_batch_idx]
+            trainer.strategy.reconfigure(**{"num_stages" if isinstance(wanted, int) else "split_points": wanted})
 
 
 def fit(
@@ -146,6 +149,40 @@ def compare_in_two(cases: list[tuple[Any, Any, Any]], folder: Path) -> None:
     for i, (model, strategy, options) in enumerate(cases):
         fit(0, 1, model, LATER[model] if model is Tied else {}, folder / "one", dict(strategy), **options)
         assert_same_training(folder / "one", folder / f"two{i}")
+
+
+@pytest.mark.parametrize("num_pipelines", [1, 2])
+def test_more_stages_or_fewer_change_no_number(num_pipelines: int, tmp_path: Path) -> None:
+    given = {"split_points": None, "num_pipelines": num_pipelines}
+    fit(0, 1, Normed, {}, tmp_path / "still", dict(given))
+    assert fit(0, 1, Normed, {1: 4, 3: 1}, tmp_path / "moved", dict(given)) == 3
+    assert_same_training(tmp_path / "still", tmp_path / "moved")
+
+
+def more(rank: int, num_pipelines: int, folder: Path) -> int:
+    given = {"split_points": None, "num_pipelines": num_pipelines, "advance": "auto", "costs": "measured"}
+    return fit(rank, 2, Normed, {1: 4, 4: 2}, folder / "two", given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_pipelines", [1, 2])
+def test_two_processes_go_on_with_more_stages(num_pipelines: int, tmp_path: Path) -> None:
+    given = {"split_points": None, "num_pipelines": num_pipelines, "advance": "auto"}
+    fit(0, 1, Normed, {}, tmp_path / "one", given)
+    assert processes.results(processes.run(2, more, num_pipelines, tmp_path, folder=tmp_path)) == [3, 3]
+    states = [torch.load(tmp_path / name, weights_only=True) for name in ("one", "two")]
+    for state in states:
+        state["AvgPipeStrategy"].pop("advance", None)
+    for key in ("state_dict", "optimizer_states", "AvgPipeStrategy"):
+        assert_equal(*(state[key] for state in states), key)
+
+
+@pytest.mark.parametrize(("num_stages", "message"), [(3, "a multiple of 2; use num_stages=2"), (4, "")])
+def test_numbers_of_stages_that_groups_cannot_host_are_refused(num_stages: int, message: str) -> None:
+    layout = DeviceLayout(4)
+    with pytest.raises(ConfigurationError, match=message or "2 groups with num_stages=2 and would be 1"):
+        checks.stages(num_stages, 2, layout)
+    checks.stages(num_stages * 4, 4, layout)
 
 
 def test_weights_and_states_move_between_processes(tmp_path: Path) -> None:
