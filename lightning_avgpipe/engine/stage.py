@@ -230,23 +230,10 @@ class Stage:
         observe: Observe | None = None,
     ) -> tuple[tuple[_Gate, ...], Replayed]:
         """Execute this stage's part of the step; ``observe`` as for :func:`replay`."""
-        program = self.program
-        gates: list[_Gate] = []
-        received: list[Tensor] = []
-        if message is not None:
-            for value, tensor, wanted in zip(
-                self._received(message), message.tensors, message.requires_grad, strict=True
-            ):
-                assert tensor is not None
-                if value in self._overwritten:  # it, or its neighbour in this process, is needed once more
-                    tensor = tensor.clone()
-                if wanted and task.trains:
-                    gates.append(_Gate())
-                    tensor = _Enter.apply(tensor.detach().requires_grad_(), gates[-1])
-                received.append(tensor)
+        gates, received = self._entered(message, task.trains)
         with self._inspected(task) as inspection, self._rewritten.saved(task.trains), self._constants.checked():
             replayed = replay(
-                program,
+                self.program,
                 partial(task.run, micro_batch),
                 task.args[micro_batch],
                 self._units,
@@ -262,7 +249,23 @@ class Stage:
             )
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
-        return tuple(gates), replayed
+        return gates, replayed
+
+    def _entered(self, message: Message | None, trains: bool) -> tuple[tuple[_Gate, ...], list[Tensor]]:
+        """The gates of received values, and the values as they enter the step."""
+        gates: list[_Gate] = []
+        received: list[Tensor] = []
+        if message is None:
+            return (), received
+        for value, tensor, wanted in zip(self._received(message), message.tensors, message.requires_grad, strict=True):
+            assert tensor is not None
+            if value in self._overwritten:  # it, or its neighbour in this process, is needed once more
+                tensor = tensor.clone()
+            if wanted and trains:
+                gates.append(_Gate())
+                tensor = _Enter.apply(tensor.detach().requires_grad_(), gates[-1])
+            received.append(tensor)
+        return tuple(gates), received
 
     def _received(self, message: Message) -> tuple[int, ...]:
         """The numbers of a message's values."""
