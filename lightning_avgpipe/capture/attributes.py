@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.outside import outside, places
+from lightning_avgpipe.capture.shared_objects import Names
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects, Variable
 from lightning_avgpipe.utils.source import source_line
@@ -39,13 +40,19 @@ class Assignments:
         module: whose submodules are watched.
         position: how many nodes there are; None: a unit runs, whose attributes are its own.
         ignore: modules that only observe.
+        was_read: told of every read.
     """
 
     def __init__(
-        self, module: nn.Module, position: Callable[[], int | None], ignore: Collection[nn.Module] = ()
+        self,
+        module: nn.Module,
+        position: Callable[[], int | None],
+        ignore: Collection[nn.Module] = (),
+        was_read: Callable[[Key], None] = lambda key: None,
     ) -> None:
         self._modules = {id(m): (path, m) for path, m in _watched(module, ignore).items()}
         self._position = position
+        self._told = was_read
         self._reads: dict[Key, tuple[int, str]] = {}  # of what the step before has assigned
         self._writes: dict[Key, list[_Write]] = defaultdict(list)
         self._before: dict[Key, Any] = {}
@@ -97,6 +104,7 @@ class Assignments:
             return
         position, key = self._position(), self._key(module, name)
         if key is not None:
+            self._told(key)
             self._last = self._last if position is None else position
             self.reads.setdefault(key, self._last)
         if position is not None and key is not None and key not in self._writes and key not in self._reads:
@@ -199,6 +207,12 @@ class Mutations:
         chosen: the ids of those that change while the step runs; only these are watched.
         position: how many nodes there are.
         ignore: modules that only observe.
+
+    Attributes:
+        attributes: of modules, by path and name, and variables outside.
+        objects: all that they lead to.
+        chosen: those that are watched.
+        once: ids of objects that the code between units changes once and for all, where, and which attributes.
     """
 
     def __init__(
@@ -209,32 +223,38 @@ class Mutations:
         ignore: Collection[nn.Module] = (),
     ) -> None:
         self._modules = _watched(module, ignore)
-        self._attributes = _held(self._modules)
-        self._attributes |= {("", name): variable for name, variable in outside(module).items()}
+        self.attributes = _held(self._modules)
+        self.attributes |= {("", name): variable for name, variable in outside(module).items()}
         self._module = module
-        self.objects = Objects(self._attributes.values(), opaque=True)
-        self._chosen = self.objects.among(chosen)
+        self.objects = Objects(self.attributes.values(), opaque=True)
+        self.chosen = self.objects.among(chosen)
+        self.once: dict[int, tuple[int, Names]] = {}
         self._position = position
         self._first: dict[int, tuple[Any, int]] = {}  # by id: an object, and where it first changed
+        self._names: dict[int, Names] = {}  # of attributes that differed then
 
     def look(self) -> None:
         """Code between units has run."""
-        changed = self._chosen.changed()
-        for obj in changed:
+        differences = self.chosen.differences()
+        for obj, names in differences:
             self._first.setdefault(id(obj), (obj, self._position()))
-        if changed:
-            self._chosen.follow(changed)
+            known = self._names.get(id(obj), frozenset())
+            self._names[id(obj)] = None if names is None or known is None else known | names
+        if differences:
+            self.chosen.follow(obj for obj, _ in differences)
 
     @contextlib.contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Within this context a unit runs, which changes what it changes on its stage only."""
+    def elsewhere(self) -> Iterator[list[tuple[Any, Names]]]:
+        """Within this context a unit runs; after it the list has what it has changed, on its stage only."""
         self.look()
-        yield
-        self.pass_over()
+        changed: list[tuple[Any, Names]] = []
+        yield changed
+        changed += self.chosen.differences()
+        self.chosen.follow(obj for obj, _ in changed)
 
     def pass_over(self) -> None:
         """What has changed until now was not changed by the code between units."""
-        self._chosen.follow(self._chosen.changed())
+        self.chosen.follow(obj for obj, _ in self.chosen.differences())
 
     def found(self) -> frozenset[int]:
         """Ids of the objects that have changed since the step began, whoever changed them."""
@@ -249,12 +269,13 @@ class Mutations:
             lasting: ids of the objects that do; a list that the step has made is one, and leads to what holds it.
         """
         changing = {key for key, (obj, _) in self._first.items() if Objects([obj], opaque=True).reach(lasting)}
+        self.once = {key: (first[1], self._names[key]) for key, first in self._first.items() if key not in changing}
         self._first = {key: first for key, first in self._first.items() if key in changing}
 
     def holders(self) -> dict[Key, int]:
         """Attributes that lead to what code between units has changed, and where it first did."""
         found = {}
-        for key, held in self._attributes.items() if self._first else ():
+        for key, held in self.attributes.items() if self._first else ():
             reached = Objects([held], opaque=True)
             first = [position for key, (_, position) in self._first.items() if reached.reach({key})]
             if first:
@@ -263,7 +284,7 @@ class Mutations:
 
     def of_units(self) -> tuple[Key, ...]:
         """Attributes that units have assigned, or whose objects they have changed; also those that glue assigned."""
-        before, changed = self._attributes, self.found() - self._first.keys()
+        before, changed = self.attributes, self.found() - self._first.keys()
         leading = {key for key, held in before.items() if changed and Objects([held], opaque=True).reach(changed)}
         now = _held(self._modules) | {key: held for key, held in before.items() if isinstance(held, Variable)}
         assigned = {key for key in now if before.get(key) is not now[key]}
@@ -271,7 +292,7 @@ class Mutations:
 
     def written(self, memory: Collection[int]) -> tuple[Key, ...]:
         """Attributes and variables that lead to tensors with memory at these addresses."""
-        leading = {k: Objects([held]).tensors for k, held in self._attributes.items()} if memory else {}
+        leading = {k: Objects([held]).tensors for k, held in self.attributes.items()} if memory else {}
         return tuple(k for k, tensors in leading.items() if any(address(t) in memory for t in tensors))
 
     def pinned(self, assignments: Assignments) -> Iterator[tuple[int, int, str]]:

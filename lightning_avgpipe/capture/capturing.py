@@ -74,7 +74,7 @@ def _record(
     if args:
         recorder.batch.begin(args[0])
     with untouched(module), Objects(args).restored(), recorder.visiting(), recorder.state.changes:
-        with recorder.assignments.watched(), recorder.following(), watching(recorder.calls):
+        with recorder.assignments.watched(), recorder.shared.watched(), recorder.following(), watching(recorder.calls):
             result = run(*args)
         attributes, carried = recorder.finish(result)
         if step == "training_step":
@@ -123,6 +123,7 @@ def _lasting(
         attributes = tuple(key for key in attributes if key not in made)
         recorder.mutations.keep(again.mutations.found())
     recorder.pinned += recorder.mutations.pinned(recorder.assignments)
+    recorder.pinned += recorder.shared.pinned(recorder.mutations.once)
     return attributes, of_units
 
 

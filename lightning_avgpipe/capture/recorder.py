@@ -21,6 +21,7 @@ from lightning_avgpipe.capture.outermost import Outermost
 from lightning_avgpipe.capture.provenance import Provenance
 from lightning_avgpipe.capture.questions import Questions
 from lightning_avgpipe.capture.random_use import DrawWatch, random_bits
+from lightning_avgpipe.capture.shared_objects import SharedObjects
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.capture.units import Units
 from lightning_avgpipe.capture.visit import Visit
@@ -80,7 +81,12 @@ class Recorder(StepTracer):
         self._buffers_seen: set[str] = set()  # by glue
         self.mutable = set(foresight.mutable)
         self.mutations = Mutations(module, foresight.mutable, lambda: len(self.nodes), ignore)
-        self.assignments = Assignments(module, lambda: None if self._inside else len(self.nodes), ignore)
+        self.shared = SharedObjects(
+            self.mutations.attributes, self.mutations.chosen, lambda: len(self.nodes), lambda: self._inside
+        )
+        self.assignments = Assignments(
+            module, lambda: None if self._inside else len(self.nodes), ignore, self.shared.was_read
+        )
         self.glue_states = set(foresight.glue_states)
         self._readers = set(foresight.readers)
         super().__init__({}, owned_tensors(module, foresight.glue_states), device)
@@ -119,7 +125,7 @@ class Recorder(StepTracer):
             before = self.state.of(path)
             self.state.changes.begin()
             provenance = self._provenance.at(len(self.nodes), args, kwargs)
-            with self.mutations.elsewhere(), provenance, Flops() as counter:
+            with self.mutations.elsewhere() as objects_changed, provenance, Flops() as counter:
                 result = run(*args, **kwargs)
             changes = self.state.changed(before)
         draws = random_before != random_bits(self._device)
@@ -138,6 +144,7 @@ class Recorder(StepTracer):
             self.batch.computed([*visible, *used], len(self.nodes))
             self.assignments.computed([*visible, *used], result, len(self.nodes))
             self._provenance.forget()
+            self.shared.was_free()
             return result
         elif not self._inputs(visible):
             self._readers.add(path)
@@ -150,6 +157,7 @@ class Recorder(StepTracer):
         self._taken([*visible, *used])
         changed = {id(t) for t, version in zip(tensors, versions, strict=True) if version_of(t) != version}
         node, given = self._opened(node, result, objects, exports, not changed <= set(map(id, visible)))
+        self.shared.wrote(node.index, path, objects_changed, set(map(id, objects.owners)))
         self.hidden.wrote(node, [self.state.buffer(name) for name in changes], changed)
         self._add(node, given, tensors if node.opens else visible, versions)
         return result

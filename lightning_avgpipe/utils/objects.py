@@ -181,6 +181,19 @@ class Objects:
         found += [obj for obj, copy in self._opaque if not opaque_contents.is_same(obj, copy)]
         return found + [tensor for tensor, version in self._versions if version_of(tensor) != version]
 
+    def differences(self) -> list[tuple[Any, frozenset[str] | None]]:
+        """The objects that have been changed, and which attributes; None if its items have been, too."""
+        found: list[tuple[Any, frozenset[str] | None]] = []
+        for obj, before in self._states:
+            now = _state(obj)
+            if not _same(now.items, before.items):
+                found.append((obj, None))
+            elif not now.is_same(before):
+                one, other = now.attributes, before.attributes
+                names = (n for n in {**one, **other} if n not in one or n not in other or one[n] is not other[n])
+                found.append((obj, frozenset(names)))
+        return found + [(obj, None) for obj, copy in self._opaque if not opaque_contents.is_same(obj, copy)]
+
     def follow(self, changed: Iterable[Any]) -> None:
         """Of these objects keep what they hold now."""
         ids = set(map(id, changed))
@@ -331,7 +344,10 @@ def _state(obj: Any) -> _State:
         items = set(obj) if isinstance(obj, set) else list(obj)
     elif isinstance(obj, (tuple, frozenset)):
         items = tuple(obj)
-    held = {name: getattr(obj, name) for name in _slots(cls) if hasattr(obj, name)}
+    held = {}
+    for name in _slots(cls):
+        with contextlib.suppress(AttributeError):  # not set; its class may watch who reads it
+            held[name] = object.__getattribute__(obj, name)
     own = getattr(obj, "__dict__", None)
     if type(own) is dict and own is not obj:
         held |= own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -16,8 +16,9 @@ from torchmetrics import Metric
 
 from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.placeholder import Absent
+from lightning_avgpipe.verify.comparison import how_different
 
-__all__ = ["aliases", "attributes", "clone"]
+__all__ = ["aliases", "attributes", "clone", "put"]
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
@@ -53,6 +54,39 @@ def clone(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
+def put(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Let entries hold what others have found; only what is otherwise here, and is there already."""
+    here = attributes(module)
+    places: dict[tuple[int, str], list[str]] = {}
+    holders: dict[int, Any] = {}
+    for path, m in module.named_modules():
+        for name, value in _own(m):
+            full = f"{path}.{name}" if path else name
+            places.setdefault((id(m), f".{name}"), []).append(full)
+            holders[id(m)] = m
+            _enter(full, value, {}, set(), _DEPTH, places, holders)
+    for (holder, place), names in places.items():
+        for name in names:
+            known = name in here and name in values and here[name] is not ... and values[name] is not ...
+            if known and how_different(values[name], here[name]) is not None:
+                _put(holders[holder], place, _like(here[name], values[name]))
+
+
+def _like(one: Any, other: Any) -> Any:
+    """A copy of the other, where the one is."""
+    return other.to(one.device, copy=True) if isinstance(one, Tensor) and isinstance(other, Tensor) else other
+
+
+def _put(holder: Any, place: str, value: Any) -> None:
+    if place.startswith("."):
+        vars(holder)[place[1:]] = value
+    elif isinstance(holder, dict):
+        key = next(key for key in holder if f"[{key!r}]" == place)
+        holder[key] = value
+    elif isinstance(holder, (list, deque)):
+        holder[int(place[1:-1])] = value
+
+
 def _own(module: nn.Module) -> Iterable[tuple[str, Any]]:
     if isinstance(module, Metric):  # the rest are caches
         return [(name, vars(module).get(name)) for name in (*module._defaults, "_update_count")]
@@ -67,8 +101,19 @@ def _enter(
     passed: set[int],
     depth: int,
     places: dict[tuple[int, str], list[str]] | None = None,
+    holders: dict[int, Any] | None = None,
 ) -> None:
-    """Note what is at this name and below, and if wanted ``places``: (id of an object, place in it) -> names."""
+    """Note what is at this name and below.
+
+    Args:
+        name: full.
+        value: what is there.
+        found: gets names -> values.
+        passed: ids of the objects above, which are not entered again.
+        depth: how far to go down.
+        places: gets (id of an object, place in it) -> names.
+        holders: gets ids -> objects.
+    """
     if isinstance(value, Absent):
         found[name] = ...
         return
@@ -90,7 +135,9 @@ def _enter(
     for place, entry in below:
         if places is not None:
             places.setdefault((id(value), place), []).append(name + place)
-        _enter(name + place, entry, found, passed, depth - 1, places)
+        if holders is not None:
+            holders[id(value)] = value
+        _enter(name + place, entry, found, passed, depth - 1, places, holders)
 
 
 def _below(value: Any) -> Iterator[tuple[str, Any]] | None:

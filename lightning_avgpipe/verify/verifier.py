@@ -28,7 +28,7 @@ from lightning_avgpipe.verify.advice import advice
 from lightning_avgpipe.verify.comparison import Difference, first_difference, how_different
 from lightning_avgpipe.verify.duplicate import duplicate
 from lightning_avgpipe.verify.plain import Outcome, PlainRun, notify_zero_grad
-from lightning_avgpipe.verify.state import aliases, attributes, clone
+from lightning_avgpipe.verify.state import aliases, attributes, clone, put
 from lightning_avgpipe.verify.stepped import Clipping, PlainStep, StepNotes
 from lightning_avgpipe.verify.subject import Subject
 
@@ -140,6 +140,7 @@ class Verifier:
         logged = subject.step_log
         shared = [trainer, trainer.strategy, logged, trainer.datamodule, *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
         twin = duplicate(self._module, {**state.parameters, **state.buffers}, [x for x in shared if x is not None])
+        put(twin, state.attributes)  # what units have changed on other processes
         twin.to(subject.cluster.device)
         run = PlainRun(
             trainer, trainer.precision_plugin, context, (subject.seed(), iteration, number),

@@ -1,0 +1,112 @@
+"""Objects that several modules hold: where a stage may end if one of them is changed, and read elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.capturing import capture
+
+ALL = ["1", "2", "3", "4"]
+
+
+class Box:
+    def __init__(self) -> None:
+        self.count = 0
+        self.other = 0
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int, owner: Counting) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.box, self.number, self.reader, self.writer = owner.box, number, owner.reader, owner.writer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reader == self.number:
+            x = x * (1 + count(self.box))
+        x = self.linear(x)
+        if self.writer == self.number:
+            increase(self.box)
+        return x
+
+
+class Counting(nn.Module):
+    """Counts in an object: in a layer, or in the code before or behind them."""
+
+    def __init__(self, box: Any, writer: Any, reader: Any, once: bool = False) -> None:
+        super().__init__()
+        self.box, self.writer, self.reader, self.once = box, writer, reader, once
+        self.layers = nn.Sequential(*(Layer(number, self) for number in range(5)))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        if self.reader == "begin":
+            x = x * (1 + count(self.box))
+        x = self.layers(x)
+        if self.reader == "end":
+            x = x * (1 + count(self.box))
+        if self.writer == "end" and not (self.once and count(self.box)):
+            increase(self.box)
+        return x.mean()
+
+
+def count(box: Any) -> int:
+    return int(box["count"] if isinstance(box, dict) else box.count)
+
+
+def increase(box: Any) -> None:
+    if isinstance(box, dict):
+        box["count"] += 1
+    else:
+        box.count += 1
+
+
+def legal(module: nn.Module) -> list[str]:
+    """Numbers of the layers with which a stage may begin."""
+    units = [f"layers.{number}" for number in range(5)]
+    graph = capture("training_step", module.training_step, (torch.randn(4, 4),), module, units)
+    nodes = (node for node in graph.nodes[1:] if node.kind == "call")
+    return [node.name[-1] for node in nodes if graph.obstacles[node.index] is None]
+
+
+BOXES = [Box, lambda: SimpleNamespace(count=0), lambda: {"count": 0}]
+
+
+@pytest.mark.parametrize("box", BOXES, ids=["object", "namespace", "dict"])
+@pytest.mark.parametrize(
+    ("writer", "reader", "expected"),
+    [
+        (2, None, ALL),  # nobody else reads it
+        (2, 2, ALL),
+        (1, 3, ["1", "4"]),  # both are on one stage
+        (3, 1, ["1", "4"]),
+        (1, "end", ["1"]),  # which the last stage reads
+        (3, "begin", []),  # which all read
+    ],
+)
+def test_who_reads_what_a_unit_changes_is_on_its_stage(
+    box: Callable[[], Any], writer: Any, reader: Any, expected: list[str]
+) -> None:
+    assert legal(Counting(box(), writer, reader)) == expected
+
+
+@pytest.mark.parametrize("box", BOXES, ids=["object", "namespace", "dict"])
+@pytest.mark.parametrize(("reader", "expected"), [("begin", []), (2, ["1", "2"]), ("end", ALL)])
+def test_what_is_changed_once_behind_the_last_unit_is_not_read_on_another_stage(
+    box: Callable[[], Any], reader: Any, expected: list[str]
+) -> None:
+    assert legal(Counting(box(), "end", reader, once=True)) == expected
+
+
+def test_of_an_object_only_the_attribute_that_changes_matters() -> None:
+    class Apart(Counting):
+        def training_step(self, x: Tensor) -> Tensor:
+            return super().training_step(x * (1 + self.box.other))
+
+    assert legal(Apart(Box(), "end", None, once=True)) == ALL
+    assert "__getattribute__" not in vars(Box)
