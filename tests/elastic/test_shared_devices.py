@@ -145,7 +145,7 @@ class Outside(Tensor):
 class Together:
     """Siblings without processes."""
 
-    control = None
+    process_group = None
 
     def together(self, what: str, collective: Any) -> None:
         collective()

@@ -468,18 +468,25 @@ def test_a_count_that_is_read_before_it_is_counted_on_another_stage_is_refused_b
     assert_same(piped(CountingLate(), 1, costs="flops"), by_hand(CountingLate()))
 
 
+class Settings:
+    def __init__(self) -> None:
+        self.scale = 0.5
+        self.kind: str | None = None
+
+
 class SetWhenNeeded(Layers):
-    """Sets in an object what is missing, which is the same for all stages."""
+    """Sets in an object what is missing, where it is first needed; stages before need other things of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.settings: dict[str, Any] = {}
+        self.settings = Settings()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        y = self.b(self.a(batch[0]) * self.settings.get("scale", 1.0))
-        if "scale" not in self.settings:
-            self.settings["scale"], self.settings["name"] = 1.0, "eager"
-        return (self.d(self.c(y)) - batch[1]).square().mean()
+        y = self.b(self.a(batch[0]) * self.settings.scale)
+        y = self.d(self.c(y))
+        if self.settings.kind is None:
+            self.settings.kind = "regression"
+        return (y - batch[1]).square().mean() if self.settings.kind == "regression" else y.mean()
 
 
 def test_what_is_set_when_it_is_first_needed_keeps_no_stages_together() -> None:

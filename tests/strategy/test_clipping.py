@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -125,7 +126,7 @@ def test_a_parameter_that_several_processes_hold_counts_once() -> None:
     for parameter in parameters[1:]:
         parameter.grad = torch.randn(3)
     gradients = [parameter.grad for parameter in parameters[1:]]
-    assert torch.equal(global_norm(gradients, parameters, Doubled()), get_total_norm(gradients))  # type: ignore[arg-type]
+    assert torch.equal(global_norm(gradients, parameters, SimpleNamespace(group=Doubled())), get_total_norm(gradients))  # type: ignore[arg-type]
 
 
 def test_outside_of_the_hooks_torch_is_as_it_was() -> None:

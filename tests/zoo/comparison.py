@@ -32,6 +32,7 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.weights.ownership import give_up
 from lightning_avgpipe.weights.tied import TiedParameters
+from tests import threads
 
 TRAINING, VALIDATION = "training_step", "validation_step"
 
@@ -151,7 +152,7 @@ def in_one_process(
 ) -> Outcome:
     """The stages of a plan, which share the module."""
     subject = Subject(module, num_microbatches)
-    cluster = alone(plan.num_stages)
+    cluster = threads.alone(plan.num_stages)
     cluster.open()
     pipeline = Pipeline(cluster, subject.module)
     pipeline.load(plan.graph, plan.cuts)
@@ -179,7 +180,7 @@ def apart(
     used = {name for stage in plan.stages for name in stage.parameters}
     for subject, stage in zip(subjects, plan.stages, strict=True):
         give_up(subject.module, used.difference(stage.parameters))
-    cluster = alone(plan.num_stages)
+    cluster = threads.alone(plan.num_stages)
 
     def run(step: str, batch: Any, iteration: int) -> Iterable[Any]:
         stages = [
