@@ -53,7 +53,17 @@ from lightning_avgpipe.engine.stage import Stage, Task
 from lightning_avgpipe.planning import cut_at
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.program import stage_programs
-from lightning_avgpipe.schedule import Schedule, StageCosts, build, first_advance, simulate, uneven_steps
+from lightning_avgpipe.schedule import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    Schedule,
+    StageCosts,
+    build,
+    first_advance,
+    simulate,
+    uneven_steps,
+)
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.weights.tied import TiedParameters
 
@@ -88,8 +98,9 @@ def replay_overhead(size: Size, fine: bool, rounds: int) -> list[dict[str, Any]]
         for program in stage_programs(graph, cut)
     )
     task = Task(lambda i, *args: model.training_step(*args), [(batch, 0)], lambda i, loss: loss)
+    forward, backward = Action(FORWARD, 0), Action(BACKWARD, 0)
     with intercepting():
-        message = first.forward(task, 0, None)
+        message = first.perform(forward, task, None)
         assert message is not None
         hidden = message.tensors[0]
         assert hidden is not None
@@ -97,12 +108,12 @@ def replay_overhead(size: Size, fine: bool, rounds: int) -> list[dict[str, Any]]
         gradient = torch.randn_like(hidden)
 
         def replay_first() -> None:
-            first.forward(task, 0, None)
-            first.backward(0, Message(0, (gradient,)))
+            first.perform(forward, task, None)
+            first.perform(backward, task, Message(0, (gradient,)))
 
         def replay_last() -> None:
-            last.forward(task, 0, message)
-            last.backward(0, None)
+            last.perform(forward, task, message)
+            last.perform(backward, task, None)
             last.clear()
 
         sides: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
