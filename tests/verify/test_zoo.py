@@ -36,4 +36,4 @@ def test_a_model_is_verified(name: str, num_stages: int) -> None:
     strategy = AvgPipeStrategy(num_stages=num_stages, verify=3)
     running = trainer(strategy=strategy, max_epochs=1, gradient_clip_val=0.5)
     running.fit(build(), DataLoader([example(9, length) for length in (6, 6, 9)], batch_size=None))
-    assert strategy.verifier is None or running.global_step == 3
+    assert running.global_step == 3
