@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,11 @@ from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.strategy import checks
 from tests import processes
+from tests.commands import run
 from tests.models import MLP, Regression, TinyTransformer, loader
 from tests.trainers import pipeline
 
 Points = dict[int, Any]  # after so many batches: where stages begin, or how many there are
-LIMIT_S = 100
 
 
 class Normed(Regression):
@@ -319,8 +317,6 @@ assert len(moving.plans) == 2, moving.plans
 def test_a_script_changes_its_stages_with_the_defaults(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(tmp_path / "moves")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stderr
+    run(tmp_path, script, tmp_path / "moves")
     fit(0, 1, MLP, {}, tmp_path / "stays", {})
     assert_same_training(tmp_path / "stays", tmp_path / "moves")
