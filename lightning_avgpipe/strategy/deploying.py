@@ -14,14 +14,14 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import chosen
-from lightning_avgpipe.strategy.checkpoint_state import State, take_origin
+from lightning_avgpipe.strategy.checkpoint_state import DividedState, State, take_origin
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.weights.initialisation import on_meta
 
-__all__ = ["announce", "deploy", "memory_per_stage", "sharing_stages"]
+__all__ = ["announce", "deploy", "give_back", "memory_per_stage", "sharing_stages"]
 
 _USELESS = 0.9  # a stage with more of the time leaves nothing to gain from the others
 _MOST = 0.9  # of a device's memory, where nobody says what a stage may use
@@ -61,6 +61,17 @@ def planned(connection: Connection, options: Options) -> dict[str, Any]:
     num_stages = now if options.num_stages == "auto" else options.num_stages
     limit = limit_of(options.memory_limit, cluster.device, sharing_stages(connection, options) * num_stages // now)
     return {"num_stages": num_stages, "split_points": options.split_points, "memory_limit": limit}
+
+
+def give_back(deployment: Deployment, connection: Connection, state: DividedState) -> None:
+    """A run ends: every process holds the whole module again, unless it began on meta, or the run has failed."""
+    try:
+        if connection.failed:
+            deployment.abandon()
+        else:
+            deployment.restore()
+    finally:
+        state.end()
 
 
 def memory_per_stage(connection: Connection, options: Options, limit: MemoryLimit) -> float:

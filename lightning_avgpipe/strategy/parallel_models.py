@@ -21,7 +21,7 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.configuration import Configuration
-from lightning_avgpipe.strategy.gradient_check import GradientCheck
+from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.patching import replaced
@@ -80,15 +80,14 @@ class ParallelModels:
         ensemble = self._ensemble
         if ensemble is not None:
             return ensemble.gradients(number)
-        return {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
+        return OneModel(self._module).gradients(number)
 
     def restart(self, number: int, like: int | None) -> None:
         """Let one model begin again at the reference, or a single one without gradients."""
         if self._ensemble is not None:
             self._ensemble.restart(number, like)
-            return
-        for parameter in self._module.parameters():
-            parameter.grad = None
+        else:
+            OneModel(self._module).restart(number, like)
 
     @property
     def _ensemble(self) -> Ensemble | None:

@@ -25,7 +25,7 @@ from lightning_avgpipe.strategy.checkpoint_state import DividedState, WholeState
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor
-from lightning_avgpipe.strategy.deploying import announce, deploy, memory_per_stage, planned
+from lightning_avgpipe.strategy.deploying import announce, deploy, give_back, memory_per_stage, planned
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import Iterations
 from lightning_avgpipe.strategy.log import StepLog
@@ -128,7 +128,7 @@ class PipelineRun:
         if fitting:
             self._verifier = self.iterations.verifier = request.verifier(self._subject(), options.verify)
         self._adapt(fitting)
-        self._undo.callback(self._give_back)
+        self._undo.callback(give_back, self.deployment, self._connection, self.state)
 
     def _subject(self) -> Subject:
         return Subject(
@@ -164,16 +164,6 @@ class PipelineRun:
             enter(hooks_with_results(trainer, cluster, deployment))
             enter(changes.clipping(trainer, cluster))
         enter(changes.known_at_epoch_end(trainer))
-
-    def _give_back(self) -> None:
-        """Every process holds the whole module again, unless it began on meta."""
-        try:
-            if self._connection.failed:
-                self.deployment.abandon()
-            else:
-                self.deployment.restore()
-        finally:
-            self.state.end()
 
     def _announce(self) -> None:
         """A plan has been made that stays."""

@@ -22,12 +22,11 @@ from lightning_avgpipe.strategy.checkpoint_state import DividedState, WholeState
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor
-from lightning_avgpipe.strategy.deploying import announce, deploy, sharing_stages
+from lightning_avgpipe.strategy.deploying import announce, deploy, give_back, sharing_stages
 from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
 from lightning_avgpipe.strategy.parallel_models import check_number
 from lightning_avgpipe.strategy.run import Own
 from lightning_avgpipe.strategy.whole import WholeSteps
-from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.weights.by_size import divide_by_size
 
 __all__ = ["WholeRun"]
@@ -82,7 +81,7 @@ class WholeRun:
         enter(changes.scaling(trainer, cluster, lambda optimizer: []))
         enter(changes.several_processes(trainer, cluster, self._deployment, self._batches.distributor.early))
         enter(changes.known_at_epoch_end(trainer))
-        self._undo.callback(self._give_back, self._deployment)
+        self._undo.callback(give_back, self._deployment, self._connection, self.state)
 
     def _divide(self) -> dict[str, int]:
         """Divide the module by the size of its parts; returns who owns what."""
@@ -95,15 +94,6 @@ class WholeRun:
         owner = self._deployment.place_parameters(self.plan)
         announce(self.plan, cluster)
         return owner
-
-    def _give_back(self, deployment: Deployment) -> None:
-        try:
-            if self._connection.failed:
-                deployment.abandon()
-            else:
-                deployment.restore()
-        finally:
-            self.state.end()
 
     def teardown(self) -> None:
         """Give every process the whole module back."""
