@@ -100,7 +100,7 @@ class ControlChannel:
             return self.publish((common, own))  # type: ignore[return-value]
         self._monitor.check()
         if self._channels.relay_source is None:
-            requests = frozenset(self._monitor.requests)
+            requests = self._monitor.requests.known
             message = pack((common, requests))
             for outbox in self._channels.relay_out:
                 outbox.put(message)
@@ -129,7 +129,7 @@ class ControlChannel:
 
     def requests(self) -> frozenset[str]:
         """What goes with the next message. With several groups all of them must learn of it at the same point."""
-        return frozenset(self._monitor.requests) if self._num_groups == 1 else self._agreed
+        return self._monitor.requests.known if self._num_groups == 1 else self._agreed
 
     def agree(self, requests: frozenset[str]) -> None:
         """All processes learn of requests with the same message, so all do what was asked for at the same point."""

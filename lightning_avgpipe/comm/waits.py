@@ -49,7 +49,7 @@ class Waits:
         if ready():
             return
         with self.monitor.during(doing if isinstance(doing, str) else doing()):
-            self._wait(ready, f"{self.monitor.name} {self.monitor.activity}")
+            self._wait(ready, f"{self.monitor.name} {self.monitor.activity.text}")
 
     def _wait(self, ready: Callable[[], bool], waiting: str) -> None:
         arrivals, monitor = self._arrivals, self.monitor

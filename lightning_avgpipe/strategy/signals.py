@@ -14,12 +14,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.requests import REQUEUE, STOP
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.utils.patching import replaced
 
 __all__ = ["ending_together", "saving_what_is_whole"]
-
-_STOP, _REQUEUE = "stop", "requeue"
 
 
 @contextlib.contextmanager
@@ -38,11 +37,11 @@ def ending_together(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Callable[
     requeued: list[bool] = []
 
     def agreed(request: str) -> None:
-        if request == _STOP:
+        if request == STOP:
             signals.received_sigterm = True  # from here on Lightning's loops do the rest
 
     def before_batch() -> None:
-        if cluster.control_channel.agreed(_REQUEUE) and not requeued:
+        if cluster.control_channel.agreed(REQUEUE) and not requeued:
             requeued.append(True)
             requeue(0, None)  # type: ignore[arg-type]
         if trainer.received_sigterm:
@@ -50,7 +49,7 @@ def ending_together(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Callable[
 
     with contextlib.ExitStack() as undo:
         undo.enter_context(replaced(signals, "_sigterm_notifier_fn", partial(_on_sigterm, trainer, cluster)))
-        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", partial(_note, cluster, _REQUEUE)))
+        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", partial(_note, cluster, REQUEUE)))
         epoch_loop = trainer.fit_loop.epoch_loop
         if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             undo.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", before_batch))
@@ -69,15 +68,15 @@ class _FirstToKnow(Callback):
 
 def _note(cluster: Cluster, request: str, signum: Any = None, frame: Any = None) -> None:
     """All that a signal handler does: nothing that could wait for what it has interrupted."""
-    cluster.monitor.requests.add(request)
+    cluster.monitor.requests.note(request)
 
 
 def _on_sigterm(trainer: pl.Trainer, cluster: Cluster, signum: Any, frame: Any) -> None:
     """Note the signal, and pass it on to the processes that this one has started."""
     launcher = trainer.strategy.launcher
-    if _STOP not in cluster.monitor.requests and launcher is not None:
+    if STOP not in cluster.monitor.requests.known and launcher is not None:
         launcher.kill(signum)
-    _note(cluster, _STOP)
+    _note(cluster, STOP)
 
 
 @contextlib.contextmanager

@@ -167,7 +167,7 @@ def test_a_request_of_any_process_is_obeyed_by_all_at_the_same_message(stage_map
         number = 0
         cluster.control_channel.when_agreed(lambda request: obeyed.append((request, number)))
         if cluster.world.rank == stage_map.world_size - 1:
-            cluster.monitor.requests.add("stop")
+            cluster.monitor.requests.note("stop")
         while not cluster.control_channel.agreed("stop"):
             number += 1
             cluster.control_channel.relay(None, None)

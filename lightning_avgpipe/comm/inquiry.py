@@ -1,0 +1,85 @@
+"""Inquiries: a process asks all others what they are doing, and answers them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_avgpipe.comm.board import Answer, Board
+
+__all__ = ["Account", "Inquiries"]
+
+_ANSWER_S = 1.5  # how long the others may take to say what they do
+_STORE_S = 3.0  # and the store, to pass it on
+
+
+@dataclass(frozen=True)
+class Account:
+    """What all processes do, as far as they say it.
+
+    Attributes:
+        text: for an error message, after its first sentence; or empty.
+        idle_s: since the connections of any process last moved bytes.
+    """
+
+    text: str = ""
+    idle_s: float = math.inf
+
+
+class Inquiries:
+    """This process's, and its answers to those of others.
+
+    Args:
+        names: of all processes, by rank.
+        answer: of this process.
+
+    Attributes:
+        account: what was found; None until it is there.
+        limit_s: longest time that an account takes.
+    """
+
+    limit_s = _ANSWER_S + _STORE_S
+
+    def __init__(self, names: Sequence[str], answer: Callable[[], Answer]) -> None:
+        self.account: Account | None = None
+        self._names = names
+        self._answer = answer
+        self._wanted = False
+        self._asked: tuple[int, float] | None = None  # number, and until when answers are awaited
+        self._answered = 0
+
+    @property
+    def awaits_answers(self) -> bool:
+        """Whether others are about to answer."""
+        return self._asked is not None
+
+    def begin(self) -> None:
+        """Ask with the next exchange."""
+        self.account, self._wanted = None, True
+
+    def exchange(self, board: Board) -> None:
+        """Ask if that is wanted, answer what others ask, and collect what they answer."""
+        if self._wanted and self._asked is None:
+            self._asked = board.ask(), time.monotonic() + _ANSWER_S
+        if (asked := board.asked()) > self._answered:
+            answer = self._answer()
+            for question in range(self._answered + 1, asked + 1):  # several may ask at the same time
+                board.answer(question, answer)
+            self._answered = asked
+        if self._asked is not None:
+            self._collect(board, *self._asked)
+
+    def _collect(self, board: Board, question: int, until: float) -> None:
+        """The account, if all have answered, or some do not."""
+        answers = board.answers(question)
+        if len(answers) < len(self._names) and time.monotonic() < until:
+            return
+        silent = f"does not answer within {_ANSWER_S} s: it is gone, stopped or stuck"
+        lines = [
+            f"  {name} {answers[rank].doing if rank in answers else silent}" for rank, name in enumerate(self._names)
+        ]
+        idle_s = min((answer.idle_s for answer in answers.values()), default=math.inf)
+        self.account = Account(". What the processes do:\n" + "\n".join(lines), idle_s)
+        self._asked, self._wanted = None, False
