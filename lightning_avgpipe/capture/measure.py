@@ -15,12 +15,9 @@ time.
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,47 +26,23 @@ from tqdm.auto import tqdm
 
 from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph, Node
+from lightning_avgpipe.capture.node_trial import REGION_BACKWARD, Execution, Kept, NodeTrial, sums_of
 from lightning_avgpipe.capture.recorder import owned_tensors
-from lightning_avgpipe.capture.snapshot import random_state, untouched
+from lightning_avgpipe.capture.samples import Sample, Samples, Sampling
+from lightning_avgpipe.capture.saved_tensors import SavedTensors, tensors_of
+from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
 from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.torch_compat import storage_id
 
-__all__ = ["Samples", "measure"]
+__all__ = ["measure"]
 
 _ROUNDS = 5  # runs of the step
-_CALLS = 2  # equal calls that are measured in one of them
-_REPETITIONS = 3
-_CALIBRATIONS = 20
-_SHORT_S = 0.02  # repetitions of one call end after this time
-_REGION_BACKWARD = 3.0  # the forward once more, and a backward of two forwards
 _PATIENCE_S = 2.0  # a longer measurement shows its progress
-
-
-class Sample(NamedTuple):
-    """One execution of a node alone, in seconds."""
-
-    forward_s: float
-    backward_s: float
-
-
-@dataclass
-class Samples:
-    """What was measured, by kinds of calls: another graph with the same calls need not measure them again."""
-
-    found: dict[Hashable, list[Sample]] = field(default_factory=lambda: defaultdict(list))
-    complete: set[Hashable] = field(default_factory=set)
-    spent_s: float = 0.0
-
-    def median(self, kind: Hashable) -> Sample:
-        """The median of forwards, and that of backwards."""
-        samples = self.found[kind]
-        return Sample(statistics.median(s.forward_s for s in samples), statistics.median(s.backward_s for s in samples))
 
 
 def measure(
@@ -99,46 +72,55 @@ def measure(
     """
     samples = Samples() if samples is None else samples
     device = device or torch.device("cpu")
-    kinds = _kinds(graph, module)
-    begin = time.perf_counter()
-    budget_s -= samples.spent_s
-    internal = [0] * len(graph.nodes)
-    saved: set[int] = set()
+    kinds, begin = _kinds(graph, module), time.perf_counter()
+    deadline = begin + budget_s - samples.spent_s
+    trial = NodeTrial(device, Packer(module))
+    saved: SavedTensors | None = None
+    total = _ROUNDS * len(graph.nodes)
     with tqdm(
-        total=_ROUNDS * len(graph.nodes),
-        desc=f"Measuring the units of {graph.step}",
-        unit="call",
-        delay=_PATIENCE_S,
-        leave=False,
+        total=total, desc=f"Measuring the units of {graph.step}", unit="call", delay=_PATIENCE_S, leave=False
     ) as bar:
-        for number in range(_ROUNDS):
+        for _ in range(_ROUNDS):
             round_begin = time.perf_counter()
-            timer = _Timer(graph, module, device, kinds, samples, begin + budget_s, number == 0, bar)
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
-            timer.exclude(tree.tensors(batch))
-            timer.calibrate()
+            sampling, first = Sampling(kinds, samples, deadline), saved is None
+            timer = _Timer(graph, module, device, trial, sampling, batch, first, bar)
             following = timer.following(compiled=not graph.drawing)
             with untouched(module, graph.changed), Objects(batch).restored(), timer.visiting(), following:
                 run(*batch)
             timer.check_finished()
-            if number == 0:
-                internal, saved = timer.internal, timer.saved
+            saved = timer.saved if saved is None else saved
             now = time.perf_counter()
-            if now + (now - round_begin) > begin + budget_s or samples.complete.issuperset(kinds):
+            if now + (now - round_begin) > deadline or samples.complete.issuperset(kinds):
                 break
     samples.complete.update(kinds)
     samples.spent_s += time.perf_counter() - begin
     medians = [samples.median(kind) for kind in kinds]
+    assert saved is not None
     return Costs(
         tuple(sample.forward_s for sample in medians),
         tuple(sample.backward_s for sample in medians),
-        tuple(a + b for a, b in zip(internal, value_bytes(graph, saved), strict=True)),
+        tuple(a + b for a, b in zip(saved.internal, value_bytes(graph, saved.values), strict=True)),
         measured=True,
     )
 
 
 class _Timer(StepTracer):
-    """Runs the step as usual, and each node alone before it."""
+    """Runs the step as usual, and each node alone before it.
+
+    Args:
+        graph: of the step.
+        module: whose step it is.
+        device: where to compute.
+        trial: runs nodes alone.
+        sampling: says which, and how often.
+        batch: arguments of the step.
+        counts: whether to note what is saved, which is the same in every run.
+        bar: shows progress.
+
+    Attributes:
+        saved: by the nodes, if that is noted.
+    """
 
     rehearses = True
 
@@ -147,52 +129,29 @@ class _Timer(StepTracer):
         graph: CallGraph,
         module: nn.Module,
         device: torch.device,
-        kinds: Sequence[Hashable],
-        samples: Samples,
-        deadline: float,
+        trial: NodeTrial,
+        sampling: Sampling,
+        batch: Sequence[Any],
         counts: bool,
         bar: tqdm,
     ) -> None:
         units = {id(module.get_submodule(path)): path for path in graph.units}
         super().__init__(units, owned_tensors(module, graph.glue_states), device)
+        self.saved = SavedTensors(len(graph.nodes), [*tensors_of(module), *tree.tensors(batch)])
         self._graph = graph
         self._module = module
         self._device = device
-        self._kinds = kinds
-        self._samples = samples
-        self._deadline = deadline
-        self._counts = counts  # what is saved; it is the same in every run
+        self._trial = trial
+        self._sampling = sampling
+        self._counts = counts
         self._bar = bar
-        self._call_s = 0.0
         self._position = 0
-        self._packer = Packer(module)
-        self._measured: dict[Hashable, int] = defaultdict(int)
-        self._excluded = {storage_id(t) for t in _tensors_of(module)}
-        self._homes: dict[int, tuple[Tensor, int]] = {}  # storage -> a tensor that keeps it alive, its value
-        self.internal = [0] * len(graph.nodes)
-        self.saved: set[int] = set()
-
-    def exclude(self, tensors: Sequence[Tensor]) -> None:
-        """These are in memory whatever is stashed."""
-        self._excluded.update(map(storage_id, tensors))
-
-    def calibrate(self) -> None:
-        """Find out what it takes to start a backward, which each node alone does and a stage does once."""
-
-        def nothing() -> float:
-            view = leaf.view(1)
-            return self._timed(lambda: torch.autograd.grad(view, leaf, one))[1]
-
-        with torch.inference_mode(False), torch.enable_grad():  # an evaluation is measured too
-            leaf = torch.zeros(1, device=self._device, requires_grad=True)
-            one = torch.ones(1, device=self._device)
-            self._call_s = statistics.median(nothing() for _ in range(_CALIBRATIONS))
 
     def visiting(self) -> Visit:
         """What lies outside of the units that are called is on the device while the step is measured."""
         called = {node.name for node in self._graph.nodes if node.kind == "call"}
-        inside = {id(t) for path in called for t in _tensors_of(self._module.get_submodule(path))}
-        return Visit([t for t in _tensors_of(self._module) if id(t) not in inside], self._device)
+        inside = {id(t) for path in called for t in tensors_of(self._module.get_submodule(path))}
+        return Visit([t for t in tensors_of(self._module) if id(t) not in inside], self._device)
 
     def check_finished(self) -> None:
         """Raise if the step ended before its last node."""
@@ -208,7 +167,7 @@ class _Timer(StepTracer):
         tensors = tree.tensors((args, kwargs))
         if path not in self._graph.resident and not self._any_known(tensors):
             return run(*args, **kwargs)
-        with Visit(_tensors_of(module), self._device):
+        with Visit(tensors_of(module), self._device):
             return self._node("call", path, module, run, args, kwargs, tensors, tree.map_tensors)
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -220,7 +179,7 @@ class _Timer(StepTracer):
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         nodes, position = self._graph.nodes, self._position
         named = nodes[position].name.split(", ") if position < len(nodes) else []
-        inside = [t for m in self._module.named_modules() if m[0] and m[0] in named for t in _tensors_of(m[1])]
+        inside = [t for m in self._module.named_modules() if m[0] and m[0] in named for t in tensors_of(m[1])]
         with Visit(inside, self._device):
             return self._node("region", "", None, run, args, kwargs, tensor_arguments(args, kwargs), _map_arguments)
 
@@ -251,34 +210,26 @@ class _Timer(StepTracer):
         self._position += 1
         self._bar.update()
         if kind == "call" or (kind == "glue" and not (node.writes or node.states)):
-            self._measure(node, module, run, lambda copy: map_tensors(copy, (args, kwargs)))
-            objects = self._objects(node, module, args, kwargs)
+            execution = Execution(node, module, run, lambda copy: map_tensors(copy, (args, kwargs)))
+            self._measure(execution)
+            objects = execution.objects(args, kwargs)
             with saved_tensors_hooks(_drop, _dropped):
                 result = run(*args, **kwargs)
             tensors = tensors if objects is None else [*tensors, *objects.tensors]
-            given = self._given(result, objects)
+            given = self._trial.given(result, objects)
         else:
             # What glue writes to may be a view of anything, so there is no copy to practise on; and the gradients of a
             # checkpointed region cannot be asked for. The backwards are estimated.
             with saved_tensors_hooks(_drop, _dropped):
-                result, seconds = self._timed(lambda: run(*args, **kwargs))
-            trains = any(t.requires_grad for t in tree.tensors(result))
-            factor = _REGION_BACKWARD if kind == "region" else 1.0
-            self._samples.found[self._kinds[index]].append(Sample(seconds, factor * seconds if trains else 0.0))
-            if kind == "region" and trains:
-                self.saved.update(node.inputs)
+                result, seconds = self._trial.timed(lambda: run(*args, **kwargs))
             given = tree.tensors(result)
+            trains = any(t.requires_grad for t in given)
+            factor = REGION_BACKWARD if kind == "region" else 1.0
+            self._sampling.add(index, Sample(seconds, factor * seconds if trains else 0.0))
+            if kind == "region" and trains:
+                self.saved.values.update(node.inputs)
         self._remember(node, given, tensors)
         return result
-
-    def _objects(self, node: Node, module: nn.Module | None, args: Any, kwargs: Any) -> Objects | None:
-        """What a node that writes into objects may write into."""
-        if not node.opens:
-            return None
-        return Objects((args, kwargs), module.modules() if node.exports and module is not None else ())
-
-    def _given(self, result: Any, objects: Objects | None) -> list[Tensor]:
-        return tree.tensors(result) if objects is None else self._packer.pack(result, objects)[1]
 
     def _remember(self, node: Node, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         for leaf, value in zip(given, node.outputs, strict=True):
@@ -291,139 +242,24 @@ class _Timer(StepTracer):
 
     def _learn(self, tensor: Tensor, value: int) -> None:
         self.know(tensor, value)
-        self._homes.setdefault(storage_id(tensor), (tensor.detach(), value))
+        self.saved.learn(tensor, value)
 
-    # -- one node alone ---------------------------------------------------------------------------------------------
-
-    def _measure(
-        self,
-        node: Node,
-        module: nn.Module | None,
-        run: Callable[..., Any],
-        arguments: Callable[[Callable[[Tensor], Tensor]], Any],
-    ) -> None:
-        kind = self._kinds[node.index]
-        timed = kind not in self._samples.complete and self._measured[kind] < _CALLS
+    def _measure(self, execution: Execution) -> None:
+        index = execution.node.index
+        timed = self._sampling.wants(index)
         if not timed and not self._counts:
             return
-        weights: list[Tensor] = [p for p in module.parameters() if p.requires_grad] if module is not None else []
-        sums = [torch.zeros_like(p) for p in weights]
-        begin = time.perf_counter()
-        warm_up = self._alone(node, module, run, arguments, weights, sums, counts=self._counts)
-        took = time.perf_counter() - begin
-        if not timed:
-            return
-        self._measured[kind] += 1
-        share = max(0.0, self._deadline - time.perf_counter()) / (len(self._graph.nodes) - node.index)
-        if took > share:
-            self._samples.found[kind].append(warm_up)
-            return
-        for _ in range(_REPETITIONS):
-            self._samples.found[kind].append(self._alone(node, module, run, arguments, weights, sums))
-            if time.perf_counter() - begin > min(share, _SHORT_S) + took:
-                break
+        sums, begin = sums_of(execution.module), time.perf_counter()
+        warm_up = self._trial.run(execution, sums, self._kept(execution) if self._counts else None)
+        if timed:
+            self._sampling.repeat(index, begin, warm_up, lambda: self._trial.run(execution, sums))
 
-    def _alone(
-        self,
-        node: Node,
-        module: nn.Module | None,
-        run: Callable[..., Any],
-        arguments: Callable[[Callable[[Tensor], Tensor]], Any],
-        weights: list[Tensor],
-        sums: list[Tensor],
-        counts: bool = False,
-    ) -> Sample:
-        copies: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # id -> original, leaf, what the node gets
+    def _kept(self, execution: Execution) -> Kept:
+        def count(kept: Sequence[Tensor], given: Sequence[Tensor], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+            aliases = {storage_id(copy): self.saved.value_in(original) for original, copy in copies}
+            self.saved.count(execution.node, execution.module, kept, given, aliases)
 
-        def copy(tensor: Tensor) -> Tensor:
-            if id(tensor) in given:
-                return tensor
-            if id(tensor) not in copies:
-                leaf = tensor.detach()
-                if tensor.requires_grad:
-                    leaf.requires_grad_()
-                # a node that writes gets a tensor that is nobody else's, and no leaf
-                copies[id(tensor)] = (tensor, leaf, leaf.clone() if node.writes else leaf)
-                given.add(id(copies[id(tensor)][2]))
-            return copies[id(tensor)][2]
-
-        given: set[int] = set()
-        args, kwargs = arguments(copy)
-        objects = Objects((args, kwargs))
-        below = len(node.name) + 1
-        changing = {name[below:] for name in node.states if name.startswith(f"{node.name}.")}
-        with untouched(module, changing) if module is not None else random_state(), objects.restored():
-            objects.replace_tensors(copy)  # what units collect in them has a history, which is not this node's
-            written = self._objects(node, module, args, kwargs)
-            torch.clear_autocast_cache()  # in training every micro-batch casts the weights anew
-            kept: list[Tensor] = []
-
-            def note(tensor: Tensor) -> Tensor:
-                kept.append(tensor)
-                return tensor
-
-            # hooks of our own, so that those of a checkpointed region around this node do not act
-            with saved_tensors_hooks(note if counts else _keep, _keep):
-                result, forward_s = self._timed(lambda: run(*args, **kwargs))
-            if counts:
-                aliases = {storage_id(given): self._storage_value(tensor) for tensor, _, given in copies.values()}
-                self._count(node, module, kept, self._given(result, written), aliases)
-            outputs = list({id(t): t for t in self._given(result, written) if t.requires_grad}.values())
-            sources = [leaf for _, leaf, _ in copies.values() if leaf.requires_grad] + weights
-            if not outputs or not sources or not torch.is_grad_enabled():
-                return Sample(forward_s, 0.0)
-            try:
-                backward_s = self._backward_s(outputs, sources, sums)
-            except RuntimeError:  # a reentrant checkpoint inside cannot be asked for gradients: training shows the rest
-                return Sample(forward_s, _REGION_BACKWARD * forward_s)
-        return Sample(forward_s, max(0.0, backward_s - self._call_s))
-
-    def _backward_s(self, outputs: list[Tensor], sources: list[Tensor], sums: list[Tensor]) -> float:
-        """Seconds of a backward that adds to the sums the gradients of the last sources."""
-        ones = [torch.ones_like(t) for t in outputs]
-
-        def backward() -> None:
-            gradients = torch.autograd.grad(outputs, sources, ones, allow_unused=True)
-            with torch.no_grad():
-                for total, gradient in zip(sums, gradients[len(sources) - len(sums) :], strict=True):
-                    if gradient is not None:
-                        total.add_(gradient)
-
-        with torch.autocast(self._device.type, enabled=False):
-            return self._timed(backward)[1]
-
-    def _timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
-        return port_of(self._device).timed(work)
-
-    # -- what stays -------------------------------------------------------------------------------------------------
-
-    def _count(
-        self,
-        node: Node,
-        module: nn.Module | None,
-        kept: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        aliases: dict[int, int | None],
-    ) -> None:
-        """Note what a forward saved: values by their numbers, everything else in bytes."""
-        own = {storage_id(t): value for t, value in zip(outputs, node.outputs, strict=True) if value >= 0}
-        visitors = {storage_id(t) for t in _tensors_of(module)} if module is not None else set()
-        inside: dict[int, int] = {}
-        for tensor in kept:
-            storage = storage_id(tensor)
-            if storage in visitors or storage in self._excluded:
-                continue
-            value = aliases.get(storage)
-            value = own.get(storage) if value is None else value
-            if value is not None:
-                self.saved.add(value)
-            else:
-                inside[storage] = _nbytes(tensor)
-        self.internal[node.index] = sum(inside.values())
-
-    def _storage_value(self, tensor: Tensor) -> int | None:
-        home = self._homes.get(storage_id(tensor))
-        return home[1] if home is not None else None
+        return count
 
 
 def _kinds(graph: CallGraph, module: nn.Module) -> list[Hashable]:
@@ -453,21 +289,6 @@ def _map_arguments(fn: Callable[[Tensor], Tensor], arguments: Any) -> Any:
     if type(arguments) is dict:
         return {key: _map_arguments(fn, a) for key, a in arguments.items()}
     return arguments
-
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage().nbytes())
-    except (RuntimeError, NotImplementedError):
-        return tensor.numel() * tensor.element_size()
-
-
-def _keep(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _drop(tensor: Tensor) -> None:

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.measure import Samples, measure
+from lightning_avgpipe.capture.measure import measure
+from lightning_avgpipe.capture.samples import Samples
 from lightning_avgpipe.capture.units import initial_units
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
@@ -49,7 +50,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     fake = SimpleNamespace(perf_counter=clock.perf_counter, thread_time=clock.perf_counter)
-    for module in ("capture.measure", "utils.device"):
+    for module in ("capture.measure", "capture.samples", "utils.device"):
         monkeypatch.setattr(f"lightning_avgpipe.{module}.time", fake)
     return clock
 

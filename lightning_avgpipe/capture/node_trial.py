@@ -1,0 +1,190 @@
+"""A trial of a node: it runs alone, on detached copies of its inputs, and nothing of it remains."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.samples import Sample
+from lightning_avgpipe.capture.snapshot import random_state, untouched
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.parcel import Packer
+
+__all__ = ["REGION_BACKWARD", "Execution", "Kept", "NodeTrial", "sums_of"]
+
+REGION_BACKWARD = 3.0  # forwards of a region: the forward once more, and a backward of two forwards
+_CALIBRATIONS = 20
+
+# told what a forward saved, what it gave, and (original, copy) of what it was given
+Kept = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]], None]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One execution of a node in a step.
+
+    Attributes:
+        node: of the step.
+        module: whose call it is, if it is one.
+        run: executes it.
+        arguments: ``(args, kwargs)``, with what a function makes of their tensors.
+    """
+
+    node: Node
+    module: nn.Module | None
+    run: Callable[..., Any]
+    arguments: Callable[[Callable[[Tensor], Tensor]], Any]
+
+    def objects(self, args: Any, kwargs: Any) -> Objects | None:
+        """What the node may write into, if it writes into objects."""
+        if not self.node.opens:
+            return None
+        module = self.module if self.node.exports else None
+        return Objects((args, kwargs), () if module is None else module.modules())
+
+    @property
+    def changing(self) -> set[str]:
+        """Names within the module of the states that the node changes."""
+        below = len(self.node.name) + 1
+        return {name[below:] for name in self.node.states if name.startswith(f"{self.node.name}.")}
+
+
+class NodeTrial:
+    """Runs nodes alone, and measures them.
+
+    Args:
+        device: where they run.
+        packer: finds the tensors in what they give.
+    """
+
+    def __init__(self, device: torch.device, packer: Packer) -> None:
+        self._device = device
+        self._packer = packer
+        self._call_s = self._calibrated()
+
+    def given(self, result: Any, objects: Objects | None) -> list[Tensor]:
+        """The tensors that a node gives, with those that it has left in objects."""
+        return tree.tensors(result) if objects is None else self._packer.pack(result, objects)[1]
+
+    def timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
+        """What the work returns, and its seconds."""
+        return port_of(self._device).timed(work)
+
+    def run(self, execution: Execution, sums: Sequence[Tensor], kept: Kept | None = None) -> Sample:
+        """Forward and backward of a node.
+
+        Args:
+            execution: of the node.
+            sums: to which the gradients of the trained parameters of its module are added, as of :func:`sums_of`.
+            kept: told what the forward saved.
+        """
+        copies = _Copies(clones=bool(execution.node.writes))
+        args, kwargs = execution.arguments(copies)
+        objects, module = Objects((args, kwargs)), execution.module
+        with untouched(module, execution.changing) if module is not None else random_state(), objects.restored():
+            objects.replace_tensors(copies)  # what units collect in them has a history, which is not this node's
+            written = execution.objects(args, kwargs)
+            torch.clear_autocast_cache()  # in training every micro-batch casts the weights anew
+            saved: list[Tensor] = []
+
+            def save(tensor: Tensor) -> Tensor:
+                if kept is not None:
+                    saved.append(tensor)
+                return tensor
+
+            # hooks of our own, so that those of a checkpointed region around this node do not act
+            with saved_tensors_hooks(save, _as_it_is):
+                result, forward_s = self.timed(lambda: execution.run(*args, **kwargs))
+            given = self.given(result, written)
+            if kept is not None:
+                kept(saved, given, copies.pairs())
+            outputs = list({id(t): t for t in given if t.requires_grad}.values())
+            sources = copies.leaves() + _trained(module)
+            if not outputs or not sources or not torch.is_grad_enabled():
+                return Sample(forward_s, 0.0)
+            try:
+                backward_s = self._backward_s(outputs, sources, sums)
+            except RuntimeError:  # a reentrant checkpoint inside cannot be asked for gradients: training shows the rest
+                return Sample(forward_s, REGION_BACKWARD * forward_s)
+        return Sample(forward_s, max(0.0, backward_s - self._call_s))
+
+    def _backward_s(self, outputs: list[Tensor], sources: list[Tensor], sums: Sequence[Tensor]) -> float:
+        """Seconds of a backward that adds to the sums the gradients of the last sources."""
+        ones = [torch.ones_like(t) for t in outputs]
+
+        def backward() -> None:
+            gradients = torch.autograd.grad(outputs, sources, ones, allow_unused=True)
+            with torch.no_grad():
+                for total, gradient in zip(sums, gradients[len(sources) - len(sums) :], strict=True):
+                    if gradient is not None:
+                        total.add_(gradient)
+
+        with torch.autocast(self._device.type, enabled=False):
+            return self.timed(backward)[1]
+
+    def _calibrated(self) -> float:
+        """Seconds that it takes to start a backward, which each node alone does and a stage does once."""
+
+        def nothing() -> float:
+            view = leaf.view(1)
+            return self.timed(lambda: torch.autograd.grad(view, leaf, one))[1]
+
+        with torch.inference_mode(False), torch.enable_grad():  # an evaluation is measured too
+            leaf = torch.zeros(1, device=self._device, requires_grad=True)
+            one = torch.ones(1, device=self._device)
+            return statistics.median(nothing() for _ in range(_CALIBRATIONS))
+
+
+def sums_of(module: nn.Module | None) -> list[Tensor]:
+    """For the gradients of a module: zeros like each trained parameter."""
+    return [torch.zeros_like(p) for p in _trained(module)]
+
+
+class _Copies:
+    """Copies of what a node is given: leaves of a graph of their own.
+
+    Args:
+        clones: whether the node writes, so that it gets tensors that are nobody else's, and no leaves.
+    """
+
+    def __init__(self, clones: bool) -> None:
+        self._clones = clones
+        self._copies: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # id -> original, leaf, what the node gets
+        self._given: set[int] = set()
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The copy of a tensor; a copy is its own."""
+        if id(tensor) in self._given:
+            return tensor
+        if id(tensor) not in self._copies:
+            leaf = tensor.detach()
+            if tensor.requires_grad:
+                leaf.requires_grad_()
+            self._copies[id(tensor)] = (tensor, leaf, leaf.clone() if self._clones else leaf)
+            self._given.add(id(self._copies[id(tensor)][2]))
+        return self._copies[id(tensor)][2]
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """(original, what the node gets)."""
+        return [(original, given) for original, _, given in self._copies.values()]
+
+    def leaves(self) -> list[Tensor]:
+        """Those that want gradients."""
+        return [leaf for _, leaf, _ in self._copies.values() if leaf.requires_grad]
+
+
+def _trained(module: nn.Module | None) -> list[Tensor]:
+    return [] if module is None else [p for p in module.parameters() if p.requires_grad]
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
