@@ -4,6 +4,7 @@ three optimizers, and N = 2 and 4 parallel models:
 - single: one model, batch size B; what all others are compared with;
 - large: one model, batch size N B;
 - elastic: N models with batch size B each around a reference model, ``outer_lr`` 1, the square root of N, and N;
+- tagged, scaled, late, staggered: the same without a barrier, by the rules of elastic/staggered.py (``--rules``);
 - independent: N models that never meet; the mean of their weights is judged.
 
 Each with the learning rate that is best for a single model; single ones, and elastic ones with 1 and N, also with half
@@ -42,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads import WORKLOADS, Samples, Workload
 from lightning_avgpipe.elastic.averaging import average
+from lightning_avgpipe.elastic.staggered import RULES, StaggeredAveraging
 
 EVALUATIONS = 8  # in an epoch; of the large data sets, more often
 EVERY = 1_000  # samples between evaluations, at most
@@ -53,7 +55,7 @@ class Trial:
     """One training.
 
     Attributes:
-        method: "single", "large", "elastic" or "independent".
+        method: "single", "large", "elastic", "independent", or a rule of averaging without a barrier.
         num_models: N.
         outer_lr: of the elastic ones.
         rate: learning rate as a multiple of the workload's.
@@ -71,7 +73,7 @@ class Trial:
     def label(self) -> str:
         """Method and its numbers, without workload, optimizer and seed."""
         name = self.method if self.method == "single" else f"{self.method} N={self.num_models}"
-        outer = f", outer_lr={self.outer_lr:.3g}" if self.method == "elastic" else ""
+        outer = f", outer_lr={self.outer_lr:.3g}" if self.method in ("elastic", *RULES) else ""
         return f"{name}{outer}{'' if self.rate == 1 else f', lr x {self.rate:g}'}"
 
 
@@ -98,24 +100,32 @@ def train(trial: Trial, limit: int) -> int | None:
     workload = WORKLOADS[trial.workload]
     samples, held_out = workload.data()
     reference = workload.model()
-    together = trial.method in ("elastic", "independent")
+    together = trial.method in ("elastic", "independent", *RULES)
     models = [copy.deepcopy(reference) for _ in range(trial.num_models)] if together else [reference]
     lr = workload.rates[trial.optimizer] * trial.rate
     optimizers = [optimizer(trial.optimizer, model, lr) for model in models]
     alpha = 0.0 if trial.method == "independent" else 1.0 / trial.num_models
+    staggered = None
+    if trial.method in RULES:
+        weights = [[p.detach() for p in model.parameters()] for model in (*models, reference)]
+        staggered = StaggeredAveraging(trial.method, weights[:-1], weights[-1], alpha, trial.outer_lr)
     size = workload.batch_size * (trial.num_models if trial.method == "large" else 1)
     source = batches(samples, size, trial.seed)
     every = min(EVERY, len(samples[-1]) // EVALUATIONS)
     seen, judged, before = 0, 0, (0, judge(workload, reference, held_out))
     while seen < limit:
-        for model, steps in zip(models, optimizers, strict=True):
+        for n, (model, steps) in enumerate(zip(models, optimizers, strict=True)):
             *inputs, targets = next(source)
             model.train()
             steps.zero_grad()
             workload.loss(model(*inputs), targets).backward()
             steps.step()
             seen += size
-        if together:
+            if staggered is not None:  # the next model's iteration began before, where its last one ended
+                staggered.end(n)
+        if staggered is not None:
+            average([_statistics(model) for model in models], _statistics(reference), 0.0, 1.0, len(models))
+        elif together:
             average([_floats(model) for model in models], _floats(reference), alpha, trial.outer_lr, len(models))
         if seen - judged >= every:
             judged, now = seen, judge(workload, reference, held_out)
@@ -134,6 +144,10 @@ def _floats(model: nn.Module) -> list[Tensor]:
     return [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
 
 
+def _statistics(model: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
 @torch.no_grad()
 def judge(workload: Workload, model: nn.Module, samples: Samples) -> float:
     """The loss on validation samples."""
@@ -145,8 +159,17 @@ def judge(workload: Workload, model: nn.Module, samples: Samples) -> float:
 # -- all trials --------------------------------------------------------------------------------------------------------
 
 
-def trials(workload: str, name: str, sizes: Sequence[int], seed: int) -> Iterator[Trial]:
-    """Everything but the single model at its best rate, which decides how long the others may take."""
+def trials(workload: str, name: str, sizes: Sequence[int], seed: int, rules: Sequence[str]) -> Iterator[Trial]:
+    """Everything but the single model at its best rate, which decides how long the others may take.
+
+    With rules: they, and the elastic ones that they are compared with.
+    """
+    if rules:
+        for size in sizes:
+            for outer_lr in (1.0, math.sqrt(size), float(size)):
+                for rule in ("elastic", *rules):
+                    yield Trial(workload, name, rule, size, outer_lr, 1.0, seed)
+        return
     yield Trial(workload, name, "single", 1, 1.0, 0.5, seed)
     for size in sizes:
         yield Trial(workload, name, "large", size, 1.0, 1.0, seed)
@@ -179,7 +202,7 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
             for pair in pairs
             if found[pair]
             for seed in range(args.seeds)
-            for trial in trials(*pair, args.models, seed)
+            for trial in trials(*pair, args.models, seed, args.rules)
         }
         for done in as_completed(others):
             rows.append({**asdict(others[done]), "samples": done.result()})
@@ -287,6 +310,7 @@ def main() -> None:
         "--optimizers", nargs="+", choices=("sgd", "momentum", "adam"), default=["sgd", "momentum", "adam"]
     )
     parser.add_argument("--models", nargs="+", type=int, default=[2, 4], help="N")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=[], help="of averaging without a barrier")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time, one thread each")
     parser.add_argument("--limit", type=int, default=40_000, help="samples for a single model, at most")

@@ -1,0 +1,151 @@
+"""Averaging without a barrier: each model meets the reference at the end of its own iteration, while others go on.
+
+::
+
+    pipeline 0   .. t ..|end|.. t+1 ..|end|            ends come in the order (iteration, pipeline), whatever
+    pipeline 1      .. t ..|end|.. t+1 ..|end|         the timing is, so the numbers depend on the order alone
+
+With x the model as its iteration began, delta what its optimizer made of it, z the reference, and ``z_t`` the reference
+after the last end of the iteration before, which is known at each end of this one:
+
+=========  =========================================================  ==============================================
+rule       the model                                                  the reference, at each end
+=========  =========================================================  ==============================================
+tagged     x + delta - alpha (x - z_t)                                z + outer_lr delta / N
+scaled     x + outer_lr delta - alpha (x - z_t)                       z + outer_lr delta / N
+late       x + delta - alpha (x - z_t) + (outer_lr - 1) D             z + (delta + (outer_lr - 1) D) / N
+staggered  (x + delta) + alpha (z' - (x + delta)), z' as just moved   z + outer_lr delta / N
+=========  =========================================================  ==============================================
+
+D is the mean of the deltas of the iteration before. After the last end of an iteration the reference is the mean of the
+models with ``scaled`` and ``late``, and with ``tagged`` if ``outer_lr`` is 1: then ``x - z_t`` sums to zero. What
+rounding leaves of a difference shrinks by ``1 - alpha`` from iteration to iteration. With ``staggered`` the models
+follow the reference. One model alone is trained plainly, if ``outer_lr`` is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.elastic.averaging import wide
+from lightning_avgpipe.errors import ScheduleError
+
+__all__ = ["DEFAULT", "RULES", "StaggeredAveraging"]
+
+DEFAULT = "tagged"
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """What a rule looks at: lists of tensors, in at least single precision.
+
+    Attributes:
+        began: x.
+        delta: of this iteration.
+        known: z_t.
+        before: D.
+        alpha: as in the table.
+        outer_lr: as in the table.
+        count: N.
+    """
+
+    began: list[Tensor]
+    delta: list[Tensor]
+    known: list[Tensor]
+    before: list[Tensor]
+    alpha: float
+    outer_lr: float
+    count: int
+
+
+# Of a model as its optimizer left it, and of the reference: both are changed in place.
+_Rule = Callable[[_Meeting, list[Tensor], list[Tensor]], None]
+
+
+def _tagged(m: _Meeting, model: list[Tensor], reference: list[Tensor]) -> None:
+    torch._foreach_add_(model, torch._foreach_sub(m.known, m.began), alpha=m.alpha)
+    torch._foreach_add_(reference, m.delta, alpha=m.outer_lr / m.count)
+
+
+def _scaled(m: _Meeting, model: list[Tensor], reference: list[Tensor]) -> None:
+    torch._foreach_add_(model, m.delta, alpha=m.outer_lr - 1.0)
+    _tagged(m, model, reference)
+
+
+def _late(m: _Meeting, model: list[Tensor], reference: list[Tensor]) -> None:
+    torch._foreach_add_(model, torch._foreach_sub(m.known, m.began), alpha=m.alpha)
+    torch._foreach_add_(model, m.before, alpha=m.outer_lr - 1.0)
+    moved = torch._foreach_add(m.delta, m.before, alpha=m.outer_lr - 1.0)
+    torch._foreach_add_(reference, moved, alpha=1.0 / m.count)
+
+
+def _staggered(m: _Meeting, model: list[Tensor], reference: list[Tensor]) -> None:
+    torch._foreach_add_(reference, m.delta, alpha=m.outer_lr / m.count)
+    torch._foreach_lerp_(model, reference, m.alpha)
+
+
+RULES: dict[str, _Rule] = {"tagged": _tagged, "scaled": _scaled, "late": _late, "staggered": _staggered}
+
+
+class StaggeredAveraging:
+    """Parallel models that meet one at a time.
+
+    Costs the memory of N + 1 models, ``late`` of N + 3, beside the models and the reference.
+
+    Args:
+        rule: one of ``RULES``.
+        models: N lists of tensors of the same shapes, all at the end of the same iteration.
+        reference: their mean.
+        alpha: how far a model goes to the reference, 0..1.
+        outer_lr: how far the reference goes, as a multiple of the mean update.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        models: Sequence[Sequence[Tensor]],
+        reference: Sequence[Tensor],
+        alpha: float,
+        outer_lr: float,
+    ) -> None:
+        self._mix = RULES[rule]
+        self._models = [list(model) for model in models]
+        self._reference = list(reference)
+        self._alpha, self._outer_lr = alpha, outer_lr
+        self._next = 0
+        self._began = [[tensor.detach().clone() for tensor in model] for model in self._models]
+        self._known: list[Tensor] = []
+        self._keeps_deltas = rule == "late"
+        self._before = self._sum = [torch.zeros_like(tensor) for tensor in wide(self._reference)]
+
+    @torch.no_grad()
+    def end(self, number: int) -> None:
+        """A model's optimizer has stepped: average it, in place. Its next iteration may begin.
+
+        Args:
+            number: n of the model; they come in turn.
+        Raises:
+            ScheduleError: it is another's turn.
+        """
+        if number != self._next:
+            raise ScheduleError(f"model {number} ends its iteration, but it is the turn of model {self._next}")
+        count = len(self._models)
+        self._next = (number + 1) % count
+        if number == 0:  # all ends of the iteration before have been
+            self._known = [tensor.clone() for tensor in self._reference]
+            if self._keeps_deltas:
+                self._before, self._sum = self._sum, [torch.zeros_like(tensor) for tensor in self._sum]
+        model, began = wide(self._models[number]), wide(self._began[number])
+        delta = list(torch._foreach_sub(model, began))
+        if self._keeps_deltas:
+            torch._foreach_add_(self._sum, delta, alpha=1.0 / count)
+        reference = wide(self._reference)
+        meeting = _Meeting(began, delta, wide(self._known), self._before, self._alpha, self._outer_lr, count)
+        self._mix(meeting, model, reference)
+        torch._foreach_copy_(self._models[number], model)
+        torch._foreach_copy_(self._reference, reference)
+        torch._foreach_copy_(self._began[number], self._models[number])

@@ -1,0 +1,203 @@
+"""Versions: which weights a forward and a backward use, when the pipeline does not drain between updates.
+
+Micro-batch i counts from the last drain, and is of batch ``b = i // M``; an update follows each batch, and version v of
+a stage's weights is what v updates have made. 1F1B has a stage run ``w = K-1-k`` forwards ahead of its backwards, so a
+forward meets version ``max(0, i - w) // M`` and its backward version b; what lies between is the staleness s::
+
+    K = 4, M = 1     stage 0 | F0 F1 F2 F3 B0 F4 B1 F5 B2 ..      F4 meets version 1, B4 version 4: s = 3
+                     stage 3 | F0 B0 F1 B1 F2 B2 ..               s = 0
+
+==================  =====================================  =============================  ==============================
+policy              forward                                backward                       weights held, with M = 1
+==================  =====================================  =============================  ==============================
+flush               b, after a drain                       the same                       1
+stash               as met                                 the same                       K-k
+2bw                 max(b-1, 0)                            the same                       2; needs M >= K
+spectrain           as met, and k//2 + w updates ahead     b, and k//2 updates ahead      2
+spectrain_stashed   as met, and w updates ahead            the same                       K-k+1 (last stage 1)
+pipeoptim           as met, and s updates ahead            b                              2 (last stage 1)
+none                as met                                 b                              1
+==================  =====================================  =============================  ==============================
+
+Weights that updates will make are predicted, see ``weights/prediction.py``. Where the backward uses other weights than
+the forward did, the forward is repeated with them. Updates ahead that papers state for M = 1 are divided by M.
+
+Source: PipeDream, Narayanan et al., SOSP 2019 (stash); PipeDream-2BW, Narayanan et al., ICML 2021; SpecTrain, Chen et
+al., arXiv:1809.02839; PipeOptim, Guan et al., arXiv:2312.00839.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from lightning_avgpipe.errors import ScheduleError
+
+__all__ = ["POLICIES", "Place", "Use", "WeightPolicy", "held", "pipeoptim"]
+
+
+class Use(NamedTuple):
+    """The weights that an action uses.
+
+    Attributes:
+        version: updates that made them, since the last drain.
+        ahead: further updates, which are predicted.
+    """
+
+    version: int
+    ahead: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A stage in a pipeline that does not drain between updates.
+
+    Attributes:
+        stage: k.
+        num_stages: K.
+        num_microbatches: M, of an update.
+    """
+
+    stage: int
+    num_stages: int
+    num_microbatches: int = 1
+
+    @property
+    def warm_up(self) -> int:
+        """w: by how many micro-batches forwards are ahead of backwards."""
+        return self.num_stages - 1 - self.stage
+
+    def batch(self, micro_batch: int) -> int:
+        """b: which is also the version that a backward meets."""
+        return micro_batch // self.num_microbatches
+
+    def met(self, micro_batch: int) -> int:
+        """The version that a forward meets."""
+        return max(0, micro_batch - self.warm_up) // self.num_microbatches
+
+    def staleness(self, micro_batch: int) -> int:
+        """s: updates between a forward and its backward."""
+        return self.batch(micro_batch) - self.met(micro_batch)
+
+    def updates(self, micro_batches: int) -> int:
+        """Updates that so many micro-batches bring at most."""
+        return -(-micro_batches // self.num_microbatches)
+
+
+_Rule = Callable[[Place, int], Use]
+
+
+@dataclass(frozen=True)
+class WeightPolicy:
+    """Which weights actions use.
+
+    Attributes:
+        name: of the policy.
+        forward: place and micro-batch -> the weights of the forward.
+        backward: the same of the backward; None: those that the forward used.
+        drains: whether the pipeline drains before each update.
+        delta: what a prediction goes by: the optimizer's ``"state"``, or the last ``"increment"`` of the weights.
+    """
+
+    name: str
+    forward: _Rule
+    backward: _Rule | None = None
+    drains: bool = False
+    delta: Literal["state", "increment"] = "state"
+
+    def uses(self, place: Place, micro_batch: int) -> tuple[Use, Use]:
+        """The weights of the forward, and of the backward."""
+        forward = self.forward(place, micro_batch)
+        return forward, forward if self.backward is None else self.backward(place, micro_batch)
+
+    def check(self, place: Place) -> None:
+        """Raise ScheduleError if the policy cannot do with so few micro-batches."""
+        if self.name == "2bw" and place.num_microbatches < place.num_stages:
+            raise ScheduleError(
+                f"weight_policy='2bw' with {place.num_microbatches} micro-batches and {place.num_stages} stages: two "
+                f"versions are enough only if a batch has at least as many micro-batches as there are stages; use "
+                f"num_microbatches={place.num_stages} or more, or weight_policy='stash'"
+            )
+
+
+def _current(place: Place, micro_batch: int) -> Use:
+    return Use(place.batch(micro_batch))
+
+
+def _met(place: Place, micro_batch: int) -> Use:
+    return Use(place.met(micro_batch))
+
+
+def _previous(place: Place, micro_batch: int) -> Use:
+    return Use(max(place.batch(micro_batch) - 1, 0))
+
+
+def _ahead_of_all(place: Place, micro_batch: int) -> Use:
+    return Use(place.met(micro_batch), place.updates(place.stage // 2 + place.warm_up))
+
+
+def _ahead_of_backward(place: Place, micro_batch: int) -> Use:
+    return Use(place.batch(micro_batch), place.updates(place.stage // 2))
+
+
+def _by_warm_up(place: Place, micro_batch: int) -> Use:
+    return Use(place.met(micro_batch), place.updates(place.warm_up))
+
+
+def _by_staleness(place: Place, micro_batch: int) -> Use:
+    return Use(place.met(micro_batch), place.staleness(micro_batch))
+
+
+def pipeoptim(
+    delta: Literal["state", "increment"] = "state", staleness: Literal["exact", "constant"] = "exact"
+) -> WeightPolicy:
+    """Forwards predict the weights that their backwards will meet.
+
+    Args:
+        delta: ``"state"`` as the paper has it, which needs an optimizer that remembers where it goes; ``"increment"``
+            is for any, and costs the memory of one more copy of the weights. Weight decay that is decoupled, as that of
+            AdamW, is in the increment only.
+        staleness: ``"constant"`` is the paper's w, which predicts too far after each drain.
+    """
+    return WeightPolicy("pipeoptim", _by_staleness if staleness == "exact" else _by_warm_up, _current, delta=delta)
+
+
+POLICIES: dict[str, WeightPolicy] = {
+    policy.name: policy
+    for policy in (
+        WeightPolicy("flush", _current, drains=True),
+        WeightPolicy("stash", _met),
+        WeightPolicy("2bw", _previous),
+        WeightPolicy("spectrain", _ahead_of_all, _ahead_of_backward),
+        WeightPolicy("spectrain_stashed", _by_warm_up),
+        pipeoptim(),
+        WeightPolicy("none", _met, _current),
+    )
+}
+
+
+def held(policy: WeightPolicy, place: Place) -> int:
+    """The largest number of copies of a stage's weights at a time: its own, and others that its actions use.
+
+    A copy lives from its first use to its last; a prediction that one action uses, in a buffer that all share.
+    """
+    extra = policy.delta == "increment"
+    if policy.drains:
+        return 1
+    count = 4 * (place.warm_up + place.num_microbatches)  # long enough to be steady
+    last: dict[Use, int] = {}
+    uses: list[tuple[int, Use]] = []  # time, in backwards that have been, and what is used then
+    for i in range(count):
+        forward, backward = policy.uses(place, i)
+        uses += [(max(0, i - place.warm_up), forward), (i, backward)]
+    for time, use in uses:
+        last[use] = max(time, last.get(use, 0))
+    most = 0
+    for now in range(count - place.warm_up):
+        current = Use(place.batch(now))
+        alive = {use for time, use in uses if time <= now <= last[use]} - {current}
+        kept = {use for use in alive if policy.backward is None or use.version < current.version}
+        buffer = policy.backward is not None and bool(alive - kept)
+        most = max(most, 1 + len(kept) + buffer)
+    return most + extra

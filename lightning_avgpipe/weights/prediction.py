@@ -1,0 +1,107 @@
+"""Prediction: the weights that the next updates will make, from where the optimizer has been going.
+
+::
+
+    predicted = W - lr * ahead * Delta          Delta: of the optimizer's state after its last step; before any, 0
+
+    SGD, RMSprop    momentum buffer
+    Adam            m^ / (sqrt(v^) + eps), with eps outside of the root, as in torch
+    AdamW           the same: decoupled weight decay is left out
+
+Where an optimizer remembers no direction, or one that is not known here,
+the last increment of the weights serves, ``Delta = (W_before - W) / lr``, which includes everything, weight decay as
+well, and costs a copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, Optimizer, RMSprop
+
+from lightning_avgpipe.errors import ConfigurationError
+
+__all__ = ["check_predictable", "direction", "predicted"]
+
+_State = Mapping[str, Any]
+
+
+def _momentum(state: _State, group: _State) -> Tensor | None:
+    return state.get("momentum_buffer")
+
+
+def _adam(state: _State, group: _State) -> Tensor:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    steps = float(state["step"])
+    second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
+    root = (second / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+    return state["exp_avg"] / (1 - beta1**steps) / root
+
+
+# A class of optimizers, what of its groups must not be zero, and the direction from the state of a parameter.
+_DIRECTIONS: Sequence[tuple[type[Optimizer], str | None, Callable[[_State, _State], Tensor | None]]] = (
+    (Adam, None, _adam),  # AdamW is one
+    (SGD, "momentum", _momentum),
+    (RMSprop, "momentum", _momentum),
+)
+
+
+def check_predictable(optimizer: Optimizer) -> None:
+    """Check that the state of an optimizer tells where it goes.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    for kind, wanted, _ in _DIRECTIONS:
+        if isinstance(optimizer, kind):
+            if wanted is None or all(group[wanted] for group in optimizer.param_groups):
+                return
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} with {wanted}=0 does not remember where it goes, so the weights that its "
+                f"next steps will make cannot be predicted from its state; give it {wanted}, or predict from the last "
+                'increment: PipeOptim(delta="increment")'
+            )
+    known = ", ".join(kind.__name__ for kind, _, _ in _DIRECTIONS)
+    raise ConfigurationError(
+        f"the weights that the next steps of {type(optimizer).__name__} will make cannot be predicted from its state, "
+        f'only those of {known} and their subclasses; use one of these, or PipeOptim(delta="increment")'
+    )
+
+
+def direction(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:
+    """Delta of a parameter, of its shape; None before the first step, which is 0.
+
+    Args:
+        optimizer: for which :func:`check_predictable` passes.
+        parameter: one that it trains.
+    """
+    state = optimizer.state.get(parameter)
+    if not state:
+        return None
+    group = _group(optimizer, parameter)
+    return next(rule for kind, _, rule in _DIRECTIONS if isinstance(optimizer, kind))(state, group)
+
+
+@torch.no_grad()
+def predicted(optimizer: Optimizer, parameter: Tensor, ahead: int, before: Tensor | None = None) -> Tensor:
+    """The weights after so many further updates, in new memory.
+
+    Args:
+        optimizer: of the parameter.
+        parameter: the weights now.
+        ahead: updates, at least 0.
+        before: the weights before the last update, to go by the increment; None: by the optimizer's state.
+    """
+    if before is not None:  # lr * Delta, whatever the learning rate was
+        return torch.lerp(before, parameter, 1.0 + ahead)
+    delta = direction(optimizer, parameter)
+    if delta is None or not ahead:
+        return parameter.clone()
+    return parameter - float(_group(optimizer, parameter)["lr"]) * ahead * delta
+
+
+def _group(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))

@@ -1,0 +1,164 @@
+"""Averaging without a barrier: what each rule keeps, and what it is equal to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.elastic.averaging import average
+from lightning_avgpipe.elastic.staggered import RULES, StaggeredAveraging
+from lightning_avgpipe.errors import ScheduleError
+
+SHAPES = ((3, 5), (7,))
+
+Model = list[Tensor]
+
+
+def models(count: int, dtype: torch.dtype = torch.float64) -> tuple[list[Model], Model]:
+    """Some models, and a reference that is their mean."""
+    generator = torch.Generator().manual_seed(count)
+    made = [[torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES] for _ in range(count)]
+    return made, mean(made)
+
+
+def mean(made: list[Model]) -> Model:
+    return [torch.stack(same).double().mean(0).to(same[0].dtype) for same in zip(*made, strict=True)]
+
+
+def updates(count: int, iterations: int) -> list[list[Model]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        [[0.1 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES] for _ in range(count)]
+        for _ in range(iterations)
+    ]
+
+
+def step(model: Model, update: Model) -> None:
+    torch._foreach_add_(model, [u.to(t.dtype) for u, t in zip(update, model, strict=True)])
+
+
+def train(rule: str, outer_lr: float, made: list[Model], reference: Model, changes: list[list[Model]]) -> None:
+    averaging = StaggeredAveraging(rule, made, reference, 1 / len(made), outer_lr)
+    for iteration in changes:
+        for n, update in enumerate(iteration):
+            step(made[n], update)
+            averaging.end(n)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("rule", "outer_lr"), [("tagged", 1.0), ("scaled", 1.0), ("scaled", 2.0), ("late", 1.0), ("late", 1.7)]
+)
+def test_the_reference_is_the_mean_of_the_models_when_all_have_ended(rule: str, outer_lr: float, count: int) -> None:
+    made, reference = models(count)
+    for k in range(1, 30, 7):
+        train(rule, outer_lr, made, reference, updates(count, k))
+        for found, expected in zip(reference, mean(made), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("outer_lr", [1.0, 2.0])
+def test_updates_move_the_reference_by_outer_lr_times_their_mean(rule: str, outer_lr: float) -> None:
+    made, reference = models(3)
+    before, changes = [t.clone() for t in reference], updates(3, 5)
+    train(rule, outer_lr, made, reference, changes)
+    late = rule == "late"  # what the last iteration has beyond the mean comes with the next one
+    sums = [outer_lr if not late or t < 4 else 1.0 for t in range(5)]
+    for i, (new, old) in enumerate(zip(reference, before, strict=True)):
+        moved = sum(s * torch.stack([m[i] for m in it]).mean(0) for s, it in zip(sums, changes, strict=True))
+        torch.testing.assert_close(new, old + moved, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_model_is_trained_plainly(rule: str) -> None:
+    made, reference = models(1)
+    plain, changes = [t.clone() for t in reference], updates(1, 9)
+    train(rule, 1.0, made, reference, changes)
+    for (update,) in changes:
+        step(plain, update)
+    for found, centre, expected in zip(made[0], reference, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+        torch.testing.assert_close(centre, expected, rtol=0, atol=1e-13)
+
+
+def test_the_formulas_are_those_of_the_documentation() -> None:
+    alpha, rate, count = 1 / 3, 1.7, 3
+    changes = updates(count, 4)
+    for rule in RULES:
+        made, reference = models(count)
+        x, z = [m[0].clone() for m in made], reference[0].clone()
+        known, late, total = z, torch.zeros_like(z), torch.zeros_like(z)
+        for iteration in changes:
+            known, late, total = z, total, torch.zeros_like(z)
+            for n, update in enumerate(iteration):
+                delta = update[0]
+                total = total + delta / count
+                z = z + (delta + (rate - 1) * late) / count if rule == "late" else z + rate * delta / count
+                x[n] = {
+                    "tagged": x[n] + delta - alpha * (x[n] - known),
+                    "scaled": x[n] + rate * delta - alpha * (x[n] - known),
+                    "late": x[n] + delta - alpha * (x[n] - known) + (rate - 1) * late,
+                    "staggered": x[n] + delta + alpha * (z - x[n] - delta),
+                }[rule]
+        train(rule, rate, made, reference, changes)
+        torch.testing.assert_close(reference[0], z, rtol=0, atol=1e-12)
+        torch.testing.assert_close(torch.stack([m[0] for m in made]), torch.stack(x), rtol=0, atol=1e-12)
+
+
+def test_models_at_the_reference_meet_as_with_a_barrier() -> None:
+    """The first iteration of all is that of the present rule, as far as each model's own update goes."""
+    (change,) = updates(2, 1)
+    made, reference = models(2)
+    made = [[t.clone() for t in reference] for _ in made]
+    other, centre = [[t.clone() for t in m] for m in made], [t.clone() for t in reference]
+    train("tagged", 1.0, made, reference, [change])
+    for model, update in zip(other, change, strict=True):
+        step(model, update)
+    average(other, centre, 0.0, 1.0, 2)
+    for found, expected in zip([*reference, *made[0], *made[1]], [*centre, *other[0], *other[1]], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("rule", ["tagged", "scaled", "staggered"])
+def test_nothing_is_pending_when_all_have_ended(rule: str) -> None:
+    """A checkpoint between two iterations needs models and reference only."""
+    changes = updates(3, 8)
+    (made, reference), (again, centre) = models(3), models(3)
+    train(rule, 1.7, made, reference, changes)
+    train(rule, 1.7, again, centre, changes[:5])
+    train(rule, 1.7, again, centre, changes[5:])
+    for found, expected in zip([*centre, *again[2]], [*reference, *made[2]], strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_models_drift_no_further_apart_than_their_updates_take_them(rule: str) -> None:
+    made, reference = models(4, torch.float32)
+    train(rule, 1.0, made, reference, updates(4, 300))
+    assert all((t - centre).abs().max() < 1.5 for m in made for t, centre in zip(m, reference, strict=True))
+    drift = [found - expected for found, expected in zip(reference, mean(made), strict=True)]
+    if rule != "staggered":
+        assert all(d.abs().max() < 1e-5 for d in drift)
+
+
+def test_models_end_in_turn() -> None:
+    made, reference = models(2)
+    averaging = StaggeredAveraging("tagged", made, reference, 0.5, 1.0)
+    with pytest.raises(ScheduleError, match="turn of model 0"):
+        averaging.end(1)
+
+
+def test_half_precision_is_mixed_in_single() -> None:
+    made, reference = models(2, torch.bfloat16)
+    made[0][0] += 1.0
+    wide = [[t.float() for t in m] for m in made], [t.float() for t in reference]
+    averaging = StaggeredAveraging("tagged", made, reference, 0.5, 1.5)
+    other = StaggeredAveraging("tagged", *wide, 0.5, 1.5)
+    made[0][1].mul_(0.5)
+    wide[0][0][1].copy_(made[0][1])
+    averaging.end(0)
+    other.end(0)
+    for found, expected in zip([*reference, *made[0]], [*wide[1], *wide[0][0]], strict=True):
+        assert torch.equal(found, expected.to(torch.bfloat16))

@@ -1,0 +1,78 @@
+"""Which weights actions use, and how many copies that takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.schedule.versions import POLICIES, Place, Use, held, pipeoptim
+
+
+def uses(name: str, micro_batch: int, num_stages: int = 4, num_microbatches: int = 1) -> list[tuple[Use, Use]]:
+    places = [Place(k, num_stages, num_microbatches) for k in range(num_stages)]
+    return [POLICIES[name].uses(place, micro_batch) for place in places]
+
+
+def test_a_forward_meets_what_the_backwards_before_it_have_made() -> None:
+    assert [Place(k, 4).met(4) for k in range(4)] == [1, 2, 3, 4]
+    assert [Place(k, 4).met(1) for k in range(4)] == [0, 0, 0, 1]
+    assert [Place(k, 4).staleness(4) for k in range(4)] == [3, 2, 1, 0]
+    assert [Place(0, 4, 4).staleness(i) for i in range(12)] == [0, 0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 0]
+
+
+def test_what_each_policy_uses() -> None:
+    now = Use(4)
+    assert uses("flush", 4) == [(now, now)] * 4
+    assert uses("stash", 4) == [(Use(v), Use(v)) for v in (1, 2, 3, 4)]
+    assert uses("none", 4) == [(Use(v), now) for v in (1, 2, 3, 4)]
+    assert uses("pipeoptim", 4) == [(Use(v, s), now) for v, s in ((1, 3), (2, 2), (3, 1), (4, 0))]
+    assert uses("spectrain", 4) == [
+        (Use(1, 3), Use(4)),
+        (Use(2, 2), Use(4)),
+        (Use(3, 2), Use(4, 1)),
+        (Use(4, 1), Use(4, 1)),
+    ]
+    assert uses("spectrain_stashed", 4) == [(Use(v, s), Use(v, s)) for v, s in ((1, 3), (2, 2), (3, 1), (4, 0))]
+    assert uses("2bw", 4, num_microbatches=4) == [(Use(0), Use(0))] * 4
+    assert uses("2bw", 8, num_microbatches=4) == [(Use(1), Use(1))] * 4
+
+
+def test_the_staleness_after_a_drain_is_less_than_in_the_steady_state() -> None:
+    first = Place(0, 4)
+    assert [pipeoptim().uses(first, i)[0].ahead for i in range(5)] == [0, 1, 2, 3, 3]
+    assert [pipeoptim(staleness="constant").uses(first, i)[0].ahead for i in range(5)] == [3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("flush", [1, 1, 1, 1]),
+        ("stash", [4, 3, 2, 1]),
+        ("spectrain", [2, 2, 2, 2]),
+        ("spectrain_stashed", [5, 4, 3, 1]),
+        ("pipeoptim", [2, 2, 2, 1]),
+        ("none", [1, 1, 1, 1]),
+    ],
+)
+def test_copies_of_the_weights_that_are_held(name: str, expected: list[int]) -> None:
+    assert [held(POLICIES[name], Place(k, 4)) for k in range(4)] == expected
+
+
+def test_2bw_holds_two_copies_and_stashing_no_more_if_batches_have_enough_micro_batches() -> None:
+    assert [held(POLICIES["2bw"], Place(k, 4, 4)) for k in range(4)] == [2, 2, 2, 2]
+    assert [held(POLICIES["stash"], Place(k, 4, 4)) for k in range(4)] == [2, 2, 2, 1]
+    with pytest.raises(ScheduleError, match="num_microbatches=4"):
+        POLICIES["2bw"].check(Place(0, 4, 3))
+
+
+def test_an_increment_is_one_more_copy() -> None:
+    assert [held(pipeoptim(delta="increment"), Place(k, 4)) for k in range(4)] == [3, 3, 3, 2]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_one_stage_uses_current_weights(name: str) -> None:
+    if name == "2bw":
+        return  # delays on purpose, see its own test
+    place = Place(0, 1)
+    assert all(POLICIES[name].uses(place, i) == (Use(i), Use(i)) for i in range(5))
+    assert held(POLICIES[name], place) == 1

@@ -1,0 +1,180 @@
+"""Weight policies against expected values, and what they are equal to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy, pipeoptim
+from lightning_avgpipe.weights.prediction import check_predictable, direction, predicted
+from tests.weight_policies import Stage, play
+
+GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden" / "weight_policies.json").read_text())
+CHAIN = GOLDEN["chain"]
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd lr=0.1 momentum=0.9": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam lr=0.01": partial(torch.optim.Adam, lr=0.01),
+    "adamw lr=0.01 weight_decay=0.01, state": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.01),
+}
+MOMENTUM = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+class Factor(nn.Module):
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+def half_square(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target) ** 2 / 2
+
+
+def chain(policy: WeightPolicy, make: Any = MOMENTUM, num_microbatches: int = 1) -> list[Stage]:
+    samples = [(x, 2 * x) for x in torch.tensor(CHAIN["x"], dtype=torch.float64)]
+    stages = [Factor(w) for w in CHAIN["w0"]]
+    return play(stages, make, policy, samples, half_square, num_microbatches)
+
+
+def finals(stages: list[Stage]) -> list[float]:
+    return [stage.module.weight.item() for stage in stages]
+
+
+def serial(delay: int = 0, num_microbatches: int = 1, stages: int = 4, make: Any = MOMENTUM) -> list[float]:
+    """One process, gradients of the weights of so many updates ago."""
+    model = nn.Sequential(*(Factor(w) for w in CHAIN["w0"][:stages]))
+    optimizer = make(model.parameters())
+    versions = [[p.detach().clone() for p in model.parameters()]]
+    xs = [torch.tensor(x, dtype=torch.float64) for x in CHAIN["x"]]
+    for begin in range(0, len(xs) - num_microbatches + 1, num_microbatches):
+        old = [w.clone().requires_grad_() for w in versions[max(0, len(versions) - 1 - delay)]]
+        for x in xs[begin : begin + num_microbatches]:
+            y = x
+            for w in old:
+                y = w * y
+            (half_square(y, 2 * x) / num_microbatches).backward()
+        for parameter, w in zip(model.parameters(), old, strict=True):
+            parameter.grad = w.grad
+        optimizer.step()
+        versions.append([p.detach().clone() for p in model.parameters()])
+    return [p.item() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", [name for name in CHAIN["final"] if name != "serial"])
+def test_golden_values_of_a_chain(name: str) -> None:
+    assert finals(chain(POLICIES[name])) == pytest.approx(CHAIN["final"][name], abs=1e-6)
+
+
+def test_golden_values_of_serial_training() -> None:
+    assert serial() == pytest.approx(CHAIN["final"]["serial"], abs=1e-6)
+    assert finals(chain(POLICIES["flush"])) == pytest.approx(serial(), abs=1e-12)
+
+
+def stepped(make: Callable[..., torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, nn.Parameter, Tensor]:
+    """After the golden gradients; and the weights before the last."""
+    parameter = nn.Parameter(torch.tensor(GOLDEN["prediction"]["w0"], dtype=torch.float64))
+    optimizer = make([parameter])
+    before = parameter.detach().clone()
+    for gradient in GOLDEN["prediction"]["gradients"]:
+        before = parameter.detach().clone()
+        parameter.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+    return optimizer, parameter, before
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_golden_values_of_predicted_weights(name: str) -> None:
+    expected = GOLDEN["prediction"][name]
+    optimizer, parameter, _ = stepped(OPTIMIZERS[name])
+    assert parameter.tolist() == pytest.approx(expected["w3"], abs=1e-6)
+    if "delta" in expected:
+        found = direction(optimizer, parameter)
+        assert found is not None
+        assert found.tolist() == pytest.approx(expected["delta"], abs=1e-6)
+    for ahead in (1, 2, 3):
+        if f"s{ahead}" in expected:
+            assert predicted(optimizer, parameter, ahead).tolist() == pytest.approx(expected[f"s{ahead}"], abs=1e-6)
+
+
+def test_an_increment_includes_decoupled_weight_decay() -> None:
+    optimizer, parameter, before = stepped(partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5))
+    found = predicted(optimizer, parameter, 2, before)
+    torch.testing.assert_close(found, parameter + 2 * (parameter - before))
+    decay = predicted(optimizer, parameter, 2) - found
+    torch.testing.assert_close(decay, 2 * 0.01 * 0.5 * before)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize(
+    "make", [MOMENTUM, partial(torch.optim.RMSprop, lr=0.01, momentum=0.9), partial(torch.optim.Adam, lr=0.01)]
+)
+def test_the_last_step_went_in_the_direction(make: Callable[..., torch.optim.Optimizer], maximize: bool) -> None:
+    optimizer, parameter, before = stepped(partial(make, maximize=maximize))
+    torch.testing.assert_close(predicted(optimizer, parameter, 1), predicted(optimizer, parameter, 1, before))
+
+
+def test_nothing_is_predicted_before_the_first_step() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    assert torch.equal(predicted(torch.optim.Adam([parameter]), parameter, 3), parameter)
+
+
+@pytest.mark.parametrize(
+    "make", [partial(torch.optim.SGD, lr=0.1), torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam]
+)
+def test_what_does_not_remember_its_direction_is_refused(make: Any) -> None:
+    with pytest.raises(ConfigurationError, match="increment"):
+        check_predictable(make([nn.Parameter(torch.ones(2))]))
+
+
+# -- equivalences ------------------------------------------------------------------------------------------------------
+
+
+def test_without_staleness_pipeoptim_is_the_naive_policy() -> None:
+    naive = POLICIES["none"]
+    without = WeightPolicy("pipeoptim with s = 0", naive.forward, naive.backward, delta="increment")
+    assert finals(chain(without)) == finals(chain(naive))
+
+
+def test_2bw_is_serial_training_with_a_delay_of_one_update() -> None:
+    for num_microbatches in (4, 5):
+        found = finals(chain(POLICIES["2bw"], num_microbatches=num_microbatches))
+        assert found == pytest.approx(serial(1, num_microbatches), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "2bw"])
+def test_one_stage_trains_as_without_a_pipeline(name: str) -> None:
+    samples = [(x, 2 * x) for x in torch.tensor(CHAIN["x"], dtype=torch.float64)]
+    found = play([Factor(CHAIN["w0"][0])], MOMENTUM, POLICIES[name], samples, half_square)
+    assert finals(found) == pytest.approx(serial(stages=1), abs=1e-12)
+
+
+def test_a_constant_direction_is_predicted_exactly() -> None:
+    """Without momentum a constant gradient makes the weights that a forward predicts those that its backward meets."""
+    policy = pipeoptim(delta="increment")
+    stages = [nn.Linear(1, 1, bias=False).double() for _ in range(4)]
+    place = Place(0, 4)
+    stage = Stage(stages[0], torch.optim.SGD(stages[0].parameters(), lr=0.1), place)
+    stage.keep()
+    for _ in range(6):
+        stages[0].weight.grad = torch.full((1, 1), 0.7, dtype=torch.float64)
+        stage.optimizer.step()
+        stage.keep()
+    for i in range(4, 7):  # from the first update on there is an increment
+        forward, backward = (stage.weights(use, policy.delta)["weight"] for use in policy.uses(place, i))
+        torch.testing.assert_close(forward, backward, rtol=0, atol=1e-12)
+
+
+def test_a_constant_staleness_is_the_exact_one_once_the_pipeline_is_full() -> None:
+    place = Place(1, 4)
+    exact, constant = pipeoptim(), pipeoptim(staleness="constant")
+    assert [exact.uses(place, i) == constant.uses(place, i) for i in range(6)] == [False, False, True, True, True, True]
