@@ -1,25 +1,35 @@
-"""The README is true: its Python runs, and its commands are those of the repository."""
+"""README and documentation are true: their Python runs, and their commands are those of the repository."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_avgpipe import AvgPipeStrategy
 from tests.commands import run
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
+}
+README = PAGES["README.md"]
+SNIPPETS = {
+    f"{name}:{number}": snippet
+    for name, page in PAGES.items()
+    for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+}
+FIRST = "README.md:0"
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the first snippet prints, as a script that starts a second process."""
     script = tmp_path_factory.mktemp("snippet") / "snippet.py"
-    script.write_text(SNIPPETS[0])
+    script.write_text(SNIPPETS[FIRST])
     return run(script.parent, script)
 
 
@@ -30,11 +40,11 @@ def execute(snippet: str) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("number", range(1, len(SNIPPETS)))
-def test_snippets_run(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    execute(SNIPPETS[number])
+@pytest.mark.parametrize("where", [where for where in SNIPPETS if where != FIRST])
+def test_snippets_run(where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    execute(SNIPPETS[where])
     out = capsys.readouterr().out
-    for expected in re.findall(r"^# (stage .*)$", SNIPPETS[number], re.MULTILINE):
+    for expected in re.findall(r"^# (stage .*)$", SNIPPETS[where], re.MULTILINE):
         assert expected in out
 
 
@@ -53,7 +63,7 @@ def test_the_first_snippet_trains_in_two_processes_and_prints_the_plan(printed: 
 
 def test_with_counted_costs_the_first_snippet_has_one_plan() -> None:
     counted = 'strategy=lightning_avgpipe.AvgPipeStrategy(num_stages=2, costs="flops")'
-    snippet = SNIPPETS[0].replace("max_epochs=2", "max_steps=1").replace("devices=2", "devices=1")
+    snippet = SNIPPETS[FIRST].replace("max_epochs=2", "max_steps=1").replace("devices=2", "devices=1")
     names = execute(snippet.replace('strategy="avgpipe"', counted))
     assert (
         "0      layers.0 .. layers.7 (8)   16.6 K      50%   1 value, 2.0 KiB a micro-batch\n"
@@ -61,9 +71,29 @@ def test_with_counted_costs_the_first_snippet_has_one_plan() -> None:
     ) in f"{names['trainer'].strategy.plan}\n"
 
 
-def test_files_that_the_readme_names_exist() -> None:
-    for path in [*re.findall(r"\]\(([^)]+)\)", README), "examples/language_model.py"]:
-        assert (ROOT / path).exists(), path
+@pytest.mark.parametrize("name", PAGES)
+def test_files_that_pages_name_exist(name: str) -> None:
+    here = (ROOT / name).parent
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGES[name]):
+        assert (here / link).exists(), link
+    for command in re.findall(r"python ((?:examples|benchmarks|tests)/\w+\.py)", PAGES[name]):
+        assert (ROOT / command).exists(), command
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+def test_every_page_has_its_place() -> None:
+    listed = (ROOT / "mkdocs.yml").read_text()
+    for name in PAGES.keys() - {"README.md"}:
+        assert f": {Path(name).name}\n" in listed, name
+
+
+def test_options_are_all_documented() -> None:
+    page = PAGES["docs/options.md"]
+    for name in inspect.signature(AvgPipeStrategy).parameters.keys() - {"kwargs"}:
+        assert f"`{name}`" in page, name
 
 
 def test_ci_installs_and_tests_as_the_readme_says() -> None:

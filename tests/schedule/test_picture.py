@@ -210,14 +210,14 @@ def test_idleness_counts_devices_and_begins_with_the_first_action() -> None:
     assert timeline.bubble_fraction == pytest.approx(1 - 9 / 26)
 
 
-def test_the_picture_in_the_readme_is_what_its_command_draws(
+def test_the_picture_in_the_documentation_is_what_its_command_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from matplotlib.image import imread
 
     root = Path(__file__).parents[2]
-    readme = (root / "README.md").read_text()
-    found = re.search(r"python -m lightning_avgpipe\.schedule (.*) --output (\S+)", readme)
+    page = (root / "docs" / "schedules.md").read_text()
+    found = re.search(r"python -m lightning_avgpipe\.schedule (.*) --output (\S+)", page)
     assert found is not None
     arguments, path = found.groups()
     assert main([*arguments.split(), "--output", str(tmp_path / "picture.png")]) == 0
@@ -227,4 +227,4 @@ def test_the_picture_in_the_readme_is_what_its_command_draws(
     assert (root / path).stat().st_size < 60_000
     assert main(arguments.replace("--advance 1", "").split()) == 0
     fast, slow = re.findall(r"iteration (\S+) s", capsys.readouterr().out)
-    assert f"would take {slow} s instead of {fast} s" in readme
+    assert f"would take {slow} s instead of {fast} s" in page
