@@ -14,17 +14,14 @@ rest of what a module may hold is shared (states of metrics), or of each stage (
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Placement", "Replica", "alike", "leaf_like"]
+from lightning_avgpipe.weights.slots import Slot, slots_for, slots_of
 
-_REGISTERS = ("_parameters", "_buffers")
-_INTERNALS = frozenset(vars(nn.Module()))
-_DEPTH = 4  # of containers within each other
+__all__ = ["Placement", "Replica", "alike", "leaf_like"]
 
 
 class Replica:
@@ -74,8 +71,10 @@ class Placement:
         buffers |= {name: p for name, p in module.named_parameters() if name in changing and not p.requires_grad}
         self.own = Replica(0)
         self._placed = self.own
-        self._parameter_slots: dict[str, list[_Slot]] = {}
-        self._buffer_slots = {name: [slot for slot in _slots(module) if slot.get() is b] for name, b in buffers.items()}
+        self._parameter_slots: dict[str, list[Slot]] = {}
+        self._buffer_slots = {
+            name: [slot for slot in slots_of(module) if slot.get() is b] for name, b in buffers.items()
+        }
         self.own.buffers = buffers
         self.own.memory = [tensor.detach() for tensor in written]
         self.add(names)
@@ -83,11 +82,7 @@ class Placement:
     def add(self, names: Collection[str]) -> None:
         """From now on replicas have these parameters too. The module's own tensors are in place."""
         parameters = dict(self._module.named_parameters())
-        by_id: dict[int, list[_Slot]] = {id(parameters[name]): [] for name in names}
-        for slot in _slots(self._module):
-            found = by_id.get(id(slot.get()))
-            if found is not None:
-                found.append(slot)
+        by_id = slots_for(self._module, [parameters[name] for name in names])
         for name in names:
             self._parameter_slots[name] = by_id[id(parameters[name])]
             self.own.parameters[name] = parameters[name]
@@ -131,76 +126,6 @@ class Placement:
         """Take note of buffers that user code has assigned anew."""
         for name, slots in self._buffer_slots.items():
             self._placed.buffers[name] = slots[0].get()
-
-
-class _Slot:
-    """A place where a module holds a tensor: in a register, an attribute, or a plain list, tuple or dict."""
-
-    def __init__(self, container: Any, key: Any) -> None:
-        self._container = container
-        self._key = key
-
-    def get(self) -> Any:
-        return self._container[self._key]
-
-    def set(self, tensor: Any) -> None:
-        self._container[self._key] = tensor
-
-
-class _Attribute(_Slot):
-    """Of a module that must notice: recurrent layers keep their weights in a list as well."""
-
-    def set(self, tensor: Any) -> None:
-        setattr(self._container, self._key, tensor)
-
-    def get(self) -> Any:
-        return getattr(self._container, self._key)
-
-
-def _slots(module: nn.Module) -> Iterator[_Slot]:
-    for owner in module.modules():
-        recurrent = isinstance(owner, nn.RNNBase)
-        for register in _REGISTERS:
-            tensors = vars(owner)[register]
-            for name in tensors:
-                yield _Attribute(owner, name) if recurrent else _Slot(tensors, name)
-        for name, value in vars(owner).items():
-            if name in _INTERNALS or (recurrent and name.startswith("_flat_weight")):
-                continue
-            yield from _slots_within(vars(owner), name, value)
-
-
-def _slots_within(container: Any, key: Any, value: Any, depth: int = 0) -> Iterator[_Slot]:
-    """In ``container[key]``, which is ``value``: lists, tuples and dicts may lie within each other."""
-    if isinstance(value, Tensor):
-        yield _Slot(container, key)
-    if depth == _DEPTH:
-        return
-    within: Any = _Tuple(container, key) if isinstance(value, tuple) else value
-    if isinstance(value, tuple) or type(value) is list:
-        entries: Iterable[tuple[Any, Any]] = enumerate(value)
-    elif type(value) is dict:
-        entries = value.items()
-    else:
-        return
-    for inner, entry in entries:
-        yield from _slots_within(within, inner, entry, depth + 1)
-
-
-class _Tuple:
-    """A tuple as a container whose entries change: each time it is another tuple."""
-
-    def __init__(self, container: Any, key: Any) -> None:
-        self._container = container
-        self._key = key
-
-    def __getitem__(self, i: int) -> Any:
-        return self._container[self._key][i]
-
-    def __setitem__(self, i: int, entry: Any) -> None:
-        before = self._container[self._key]
-        entries = [*before[:i], entry, *before[i + 1 :]]
-        self._container[self._key] = before._make(entries) if hasattr(before, "_make") else type(before)(entries)
 
 
 def alike(tensor: Tensor, contents: Tensor) -> Tensor:

@@ -1,0 +1,95 @@
+"""Slots: the places where a module holds a tensor, in which another tensor can be put."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Slot", "slots_for", "slots_of"]
+
+_REGISTERS = ("_parameters", "_buffers")
+_INTERNALS = frozenset(vars(nn.Module()))
+_DEPTH = 4  # of containers within each other
+
+
+class Slot:
+    """A place where a module holds a tensor: in a register, an attribute, or a plain list, tuple or dict."""
+
+    def __init__(self, container: Any, key: Any) -> None:
+        self._container = container
+        self._key = key
+
+    def get(self) -> Any:
+        return self._container[self._key]
+
+    def set(self, tensor: Any) -> None:
+        self._container[self._key] = tensor
+
+
+class _Attribute(Slot):
+    """Of a module that must notice: recurrent layers keep their weights in a list as well."""
+
+    def set(self, tensor: Any) -> None:
+        setattr(self._container, self._key, tensor)
+
+    def get(self) -> Any:
+        return getattr(self._container, self._key)
+
+
+def slots_for(module: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Slot]]:
+    """``id`` of a tensor -> the places where a module holds it."""
+    found: dict[int, list[Slot]] = {id(tensor): [] for tensor in tensors}
+    for slot in slots_of(module):
+        places = found.get(id(slot.get()))
+        if places is not None:
+            places.append(slot)
+    return found
+
+
+def slots_of(module: nn.Module) -> Iterator[Slot]:
+    """All of a module and its submodules; what is no tensor is among them."""
+    for owner in module.modules():
+        recurrent = isinstance(owner, nn.RNNBase)
+        for register in _REGISTERS:
+            tensors = vars(owner)[register]
+            for name in tensors:
+                yield _Attribute(owner, name) if recurrent else Slot(tensors, name)
+        for name, value in vars(owner).items():
+            if name in _INTERNALS or (recurrent and name.startswith("_flat_weight")):
+                continue
+            yield from _slots_within(vars(owner), name, value)
+
+
+def _slots_within(container: Any, key: Any, value: Any, depth: int = 0) -> Iterator[Slot]:
+    """In ``container[key]``, which is ``value``: lists, tuples and dicts may lie within each other."""
+    if isinstance(value, Tensor):
+        yield Slot(container, key)
+    if depth == _DEPTH:
+        return
+    within: Any = _Tuple(container, key) if isinstance(value, tuple) else value
+    if isinstance(value, tuple) or type(value) is list:
+        entries: Iterable[tuple[Any, Any]] = enumerate(value)
+    elif type(value) is dict:
+        entries = value.items()
+    else:
+        return
+    for inner, entry in entries:
+        yield from _slots_within(within, inner, entry, depth + 1)
+
+
+class _Tuple:
+    """A tuple as a container whose entries change: each time it is another tuple."""
+
+    def __init__(self, container: Any, key: Any) -> None:
+        self._container = container
+        self._key = key
+
+    def __getitem__(self, i: int) -> Any:
+        return self._container[self._key][i]
+
+    def __setitem__(self, i: int, entry: Any) -> None:
+        before = self._container[self._key]
+        entries = [*before[:i], entry, *before[i + 1 :]]
+        self._container[self._key] = before._make(entries) if hasattr(before, "_make") else type(before)(entries)
