@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from lightning_avgpipe.schedule.versions import Place, Use, WeightPolicy
-from lightning_avgpipe.weights.prediction import predicted
+from lightning_avgpipe.weights.prediction import predicted, sources
 
 Weights = dict[str, Tensor]
 
@@ -36,9 +36,10 @@ class Stage:
     def weights(self, use: Use, delta: str) -> Weights:
         """Leaves of their own."""
         weights, optimizer = self.versions[use.version]
+        trained_by = sources([optimizer])
         before = self.versions[use.version - 1][0] if use.version else weights
         made = {
-            name: predicted(optimizer, p, use.ahead, before[name] if delta == "increment" else None)
+            name: predicted(trained_by[id(p)], p, use.ahead, before[name] if delta == "increment" else None)
             if use.ahead
             else p.detach().clone()
             for name, p in weights.items()

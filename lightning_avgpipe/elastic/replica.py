@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.weights.slots import Slot, slots_for, slots_of
+from lightning_avgpipe.weights.slots import Slot, slots_for
 
 __all__ = ["Placement", "Replica", "alike", "leaf_like"]
 
@@ -72,9 +72,8 @@ class Placement:
         self.own = Replica(0)
         self._placed = self.own
         self._parameter_slots: dict[str, list[Slot]] = {}
-        self._buffer_slots = {
-            name: [slot for slot in slots_of(module) if slot.get() is b] for name, b in buffers.items()
-        }
+        places = slots_for(module, buffers.values())
+        self._buffer_slots = {name: places[id(buffer)] for name, buffer in buffers.items()}
         self.own.buffers = buffers
         self.own.memory = [tensor.detach() for tensor in written]
         self.add(names)

@@ -21,7 +21,8 @@ from lightning_avgpipe.engine.stage import Stage, Task, check_runnable
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule
-from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters
+from lightning_avgpipe.weights.store import WeightStore
+from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
 
 __all__ = ["Outcome", "Pipeline", "run_together"]
 
@@ -49,6 +50,7 @@ class Pipeline:
         number: n, 0-based.
         place: puts this pipeline's model into the module; None: it is there all the time.
         foreign_tensors: tensors of other pipelines' models, which this one must not use; None: it may use everything.
+        weights: versions of them that actions use; None: there is one.
 
     Attributes:
         number: n.
@@ -63,8 +65,10 @@ class Pipeline:
         number: int = 0,
         place: Callable[[], None] | None = None,
         foreign_tensors: ForeignTensors | None = None,
+        weights: WeightStore | None = None,
     ) -> None:
         self.number = number
+        self._weights = weights
         self._foreign_tensors = foreign_tensors
         self._cluster = cluster
         self._module = module
@@ -98,6 +102,8 @@ class Pipeline:
             self.place()
         programs = stage_programs(graph, cuts)
         copies = TiedParameters(self._module, self._cluster, copied_parameters(programs))
+        if self._weights is not None:
+            self._weights.divide({k: parameters_of(programs[k]) for k in self._cluster.stages})
         self._graphs[graph.step] = graph
         self._cuts[graph.step] = cuts
         self._leaves[graph.step] = {
@@ -108,8 +114,8 @@ class Pipeline:
         of_units = self._of_units[graph.step] = OwnAttributes(self._module, graph.of_units, self.number == 0)
         self._stages[graph.step] = [
             Stage(
-                programs[k], self._module, self._cluster.device, copies, self._recompute, self._foreign_tensors,
-                self.number == 0 and k == self._cluster.stages[-1], of_units,
+                programs[k], self._module, self._cluster.device, self._weights or copies, self._recompute,
+                self._foreign_tensors, self.number == 0 and k == self._cluster.stages[-1], of_units,
             )
             for k in self._cluster.stages
         ]  # fmt: skip

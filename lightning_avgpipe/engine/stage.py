@@ -29,6 +29,7 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.utils.torch_compat import version_of
+from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters
 
 __all__ = ["Stage", "Task", "check_runnable"]
@@ -128,7 +129,7 @@ class Stage:
         program: its part of the step function.
         module: the whole module; parameters of other stages may be absent.
         device: where it computes.
-        copies: parameters that other stages use as well.
+        copies: parameters that other stages use as well, or several versions of the weights.
         recompute: what is repeated before, or in, a backward.
         foreign_tensors: what its first forward of training must not use; None: it may use everything.
         shown: whether hooks on this process see what it made of attributes of modules.
@@ -146,7 +147,7 @@ class Stage:
         program: StageProgram,
         module: nn.Module,
         device: torch.device,
-        copies: TiedParameters,
+        copies: TiedParameters | WeightStore,
         recompute: Recompute = Recompute(),  # noqa: B008
         foreign_tensors: ForeignTensors | None = None,
         shown: bool = True,

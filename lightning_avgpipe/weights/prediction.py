@@ -15,7 +15,7 @@ well, and costs a copy of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = ["check_predictable", "direction", "predicted"]
+__all__ = ["Source", "check_predictable", "direction", "predicted", "sources"]
 
 _State = Mapping[str, Any]
 
@@ -71,37 +71,47 @@ def check_predictable(optimizer: Optimizer) -> None:
     )
 
 
-def direction(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:
+# An optimizer, and the group of its parameters that one belongs to.
+Source = tuple[Optimizer, dict[str, Any]]
+
+
+def sources(optimizers: Iterable[Optimizer]) -> dict[int, Source]:
+    """``id`` of each parameter -> who trains it."""
+    return {
+        id(p): (optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+
+
+def direction(source: Source, parameter: Tensor) -> Tensor | None:
     """Delta of a parameter, of its shape; None before the first step, which is 0.
 
     Args:
-        optimizer: for which :func:`check_predictable` passes.
+        source: for whose optimizer :func:`check_predictable` passes.
         parameter: one that it trains.
     """
+    optimizer, group = source
     state = optimizer.state.get(parameter)
     if not state:
         return None
-    group = _group(optimizer, parameter)
     return next(rule for kind, _, rule in _DIRECTIONS if isinstance(optimizer, kind))(state, group)
 
 
 @torch.no_grad()
-def predicted(optimizer: Optimizer, parameter: Tensor, ahead: int, before: Tensor | None = None) -> Tensor:
+def predicted(source: Source, parameter: Tensor, ahead: int, before: Tensor | None = None) -> Tensor:
     """The weights after so many further updates, in new memory.
 
     Args:
-        optimizer: of the parameter.
+        source: who trains the parameter.
         parameter: the weights now.
         ahead: updates, at least 0.
         before: the weights before the last update, to go by the increment; None: by the optimizer's state.
     """
     if before is not None:  # lr * Delta, whatever the learning rate was
         return torch.lerp(before, parameter, 1.0 + ahead)
-    delta = direction(optimizer, parameter)
+    delta = direction(source, parameter)
     if delta is None or not ahead:
         return parameter.clone()
-    return parameter - float(_group(optimizer, parameter)["lr"]) * ahead * delta
-
-
-def _group(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    return parameter - float(source[1]["lr"]) * ahead * delta

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Slot", "slots_for", "slots_of"]
+__all__ = ["Slot", "slots_for"]
 
 _REGISTERS = ("_parameters", "_buffers")
 _INTERNALS = frozenset(vars(nn.Module()))
@@ -41,14 +41,14 @@ class _Attribute(Slot):
 def slots_for(module: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Slot]]:
     """``id`` of a tensor -> the places where a module holds it."""
     found: dict[int, list[Slot]] = {id(tensor): [] for tensor in tensors}
-    for slot in slots_of(module):
+    for slot in _slots_of(module):
         places = found.get(id(slot.get()))
         if places is not None:
             places.append(slot)
     return found
 
 
-def slots_of(module: nn.Module) -> Iterator[Slot]:
+def _slots_of(module: nn.Module) -> Iterator[Slot]:
     """All of a module and its submodules; what is no tensor is among them."""
     for owner in module.modules():
         recurrent = isinstance(owner, nn.RNNBase)

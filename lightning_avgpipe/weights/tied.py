@@ -25,14 +25,19 @@ from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 
-__all__ = ["TiedParameters", "copied_parameters"]
+__all__ = ["TiedParameters", "copied_parameters", "parameters_of"]
+
+
+def parameters_of(program: StageProgram) -> tuple[str, ...]:
+    """The parameters that a stage uses."""
+    return tuple(dict.fromkeys(name for node in program.nodes for name in node.parameters))
 
 
 def copied_parameters(programs: Sequence[StageProgram]) -> dict[str, tuple[int, ...]]:
     """Parameter -> the stages that use it, ascending, for those that several stages use."""
     users: dict[str, list[int]] = defaultdict(list)
     for program in programs:
-        for name in dict.fromkeys(name for node in program.nodes for name in node.parameters):
+        for name in parameters_of(program):
             users[name].append(program.stage)
     return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy, pipeoptim
-from lightning_avgpipe.weights.prediction import check_predictable, direction, predicted
+from lightning_avgpipe.weights.prediction import Source, check_predictable, direction, predicted, sources
 from tests.weight_policies import Stage, play
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden" / "weight_policies.json").read_text())
@@ -80,7 +80,7 @@ def test_golden_values_of_serial_training() -> None:
     assert finals(chain(POLICIES["flush"])) == pytest.approx(serial(), abs=1e-12)
 
 
-def stepped(make: Callable[..., torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, nn.Parameter, Tensor]:
+def stepped(make: Callable[..., torch.optim.Optimizer]) -> tuple[Source, nn.Parameter, Tensor]:
     """After the golden gradients; and the weights before the last."""
     parameter = nn.Parameter(torch.tensor(GOLDEN["prediction"]["w0"], dtype=torch.float64))
     optimizer = make([parameter])
@@ -89,28 +89,28 @@ def stepped(make: Callable[..., torch.optim.Optimizer]) -> tuple[torch.optim.Opt
         before = parameter.detach().clone()
         parameter.grad = torch.tensor(gradient, dtype=torch.float64)
         optimizer.step()
-    return optimizer, parameter, before
+    return sources([optimizer])[id(parameter)], parameter, before
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_golden_values_of_predicted_weights(name: str) -> None:
     expected = GOLDEN["prediction"][name]
-    optimizer, parameter, _ = stepped(OPTIMIZERS[name])
+    source, parameter, _ = stepped(OPTIMIZERS[name])
     assert parameter.tolist() == pytest.approx(expected["w3"], abs=1e-6)
     if "delta" in expected:
-        found = direction(optimizer, parameter)
+        found = direction(source, parameter)
         assert found is not None
         assert found.tolist() == pytest.approx(expected["delta"], abs=1e-6)
     for ahead in (1, 2, 3):
         if f"s{ahead}" in expected:
-            assert predicted(optimizer, parameter, ahead).tolist() == pytest.approx(expected[f"s{ahead}"], abs=1e-6)
+            assert predicted(source, parameter, ahead).tolist() == pytest.approx(expected[f"s{ahead}"], abs=1e-6)
 
 
 def test_an_increment_includes_decoupled_weight_decay() -> None:
-    optimizer, parameter, before = stepped(partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5))
-    found = predicted(optimizer, parameter, 2, before)
+    source, parameter, before = stepped(partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5))
+    found = predicted(source, parameter, 2, before)
     torch.testing.assert_close(found, parameter + 2 * (parameter - before))
-    decay = predicted(optimizer, parameter, 2) - found
+    decay = predicted(source, parameter, 2) - found
     torch.testing.assert_close(decay, 2 * 0.01 * 0.5 * before)
 
 
@@ -119,13 +119,14 @@ def test_an_increment_includes_decoupled_weight_decay() -> None:
     "make", [MOMENTUM, partial(torch.optim.RMSprop, lr=0.01, momentum=0.9), partial(torch.optim.Adam, lr=0.01)]
 )
 def test_the_last_step_went_in_the_direction(make: Callable[..., torch.optim.Optimizer], maximize: bool) -> None:
-    optimizer, parameter, before = stepped(partial(make, maximize=maximize))
-    torch.testing.assert_close(predicted(optimizer, parameter, 1), predicted(optimizer, parameter, 1, before))
+    source, parameter, before = stepped(partial(make, maximize=maximize))
+    torch.testing.assert_close(predicted(source, parameter, 1), predicted(source, parameter, 1, before))
 
 
 def test_nothing_is_predicted_before_the_first_step() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    assert torch.equal(predicted(torch.optim.Adam([parameter]), parameter, 3), parameter)
+    source = sources([torch.optim.Adam([parameter])])[id(parameter)]
+    assert torch.equal(predicted(source, parameter, 3), parameter)
 
 
 @pytest.mark.parametrize(

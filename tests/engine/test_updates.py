@@ -1,0 +1,205 @@
+"""Weight policies at work: every stage's gradients are those of the versions that the policy says."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.engine.updates import StageUpdates
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.recompute_policy import Recompute
+from lightning_avgpipe.schedule import build
+from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy, held, pipeoptim
+from lightning_avgpipe.utils.random_streams import RandomKey
+from lightning_avgpipe.weights.store import WeightStore
+from tests.threads import alone
+from tests.weight_policies import play
+
+K = 3
+
+
+class Recurrent(nn.Module):
+    """An LSTM around a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.lstm(x)[0]
+
+
+class Attention(nn.Module):
+    """A transformer's layer, without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Chain(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(kind() for _ in range(K))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        for part in self.parts:
+            x = part(x)
+        return F.mse_loss(x, target)
+
+
+class Tied(Chain):
+    def __init__(self) -> None:
+        super().__init__(Recurrent)
+        self.parts[2].lstm = self.parts[0].lstm
+
+
+class Run:
+    """A chain in this process, one part per stage, under a policy."""
+
+    def __init__(self, module: Chain, policy: WeightPolicy, num_microbatches: int, make: Any) -> None:
+        self.num_microbatches = num_microbatches
+        sample = samples(1)[0]
+        planner = Planner(module, K, ["parts.1", "parts.2"])
+        plan = planner.plan("training_step", lambda *args: module.training_step(*args), (sample, 0))
+        cluster = alone(K)
+        cluster.open()
+        self.optimizers = [make(part.parameters()) for part in module.parts]
+        self.weights = WeightStore(module, policy, K, num_microbatches, lambda: self.optimizers)
+        recompute = Recompute(stages=policy.backward is not None)
+        self.pipeline = Pipeline(cluster, module, recompute, weights=self.weights)
+        self.pipeline.load(plan.graph, plan.cuts)
+        self.module = module
+        self.most = [0] * K
+
+    def step(self, stage: int) -> None:
+        self.optimizers[stage].step()
+        self.optimizers[stage].zero_grad()
+
+    def perform(self, parts: list[Any]) -> list[Tensor]:
+        """From one drain to the next."""
+        task = Task(
+            lambda i, *args: self.module.training_step(*args),
+            [(part, 0) for part in parts],
+            lambda i, loss: loss / self.num_microbatches,
+            RandomKey(0, 0),
+        )
+        updates = StageUpdates(self.weights, self.num_microbatches, self.step)
+        results = self.pipeline.run("training_step", build("1f1b", K, len(parts)), task, [updates, Held(self)])
+        self.weights.restart()
+        assert results is not None
+        return results
+
+
+class Held(StageUpdates):
+    """Counts copies."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def perform(self, work: Any, do: Any) -> Any:
+        message = do()
+        self.run.most[work.stage] = max(self.run.most[work.stage], self.run.weights.held(work.stage))
+        return message
+
+
+def samples(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    made = torch.randn(count, 2, 2, 4, 6, generator=generator)
+    return [(x, target) for x, target in made]
+
+
+MOMENTUM = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=0.05)
+CASES = [(policy, 1) for policy in POLICIES.values() if policy.name not in ("flush", "2bw")]
+CASES += [(POLICIES["2bw"], 3), (POLICIES["stash"], 2), (pipeoptim(delta="increment"), 2)]
+
+
+@pytest.mark.parametrize("kind", [Recurrent, Attention])
+@pytest.mark.parametrize(("policy", "num_microbatches"), CASES, ids=lambda case: getattr(case, "name", case))
+def test_weights_are_those_of_a_pipeline_that_keeps_all_versions(
+    kind: type[nn.Module], policy: WeightPolicy, num_microbatches: int
+) -> None:
+    torch.manual_seed(0)
+    module = Chain(kind)
+    make = ADAMW if policy.name == "spectrain" else MOMENTUM
+    parts = samples(6 * num_microbatches)
+    expected = play(copy.deepcopy(module).parts, make, policy, parts, F.mse_loss, num_microbatches)
+    run = Run(module, policy, num_microbatches, make)
+    run.perform(parts)
+    for part, stage in zip(module.parts, expected, strict=True):
+        for (name, found), wanted in zip(part.named_parameters(), stage.module.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=name)
+            assert found.grad is None
+    buffers = policy.backward is not None  # one that all actions share, and that is empty between them
+    for k, most in enumerate(run.most):
+        assert most == held(policy, Place(k, K, num_microbatches)) - (buffers and any_prediction(policy, k))
+
+
+def any_prediction(policy: WeightPolicy, stage: int) -> bool:
+    return any(use.ahead for i in range(9) for use in policy.uses(Place(stage, K), i))
+
+
+def test_policies_differ() -> None:
+    """What the other tests compare is not the same anyway."""
+    torch.manual_seed(0)
+    module, parts = Chain(Recurrent), samples(6)
+    found = []
+    for policy, num_microbatches in CASES[:5]:
+        stages = play(copy.deepcopy(module).parts, MOMENTUM, policy, parts, F.mse_loss, num_microbatches)
+        found.append(torch.cat([p.detach().flatten() for p in stages[0].module.parameters()]))
+    for i, one in enumerate(found):
+        assert all((one - other).abs().max() > 1e-3 for other in found[:i])
+
+
+def test_after_a_drain_versions_count_from_zero() -> None:
+    torch.manual_seed(0)
+    module, parts = Chain(Recurrent), samples(10)
+    make, policy = MOMENTUM, POLICIES["stash"]
+    expected = play(copy.deepcopy(module).parts, make, policy, parts[:5], F.mse_loss)
+    run = Run(module, policy, 1, make)
+    run.perform(parts[:5])
+    once = [p.detach().clone() for p in module.parameters()]
+    for found, wanted in zip(once, (p for s in expected for p in s.module.parameters()), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    losses = run.perform(parts[5:])
+    assert torch.isfinite(torch.stack(losses)).all()
+    assert not any(torch.equal(a, b) for a, b in zip(once, module.parameters(), strict=True))
+
+
+def test_hooks_on_gradients_act_on_those_of_all_versions() -> None:
+    torch.manual_seed(0)
+    module = Chain(Recurrent)
+    weight = module.parts[0].lstm.weight_ih_l0
+    seen: list[Tensor] = []
+    weight.register_hook(seen.append)
+    before = weight.detach().clone()
+    run = Run(module, POLICIES["stash"], 1, MOMENTUM)
+    run.perform(samples(4))
+    assert len(seen) == 4
+    assert module.parts[0].lstm.weight_ih_l0 is weight
+    assert not torch.equal(weight, before)
+
+
+def test_a_parameter_of_two_stages_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"parts.0.lstm.*stages 0 and 2"):
+        Run(Tied(), POLICIES["stash"], 1, lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+def test_an_optimizer_that_cannot_be_predicted_is_refused_before_training() -> None:
+    with pytest.raises(ConfigurationError, match="increment"):
+        Run(Chain(Recurrent), POLICIES["pipeoptim"], 1, lambda p: torch.optim.SGD(p, lr=0.1))
+    Run(Chain(Recurrent), pipeoptim(delta="increment"), 1, lambda p: torch.optim.SGD(p, lr=0.1))
