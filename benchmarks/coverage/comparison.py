@@ -74,6 +74,10 @@ def compare(case: Case, stages: Sequence[int], costs: str) -> Iterator[tuple[int
     with tempfile.TemporaryDirectory() as folder:
         if draws:  # random numbers of layers are those of seed, micro-batch and layer: the same with other stages
             expected = with_stages(copy.deepcopy(subject), batch, size, 2 if stages[0] != 2 else 3, costs, folder)
+            if not torch.isfinite(expected["loss"]).all():
+                reason = "with other random numbers the loss is not finite"
+                yield from ((number, {"status": "plain", "reason": reason}) for number in stages)
+                return
         for number in stages:
             yield number, compared(subject, batch, size, number, costs, folder, begun, expected, draws)
 
