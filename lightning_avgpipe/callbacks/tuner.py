@@ -23,7 +23,7 @@ from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.profiler import Profiler
 from lightning_avgpipe.strategy.rehearsal import rehearsing
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-from lightning_avgpipe.tuning import PREDICTORS, Result, Setting, candidates, microbatch_counts, search
+from lightning_avgpipe.tuning import PREDICTORS, TUNED, Result, Setting, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.picture import draw
 from lightning_avgpipe.tuning.trials import best, per_batch_s, refined, trial_sizes
 from lightning_avgpipe.utils.allowed import Allowed, check, choice, directory, documented, optional, whole
@@ -146,6 +146,11 @@ class AvgPipeTuner(Callback):
             raise ConfigurationError(
                 "AvgPipeTuner: with one device and one stage there is nothing to pipeline, and everything is as with "
                 "strategy='auto'; use more devices, or AvgPipeStrategy(num_stages=2) on one, or remove the callback"
+            )
+        if strategy.schedule not in TUNED:
+            raise ConfigurationError(
+                f"AvgPipeTuner predicts {', '.join(map(repr, TUNED))}, but the strategy has schedule="
+                f"{strategy.schedule!r}; use one of these, or remove the callback"
             )
         if self._reusable(strategy):
             self._apply(strategy)

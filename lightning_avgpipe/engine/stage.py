@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.constants import Constants
 from lightning_avgpipe.engine.detour import Path
+from lightning_avgpipe.engine.halves import Watch, WeightHalf, input_half
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import Observations, Surroundings, UnitRepeater, overwritten, scope
@@ -24,7 +26,7 @@ from lightning_avgpipe.engine.rewriting import Rewritten
 from lightning_avgpipe.errors import ScheduleError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
-from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Kind, Schedule
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -33,6 +35,8 @@ from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters
 
 __all__ = ["Stage", "Task", "check_runnable"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,18 +67,30 @@ class _Gate:
 
     The gradient is what autograd found, with its strides: accumulated in a leaf it would be laid out anew, and the
     kernels of the stage before would round otherwise.
+
+    Attributes:
+        leaf: the value, with nothing before it.
+        gradient: once it has come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf = leaf
         self.gradient: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class _Stash:
-    """What a forward keeps: the gates that its gradients come out of, and the tensors that they start from."""
+    """What a forward keeps.
+
+    Attributes:
+        gates: that its gradients come out of.
+        roots: the tensors that they start from.
+        whole: why its backward cannot be split; empty if it may be.
+    """
 
     gates: tuple[_Gate, ...]
     roots: tuple[Tensor, ...]
+    whole: str = ""
 
     @property
     def is_skipped(self) -> bool:
@@ -167,12 +183,15 @@ class Stage:
         self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
         self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
         self._repeats: frozenset[int] = frozenset()
+        self._watch: Watch | None = None  # if backwards come in halves
+        self._said = False  # that they do not
         self._recompute = recompute
         read = self.attributes.variables
         self._repeat_units = UnitRepeater(module, recompute, self._drawing, device, read) if recompute.modules else None
         self._scope = scope(program, module) if recompute.stages else ([], frozenset())
         self._overwritten = overwritten(program) if recompute.stages else frozenset()
         self.stash: dict[int, _Stash | _Inputs] = {}
+        self._weight_halves: dict[int, WeightHalf] = {}
         self.results: dict[int, Any] = {}
         self.skipped: set[int] = set()
 
@@ -180,6 +199,7 @@ class Stage:
         """An iteration with these actions begins."""
         self.attributes.begin()
         self._repeats = repeated(row, self.program.is_last) if self._recompute.stages else frozenset()
+        self._watch = Watch() if any(action.kind is INPUT_GRADIENT for action in row) else None
 
     def perform(self, action: Action, task: Task, message: Message | None) -> Message | None:
         """Run one action.
@@ -202,25 +222,32 @@ class Stage:
                 f"stage {program.stage} wants micro-batch {micro_batch} and received {message.micro_batch}; "
                 "the stages do not run the same schedule"
             )
-        with (
-            self._copies.placed(program.stage) as copies,
-            self._of_units.placed(),
-            self.attributes.placed(),
-        ):
+        with self._placed() as copies:
             if task.trains and micro_batch in self._repeats:
                 return self._forward_to_repeat(task, micro_batch, message, copies)
+            self._watch = None if self._watch is None else Watch()
             gates, replayed = self._replay(task, micro_batch, message, copies)
         if program.is_last:
             self.results[micro_batch] = replayed.result
             if task.finish is not None:  # the user's hooks see the module's own parameters, no copies
                 # of a result with its graph the received values would stay until the iteration ends
                 self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
-                loss = task.finish(micro_batch, replayed.result)
-                self.stash[micro_batch] = _Stash(gates, () if loss is None else (loss,))
+                with self._watch or nullcontext():
+                    loss = task.finish(micro_batch, replayed.result)
+                self._keep(micro_batch, gates, () if loss is None else (loss,))
             return None
         if task.trains:
-            self.stash[micro_batch] = _Stash(gates, _roots(replayed))
+            self._keep(micro_batch, gates, _roots(replayed))
         return _message(task, micro_batch, replayed)
+
+    @contextmanager
+    def _placed(self) -> Iterator[dict[int, str]]:
+        """Within this context the module has what is this stage's own; gives its copies of tied parameters."""
+        with self._copies.placed(self.program.stage) as copies, self._of_units.placed(), self.attributes.placed():
+            yield copies
+
+    def _keep(self, micro_batch: int, gates: tuple[_Gate, ...], roots: tuple[Tensor, ...]) -> None:
+        self.stash[micro_batch] = _Stash(gates, roots, "" if self._watch is None else self._watch.found)
 
     def _replay(
         self,
@@ -232,7 +259,12 @@ class Stage:
     ) -> tuple[tuple[_Gate, ...], Replayed]:
         """Execute this stage's part of the step; ``observe`` as for :func:`replay`."""
         gates, received = self._entered(message, task.trains)
-        with self._inspected(task) as inspection, self._rewritten.saved(task.trains), self._constants.checked():
+        with (
+            self._inspected(task) as inspection,
+            self._rewritten.saved(task.trains),
+            self._constants.checked(),
+            self._watch or nullcontext(),
+        ):
             replayed = replay(
                 self.program,
                 partial(task.run, micro_batch),
@@ -263,8 +295,8 @@ class Stage:
             if value in self._overwritten:  # it, or its neighbour in this process, is needed once more
                 tensor = tensor.clone()
             if wanted and trains:
-                gates.append(_Gate())
-                tensor = _Enter.apply(tensor.detach().requires_grad_(), gates[-1])
+                gates.append(_Gate(tensor.detach().requires_grad_()))
+                tensor = _Enter.apply(gates[-1].leaf, gates[-1])
             received.append(tensor)
         return tuple(gates), received
 
@@ -315,16 +347,18 @@ class Stage:
         self._check_unchanged(kept)
         with _profiled(f"avgpipe::R{micro_batch}"), kept.surroundings.again():
             gates, again = self._replay(kept.task, micro_batch, kept.message, copies, kept.observations.again())
+        whole = "recompute, which would keep all that it repeats until then"
         if kept.ending is None:
             assert gradients is not None
-            return _Stash(gates, _roots(again)), gradients.tensors
+            return _Stash(gates, _roots(again), whole), gradients.tensors
         loss, leaves = kept.ending
         wanted = [leaf for leaf in leaves if leaf is not None]
         gradients_of: Sequence[Tensor | None] = [None] * len(wanted)
         if loss is not None and loss.requires_grad and wanted:
             gradients_of = torch.autograd.grad(loss, wanted, allow_unused=True)
         found = iter(gradients_of)
-        return _Stash(gates, tuple(tree.tensors(again.result))), [None if t is None else next(found) for t in leaves]
+        roots = tuple(tree.tensors(again.result))
+        return _Stash(gates, roots, whole), [None if t is None else next(found) for t in leaves]
 
     def _check_unchanged(self, kept: _Inputs) -> None:
         if kept.message is None:
@@ -345,20 +379,18 @@ class Stage:
         glue_states = self.program.graph.glue_states  # such buffers may be other objects by now
         return owned_tensors(self._module, glue_states) if glue_states else self._owned
 
-    def _backward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
-        """Gradients of this stage's parameters accumulate; those of what it received are sent back."""
+    def _backward(self, task: Task, micro_batch: int, message: Message | None, halve: bool = False) -> Message | None:
+        """Gradients of this stage's parameters accumulate; those of what it received are sent back.
+
+        Where it is halved the former wait for :meth:`_weight_gradient`, unless it cannot be.
+        """
         stash = self.stash.pop(micro_batch)
         gradients: Sequence[Tensor | None] = (None,) if message is None else message.tensors
         skipped = stash.is_skipped if message is None else bool(message.entries)
         if skipped:
             self.skipped.add(micro_batch)
         alone = message is None  # a loss needs no gradient
-        # copies are in place for what is recomputed
-        with (
-            self._copies.placed(self.program.stage) as copies,
-            self._of_units.placed(),
-            self.attributes.placed(),
-        ):
+        with self._placed() as copies:
             if isinstance(stash, _Inputs):
                 stash, gradients = self._repeat(stash, micro_batch, message, copies)
                 alone = False
@@ -368,15 +400,46 @@ class Stage:
                 if root.requires_grad and (gradient is not None or alone)
             ]
             if pairs:
-                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+                of = [root for root, _ in pairs], [gradient for _, gradient in pairs]
+                half = self._input_half(stash, *of) if halve else None
+                if half is None:
+                    torch.autograd.backward(*of)
+                else:
+                    self._weight_halves[micro_batch] = half
         if self.program.is_first:
             return None
         return Message(micro_batch, tuple(gate.gradient for gate in stash.gates), entries=skipped)
+
+    def _input_gradient(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
+        """The half of a backward that the stage before waits for."""
+        return self._backward(task, micro_batch, message, halve=True)
+
+    def _input_half(
+        self, stash: _Stash, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> WeightHalf | None:
+        half = stash.whole or input_half(roots, gradients, [gate.leaf for gate in stash.gates])
+        if isinstance(half, WeightHalf):
+            return half
+        if not self._said:
+            self._said = True
+            _log.warning(
+                "stage %d runs backwards whole where the schedule wants their input gradients first: there is %s. The "
+                "numbers are the same; what it waits for is as with 1F1B", self.program.stage, half,
+            )  # fmt: skip
+        return None
+
+    def _weight_gradient(self, task: Task, micro_batch: int, message: Message | None) -> None:
+        """The other half; nothing is left where the first ran whole, or had nothing to start from."""
+        half = self._weight_halves.pop(micro_batch, None)
+        if half is not None:
+            with self._placed():
+                half.run()
 
     def clear(self) -> None:
         """Forget everything about unfinished micro-batches."""
         self.attributes.end()
         self.stash.clear()
+        self._weight_halves.clear()
         self.results.clear()
         self.skipped.clear()
 
@@ -384,6 +447,8 @@ class Stage:
 _HANDLERS: dict[Kind, Callable[[Stage, Task, int, Message | None], Message | None]] = {
     FORWARD: Stage._forward,
     BACKWARD: Stage._backward,
+    INPUT_GRADIENT: Stage._input_gradient,
+    WEIGHT_GRADIENT: Stage._weight_gradient,
 }
 
 

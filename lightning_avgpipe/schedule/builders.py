@@ -34,9 +34,9 @@ ZERO_BUBBLE = {
 def build(name: str, num_stages: int, num_microbatches: int, advance: int = 0) -> Schedule:
     """Build a schedule by name.
 
-    The zero-bubble schedules split backwards, which stages cannot run yet: they are for the simulator. From its first
-    action to its last, the first stage of K equal ones is idle for so long, with forwards f, halves i and w, free links
-    and enough micro-batches; and so many are stashed on it::
+    The zero-bubble schedules split backwards. From its first action to its last, the first stage of K equal ones is
+    idle for so long, with forwards f, halves i and w, free links and enough micro-batches; and so many are stashed on
+    it::
 
         1F1B     (K-1)(f+i+w)     K      of which the last stage stashes 1
         ZB-H1    (K-1)(f+i-w)     K      and on all others, where k of them wait for their weight gradients only

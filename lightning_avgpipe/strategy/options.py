@@ -66,7 +66,7 @@ ALLOWED = {
     "num_pipelines": whole(1, 1024, 2),
     "processes_per_device": whole(1, 64, 2),
     "num_microbatches": whole(1, 1_000_000, 16, "auto"),
-    "schedule": choice("advance_forward", "1f1b", "afab"),
+    "schedule": choice("advance_forward", "1f1b", "afab", "zb_h1", "zb_h2"),
     "advance": whole(0, 1_000_000, 1, "auto"),
     "split_points": optional(names("names of submodules", "['layers.4']"), "balanced stages"),
     "costs": choice("measured", "flops"),

@@ -89,8 +89,11 @@ class AvgPipeStrategy(ParallelStrategy):
             stage, with two samples each where batches are normalised; or 1 for one stage: then there is nothing to
             pipeline, and everything is as on one device. More of them shrink the idle time at both ends of an
             iteration and the memory per micro-batch, but make each kernel smaller.
-        schedule: ``"advance_forward"`` (1F1B with ``advance`` extra forwards in flight), ``"1f1b"`` or ``"afab"`` (all
-            forwards, then all backwards).
+        schedule: ``"advance_forward"`` (1F1B with ``advance`` extra forwards in flight), ``"1f1b"``, ``"afab"`` (all
+            forwards, then all backwards), or one that fills idle time with weight gradients: ``"zb_h1"`` (idle for a
+            third of 1F1B's time, where both halves of a backward take as long as a forward) or ``"zb_h2"`` (hardly
+            idle, with twice the micro-batches in flight). Weights are the same bit for bit. A stage that cannot split
+            its backwards (``recompute``, checkpoints, compiled modules) runs them whole, and says so.
         advance: h of advance forward propagation: stage k starts ``(K-1-k) * (1+h)`` forwards ahead of its first
             backward. 0 is 1F1B; a larger value hides slow links at the price of memory. ``"auto"``: adapted while
             training runs. It starts with what measured costs ask for (with unequal stages, each stage ahead of the
@@ -187,7 +190,7 @@ class AvgPipeStrategy(ParallelStrategy):
         num_pipelines: Count = 1,
         processes_per_device: Count = 1,
         num_microbatches: Count | Literal["auto"] = "auto",
-        schedule: Literal["advance_forward", "1f1b", "afab"] = "advance_forward",
+        schedule: Literal["advance_forward", "1f1b", "afab", "zb_h1", "zb_h2"] = "advance_forward",
         advance: Natural | Literal["auto"] = "auto",
         split_points: list[str] | None = None,
         costs: Literal["measured", "flops"] = "measured",
@@ -361,6 +364,11 @@ class AvgPipeStrategy(ParallelStrategy):
         """K."""
         wanted = self._options.num_stages
         return self.device_layout.num_devices if wanted == "auto" else wanted
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of training."""
+        return self._options.schedule
 
     @property
     def num_pipelines(self) -> int:

@@ -3,10 +3,11 @@
 from lightning_avgpipe.tuning.predictors import PREDICTORS, Corrected, Paper, Prediction, Predictor, Simulator
 from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, OtherSize, Profile, StageMemory, StageProfile
 from lightning_avgpipe.tuning.search import Candidate, Result, candidates, microbatch_counts, search
-from lightning_avgpipe.tuning.setting import Setting
+from lightning_avgpipe.tuning.setting import TUNED, Setting
 
 __all__ = [
     "PREDICTORS",
+    "TUNED",
     "Candidate",
     "Corrected",
     "Curve",

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.schedule import builders
 
-__all__ = ["Setting"]
+__all__ = ["TUNED", "Setting"]
+
+TUNED = ("advance_forward", "1f1b", "afab")  # schedules whose time and memory are predicted
 
 
 @dataclass(frozen=True, order=True)
@@ -31,8 +33,8 @@ class Setting:
     def __post_init__(self) -> None:
         if self.num_microbatches < 1 or self.num_pipelines < 1 or self.advance < 0:
             raise TuningError(f"{self}: M and N must be at least 1, the advance at least 0")
-        if self.schedule not in builders.NAMES or self.schedule == "forward":
-            raise TuningError(f"{self}: tune 'advance_forward', '1f1b' or 'afab'")
+        if self.schedule not in TUNED:
+            raise TuningError(f"{self}: tune {', '.join(map(repr, TUNED))}")
 
     def warm_up(self, num_stages: int) -> tuple[int, ...]:
         """Forwards before the first pair, shape ``(num_stages,)``; M - 1 stands for M, which has the same rows."""

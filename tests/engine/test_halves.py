@@ -1,0 +1,246 @@
+"""Backwards in halves: the same gradients as whole ones bit for bit, each half when it is its turn."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.observer import Observer, Work
+from lightning_avgpipe.schedule import INPUT_GRADIENT, WEIGHT_GRADIENT
+from tests.driver import Engine
+
+F = nn.functional
+TOKENS, FLOATS = torch.arange(64).reshape(8, 8) % 32, torch.linspace(-1, 1, 64).reshape(8, 8)
+
+
+class Layers(nn.Module):
+    """A loss over some layers."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.first, self.second = nn.LSTM(8, 8, 2, batch_first=True), nn.LSTM(8, 8, batch_first=True)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        out = self.second(self.first(self.embedding(batch))[0])[0]
+        return F.cross_entropy(self.head(out).flatten(0, 1), batch.flatten())
+
+
+def convolutions() -> nn.Module:
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)) for _ in range(4)]
+    return Layers(*blocks, nn.Flatten(), nn.Linear(192, 4))
+
+
+class Language(nn.Module):
+    """A language model of transformers, whose output layer is its embedding."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        if kind == "gpt2":
+            config = transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=32, n_positions=8)
+            self.model = transformers.GPT2LMHeadModel(config)
+        else:
+            config = transformers.BertConfig(
+                num_hidden_layers=3, hidden_size=16, intermediate_size=32, num_attention_heads=2, vocab_size=32
+            )
+            self.model = transformers.BertForMaskedLM(config)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
+
+
+def linears(count: int = 6) -> Layers:
+    return Layers(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(count)))
+
+
+def tied() -> Layers:
+    """Layers that are called twice, on one stage and on two."""
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    return Layers(layers[0], layers[1], layers[1], layers[2], layers[0], nn.Tanh())
+
+
+class Halves(nn.Linear):
+    """Multiplies by its weight with a hook on what it gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x = x * 1
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return super().forward(x)
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubling.apply(super().forward(x))  # type: ignore[no-any-return]
+
+
+class Checkpointed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def frozen() -> nn.Module:
+    module = linears()
+    module.layers[3].requires_grad_(False)
+    return module
+
+
+def gradients(
+    engine: Engine, batch: Tensor, schedule: str, before: dict[str, Tensor], observers: Any = ()
+) -> dict[str, Tensor | None]:
+    """Of all weights, after two batches from the same state."""
+    engine.module.load_state_dict(before)
+    engine.module.zero_grad()
+    for i in range(2):
+        engine.train(batch.clone(), schedule, i, observers=observers)
+    return {name: parameter.grad for name, parameter in engine.module.named_parameters()}
+
+
+def differing(module: nn.Module, batch: Tensor, *schedules: str, recompute: Any = False) -> set[str]:
+    """Weights whose gradients differ from those of 1F1B."""
+    module.log = lambda *args, **kwargs: None  # type: ignore[assignment]
+    engine = Engine(module, 3, batch.clone(), 4, recompute=recompute)
+    before = copy.deepcopy(module.state_dict())
+    expected = gradients(engine, batch, "1f1b", before)
+    assert any(gradient is not None and gradient.any() for gradient in expected.values())
+    found = set()
+    for schedule in schedules:
+        for name, gradient in gradients(engine, batch, schedule, before).items():
+            other = expected[name]
+            same = gradient is other if gradient is None or other is None else torch.equal(gradient, other)
+            found |= set() if same else {name}
+    return found
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "linear": (linears, FLOATS),
+    "tied": (tied, FLOATS),
+    "frozen": (frozen, FLOATS),
+    "recurrent": (Recurrent, TOKENS),
+    "convolutions": (convolutions, torch.linspace(-1, 1, 8 * 192).reshape(8, 3, 8, 8)),
+    "gpt2": (lambda: Language("gpt2"), TOKENS),
+    "bert": (lambda: Language("bert"), TOKENS),
+    "hook on a value": (lambda: Layers(nn.Linear(8, 8), nn.Linear(8, 8), Halves(8, 8), nn.Linear(8, 8)), FLOATS),
+    "function of Python": (lambda: Layers(*(Doubled(8, 8) for _ in range(4))), FLOATS),
+    "checkpoint": (lambda: Layers(*(Checkpointed(8, 8) for _ in range(4))), FLOATS),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "bert" else ()) for name in MODELS]
+)
+def test_gradients_equal_those_of_whole_backwards_bit_for_bit(name: str) -> None:
+    torch.manual_seed(0)
+    make, batch = MODELS[name]
+    assert not differing(make(), batch, "zb_h1", "zb_h2")
+
+
+@pytest.mark.parametrize("recompute", [True, ["layers.2", "layers.3"]])
+def test_a_stage_that_repeats_its_forward_does_so_once_and_runs_whole(
+    recompute: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    module, calls, now = linears(), Counter[str](), ""
+    assert not differing(module, FLOATS, "zb_h1", recompute=recompute)
+    module.layers[2][0].register_forward_hook(lambda *args: calls.update([now]))
+    engine = Engine(module, 3, FLOATS, 4, recompute=recompute)
+    with caplog.at_level(logging.WARNING):
+        for now in ("1f1b", "zb_h1"):
+            engine.train(FLOATS.clone(), now)
+    assert calls["zb_h1"] == calls["1f1b"] >= 8
+    assert any("runs backwards whole" in record.message for record in caplog.records)
+
+
+def test_autocast_changes_nothing() -> None:
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not differing(linears(), FLOATS, "zb_h1", "zb_h2")
+
+
+class When(Observer):
+    """Notes which of some weights get gradients in which kind of action on a stage."""
+
+    def __init__(self, module: nn.Module, stage: int) -> None:
+        self.found: dict[str, set[str]] = {}
+        self.calls: Counter[str] = Counter()
+        self._stage, self._now = stage, ""
+        for name, parameter in module.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: self._note(name))  # type: ignore[misc]
+
+    def _note(self, name: str) -> None:
+        self.calls[name] += 1
+        self.found.setdefault(name, set()).add(self._now)
+
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        self._now = str(work.action.kind)
+        return do()
+
+
+def test_weights_get_their_gradients_in_the_second_half_and_hooks_on_them_are_called_once() -> None:
+    torch.manual_seed(0)
+    module = linears()
+    engine = Engine(module, 3, FLOATS, 4)
+    when = When(module, 1)
+    engine.train(FLOATS.clone(), "zb_h1", observers=[when])
+    assert when.found == {name: {str(WEIGHT_GRADIENT)} for name, _ in module.named_parameters()}
+    assert set(when.calls.values()) == {4}
+
+
+def test_a_layer_that_is_called_twice_on_a_stage_has_its_gradient_with_the_first_half() -> None:
+    torch.manual_seed(0)
+    shared, first, last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    module = Layers(first, shared, nn.Tanh(), shared, last)
+    engine = Engine(module, 2, FLOATS, 4, split_points=["layers.1"])
+    when = When(module, 1)
+    engine.train(FLOATS.clone(), "zb_h1", observers=[when])
+    kinds = {name: {str(INPUT_GRADIENT if name.startswith("layers.1") else WEIGHT_GRADIENT)} for name in when.found}
+    assert when.found == kinds and set(when.calls.values()) == {4}
+
+
+def test_a_graph_that_cannot_be_split_is_said_once_for_each_stage(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    engine = Engine(Layers(*(Doubled(8, 8) for _ in range(4))), 2, FLOATS, 4)
+    with caplog.at_level(logging.WARNING):
+        for i in range(2):
+            engine.train(FLOATS.clone(), "zb_h1", i)
+    said = [record.message for record in caplog.records if "runs backwards whole" in record.message]
+    assert len(said) == 2 and all("a function of Python" in message for message in said)
+
+
+def test_nothing_of_torch_stays_replaced() -> None:
+    from torch.autograd.graph import saved_tensors_hooks
+
+    before = Tensor.register_hook, saved_tensors_hooks.__enter__
+    Engine(linears(), 2, FLOATS, 4).train(FLOATS.clone(), "zb_h2")
+    assert before == (Tensor.register_hook, saved_tensors_hooks.__enter__)
