@@ -1,0 +1,138 @@
+"""Communicators of simulated devices, with the streams of NCCL's: each has one, on which sends and receives meet.
+
+::
+
+    send on rank 0      |-- waits for the receive --|-- data -->|      what is behind it on the stream waits
+    receive on rank 1                 |-- waits ----|--> data --|
+
+The host goes on at once. Data travels over a group of the host, such as gloo's, or one between threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.simulated import device
+
+NAME = "simccl"
+
+
+class _Work(dist._Work):
+    def __init__(self, event: Any, place: torch.device) -> None:
+        super().__init__()
+        self._event = event
+        self._place = place
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        torch.accelerator.current_stream(self._place).wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+
+class Communicator(dist.ProcessGroup):
+    """Among processes, or threads that stand for them.
+
+    Args:
+        host: connects them on the host; asked from threads, with a tag for each transfer.
+        rank: of this one.
+        size: how many there are.
+    """
+
+    def __init__(self, host: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._host = host
+        self._rank = rank
+        self._stream: Any = None
+        self._counts: Counter[tuple[int, int]] = Counter()  # of transfers from one rank to another
+
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> _Work:
+        (tensor,) = tensors
+        tag = self._tag(self._rank, dst)
+
+        def exchange(data: Tensor) -> None:
+            self._host.recv([torch.empty(1, dtype=torch.uint8)], dst, tag).wait()  # it receives
+            self._host.send([data.clone()], dst, tag).wait()
+
+        return self._put("send", tensor, exchange, reads=True)
+
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> _Work:
+        (tensor,) = tensors
+        tag = self._tag(src, self._rank)
+
+        def exchange(data: Tensor) -> None:
+            self._host.send([torch.zeros(1, dtype=torch.uint8)], src, tag).wait()
+            self._host.recv([data], src, tag).wait()
+
+        return self._put("recv", tensor, exchange, writes=True)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+        (tensor,) = tensors
+        if tensor.is_cpu:
+            return self._host.broadcast([tensor], opts)
+        root = opts.rootRank == self._rank
+        exchange = lambda data: self._host.broadcast([data], opts).wait()  # noqa: E731
+        return self._put("broadcast", tensor, exchange, reads=root, writes=not root)
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+        (tensor,) = tensors
+        if tensor.is_cpu:
+            return self._host.allreduce([tensor], opts)
+        exchange = lambda data: self._host.allreduce([data.view(tensor.dtype)], opts).wait()  # noqa: E731
+        return self._put("allreduce", tensor, exchange, reads=True, writes=True)
+
+    def barrier(self, opts: Any) -> Any:
+        return self._host.barrier(opts)
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _tag(self, source: int, target: int) -> int:
+        self._counts[source, target] += 1
+        return self._counts[source, target]
+
+    def _put(
+        self, what: str, tensor: Tensor, exchange: Callable[[Tensor], None], reads: bool = False, writes: bool = False
+    ) -> _Work:
+        assert tensor.is_contiguous()
+        current = torch.accelerator.current_stream(tensor.device)
+        if self._stream is None:
+            self._stream = torch.Stream(device=tensor.device)
+        self._stream.wait_event(current.record_event())
+        transfer = device.backend.put_transfer(
+            tensor.device.index, self._stream.stream_id, what, [tensor] * reads, [tensor] * writes
+        )
+        # only its address: whoever puts something on a stream keeps it until the stream is done
+        memory, nbytes = tensor.data_ptr(), tensor.nbytes
+
+        def work() -> None:
+            try:
+                transfer.wait_for_turn()
+                data = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(memory), dtype=torch.uint8)
+                exchange(data)
+                transfer.finish()
+            except Exception as error:  # for those who wait for it
+                transfer.finish(f"{type(error).__name__}: {error}")
+
+        threading.Thread(target=work, name=f"simulated {what}", daemon=True).start()
+        return _Work(self._stream.record_event(), tensor.device)
+
+
+def register() -> None:
+    """Make it a backend of torch.distributed, for all simulated devices."""
+
+    def made(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Communicator:
+        host = dist.ProcessGroupGloo(dist.PrefixStore(NAME, store), rank, size, timeout)
+        return Communicator(host, rank, size)
+
+    dist.Backend.register_backend(NAME, made, devices=[device.NAME])

@@ -1,0 +1,285 @@
+"""The simulated device finds what it is there to find, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.comm.routes import Party
+from tests.simulated import device
+from tests.simulated.communicator import Communicator
+from tests.threads import Hub, Injector, MemoryGroup
+
+Simulated = Callable[..., Any]
+
+
+def sim(index: int = 0) -> torch.device:
+    return torch.device("sim", index)
+
+
+def kinds(report: device.Report) -> set[str]:
+    return {error.partition(":")[0] for error in report.errors}
+
+
+def other_stream_after_now() -> Any:
+    stream = torch.Stream(device=sim())
+    stream.wait_event(torch.accelerator.current_stream(sim()).record_event())
+    return stream
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def train(place: str) -> list[Tensor]:
+    torch.manual_seed(1)
+    layers = nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Dropout(0.5), nn.Linear(24, 8), nn.LayerNorm(8)
+    model = nn.Sequential(*layers).to(place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.randn(5, 3, 8).to(place)
+    torch.manual_seed(2)
+    for _ in range(3):
+        y = model(x)
+        loss = ((y @ y.T).softmax(-1) @ y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def same_training() -> tuple[bool, list[str]]:
+    with device.reported() as report:
+        ours = train("sim")
+    return all(map(torch.equal, train("cpu"), ours)), list(report.errors)
+
+
+def test_training_gives_the_hosts_bits(simulated: Simulated) -> None:
+    same, errors = simulated(same_training)
+    assert same
+    assert not errors
+
+
+def draws() -> bool:
+    torch.manual_seed(3)
+    first = torch.rand(4, device=sim(1))
+    state = torch.get_device_module("sim").get_rng_state(1)
+    second = torch.rand(4, device=sim(1))
+    torch.get_device_module("sim").set_rng_state(state, 1)
+    return torch.equal(second.cpu(), torch.rand(4, device=sim(1)).cpu()) and not torch.equal(first.cpu(), second.cpu())
+
+
+def test_devices_have_generators(simulated: Simulated) -> None:
+    assert simulated(draws)
+
+
+# -- races -----------------------------------------------------------------------------------------------------------
+
+
+def read_on_another_stream(waits: bool) -> tuple[set[str], float]:
+    with device.reported() as report:
+        x = torch.ones(4, device=sim())
+        stream = other_stream_after_now() if waits else torch.Stream(device=sim())
+        with stream:
+            y = x + 1
+        torch.accelerator.synchronize(0)
+        return kinds(report), float(y.sum())
+
+
+def test_a_missing_wait_is_a_race_and_gives_other_numbers(simulated: Simulated) -> None:
+    assert simulated(read_on_another_stream, True) == (set(), 8.0)
+    found, numbers = simulated(read_on_another_stream, False)
+    assert found == {"race"}
+    assert numbers != 8.0
+
+
+def written_while_read(waits: bool) -> set[str]:
+    with device.reported() as report:
+        x = torch.ones(4, device=sim())
+        stream = other_stream_after_now()
+        with stream:
+            y = x + 1
+        if waits:
+            torch.accelerator.current_stream(sim()).wait_event(stream.record_event())
+        x.zero_()
+        torch.accelerator.synchronize(0)
+        del y
+    return kinds(report)
+
+
+def test_writing_what_another_stream_reads_is_a_race(simulated: Simulated) -> None:
+    assert simulated(written_while_read, True) == set()
+    assert simulated(written_while_read, False) == {"race"}
+
+
+def backward_on_a_stream(waits: bool) -> set[str]:
+    with device.reported() as report:
+        w = torch.ones(4, device=sim(), requires_grad=True)
+        stream = other_stream_after_now()
+        with stream:
+            (w * w).sum().backward()
+        if waits:
+            torch.accelerator.current_stream(sim()).wait_stream(stream)
+        assert w.grad is not None
+        w.grad + 1
+        torch.accelerator.synchronize(0)
+    return kinds(report)
+
+
+def test_autograds_threads_put_gradients_on_the_forwards_stream(simulated: Simulated) -> None:
+    assert simulated(backward_on_a_stream, True) == set()
+    assert simulated(backward_on_a_stream, False) == {"race"}
+
+
+def freed(how: str) -> tuple[set[str], bool]:
+    with device.reported() as report:
+        x = torch.ones(4, device=sim())
+        address, stream = x.data_ptr(), other_stream_after_now()
+        with stream:
+            y = x + 1
+        if how == "recorded":
+            x.record_stream(stream)
+        if how == "waited":
+            torch.accelerator.current_stream(sim()).wait_event(stream.record_event())
+        del x
+        again = torch.empty(4, device=sim()).data_ptr() == address
+        torch.accelerator.synchronize(0)
+        del y
+    return kinds(report), again
+
+
+def test_memory_that_another_stream_uses_is_freed_early(simulated: Simulated) -> None:
+    assert simulated(freed, "recorded") == (set(), True)
+    assert simulated(freed, "waited") == (set(), True)
+    assert simulated(freed, "") == ({"freed early"}, True)
+
+
+def copied_to_the_host(pinned: bool, waits: bool) -> tuple[bool, int]:
+    x = torch.arange(4.0, device=sim())
+    with device.reported() as report:
+        y = torch.empty(4, pin_memory=pinned).copy_(x, non_blocking=True)
+        if waits:
+            torch.accelerator.current_stream(sim()).synchronize()
+        return y.tolist() == [0, 1, 2, 3], report.waits.total()
+
+
+def test_what_is_copied_to_pinned_memory_is_there_after_a_wait(simulated: Simulated) -> None:
+    assert simulated(copied_to_the_host, True, True) == (True, 1)
+    assert simulated(copied_to_the_host, True, False) == (False, 0)
+    assert simulated(copied_to_the_host, False, False) == (True, 1)  # other memory is waited for
+
+
+def changed_while_copied(waits: bool) -> set[str]:
+    with device.reported() as report:
+        x = torch.ones(4).pin_memory()
+        y = x.to(sim(), non_blocking=True)
+        if waits:
+            torch.accelerator.current_stream(sim()).synchronize()
+        x.zero_()
+        torch.accelerator.synchronize(0)
+        del y
+    return kinds(report)
+
+
+def test_pinned_memory_must_stay_until_it_is_copied(simulated: Simulated) -> None:
+    assert simulated(changed_while_copied, True) == set()
+    assert simulated(changed_while_copied, False) == {"race"}
+
+
+# -- waits of the host -----------------------------------------------------------------------------------------------
+
+
+def host_waits() -> list[tuple[str, str]]:
+    x = torch.ones(4, device=sim())
+    with device.reported() as report:
+        float(x.sum())
+        x.cpu()
+        torch.ones(4).to(sim())
+        torch.accelerator.synchronize(0)
+        torch.accelerator.current_stream(sim()).record_event().synchronize()
+        x + 1
+    return [(wait.thread, wait.why) for wait in report.waits]
+
+
+def test_waits_of_the_host_are_listed(simulated: Simulated) -> None:
+    whys = ["item", "copy to the host", "copy to the device", "device.synchronize", "event.synchronize"]
+    assert simulated(host_waits) == [("MainThread", why) for why in whys]
+
+
+# -- communicators ---------------------------------------------------------------------------------------------------
+
+
+def in_two_threads(work: Callable[[int, Callable[[str], Communicator]], Any]) -> list[Any]:
+    """What ``work(rank, connect)`` gives in each of two threads; ``connect(name)`` makes a communicator."""
+    hub, given = Hub(Injector()), [None, None]
+
+    def live(rank: int) -> None:
+        torch.get_device_module("sim").set_device(rank)
+
+        def connect(name: str) -> Communicator:
+            return Communicator(MemoryGroup(hub, Party(name, (0, 1)), rank), rank, 2)  # type: ignore[arg-type]
+
+        try:
+            given[rank] = work(rank, connect)
+        except RuntimeError as error:
+            given[rank] = str(error)  # type: ignore[call-overload]
+
+    ranks = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return given
+
+
+def message(waits: bool) -> tuple[list[Any], set[str]]:
+    def work(rank: int, connect: Callable[[str], Communicator]) -> Any:
+        communicator, x = connect("world"), torch.full((4,), 7.0 * (1 - rank), device=sim(rank))
+        done = communicator.recv([x], 0) if rank else communicator.send([x], 1)
+        if waits:
+            done.wait()
+        return float((x + 1).sum())
+
+    with device.reported() as report:
+        return in_two_threads(work), kinds(report)
+
+
+def test_what_is_received_must_be_waited_for(simulated: Simulated) -> None:
+    assert simulated(message, True) == ([32.0, 32.0], set())
+    (_, received), found = simulated(message, False)
+    assert received != 32.0
+    assert found == {"race", "freed early"}  # nor does the sender wait before it lets go of the memory
+
+
+def crossed(streams: int) -> list[Any]:
+    """Both send first and receive then, with communicators for each direction."""
+
+    def work(rank: int, connect: Callable[[str], Communicator]) -> Any:
+        there, back = connect("0 to 1"), connect("1 to 0")
+        x, y = torch.full((4,), 1.0 + rank, device=sim(rank)), torch.empty(4, device=sim(rank))
+        there._stream = torch.Stream(device=sim(rank))
+        back._stream = there._stream if streams == 1 else torch.Stream(device=sim(rank))
+        (back if rank else there).send([x], 1 - rank)
+        (there if rank else back).recv([y], 1 - rank).wait()
+        return float(y.sum())
+
+    return in_two_threads(work)
+
+
+@pytest.mark.slow  # it waits until the limit
+def test_transfers_that_wait_for_each_other_are_a_deadlock(simulated: Simulated) -> None:
+    assert simulated(crossed, 2) == [8.0, 4.0]
+    assert all("is stuck behind send" in error for error in simulated(crossed, 1))
+
+
+def aliases() -> tuple[int, bool]:
+    streams = [torch.Stream(device=sim()).stream_id for _ in range(33)]
+    return len(set(streams)), streams[0] == streams[32]
+
+
+def test_streams_come_from_a_pool_of_32(simulated: Simulated) -> None:
+    assert simulated(aliases) == (32, True)

@@ -1,0 +1,67 @@
+"""Training on the simulated device: the host's weights, no race, nothing freed early, no wait per micro-batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models import MLP, loader
+from tests.simulated import device
+from tests.simulated.accelerator import SimulatedAccelerator
+from tests.trainers import pipeline
+
+Simulated = Callable[..., Any]
+
+
+def fit(
+    on_device: bool, kind: type, strategy: dict[str, Any], options: dict[str, Any], count: int = 3
+) -> dict[str, Tensor]:
+    """Weights after training on batches of 8."""
+    torch.manual_seed(4)
+    module = kind()
+    accelerator: Any = SimulatedAccelerator() if on_device else "cpu"
+    runner = pipeline(strategy=strategy, accelerator=accelerator, max_epochs=1, **options)
+    runner.fit(module, loader(kind, 8 * count, 8))
+    return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+
+
+def compared(*args: Any) -> tuple[list[str], list[str]]:
+    """Names of weights that differ from the host's, and what was found."""
+    with device.reported() as report:
+        ours = fit(True, *args)
+    return [name for name, tensor in fit(False, *args).items() if not torch.equal(tensor, ours[name])], list(
+        report.errors
+    )
+
+
+@pytest.mark.parametrize("strategy", [{}, {"num_pipelines": 2}, {"recompute": True}], ids=str)
+def test_weights_are_those_of_the_host(simulated: Simulated, strategy: dict[str, Any]) -> None:
+    differ, errors = simulated(compared, MLP, {"num_microbatches": 4, **strategy}, {"gradient_clip_val": 0.1})
+    assert not differ
+    assert not errors
+
+
+def waits(count: int, strategy: dict[str, Any], options: dict[str, Any]) -> Counter[tuple[str, str]]:
+    """How often, by file of the package and function, the main thread waits in so many iterations."""
+    with device.reported() as report:
+        fit(True, MLP, strategy, options, count)
+    places: Counter[tuple[str, str]] = Counter()
+    for wait, found in report.waits.items():
+        if wait.thread == "MainThread":
+            places[wait.file, wait.function] += found
+    return places
+
+
+def per_iteration(*args: Any) -> dict[tuple[str, str], float]:
+    few, many = waits(4, *args), waits(8, *args)
+    return {place: (found - few[place]) / 4 for place, found in many.items() if found != few[place]}
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+def test_nothing_waits_in_an_iteration(simulated: Simulated, num_microbatches: int) -> None:
+    assert not simulated(per_iteration, {"num_microbatches": num_microbatches}, {})
