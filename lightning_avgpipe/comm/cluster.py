@@ -228,7 +228,7 @@ class Cluster:
             idle_s=arrivals.idle_s,
             deaths=self._deaths,
         )
-        self.waits = Waits(arrivals, monitor, timeout_s)
+        self.waits = Waits(arrivals, monitor, timeout_s, self.device)
         self.transport = Transport(self.stage_map, rank, self._network, arrivals, self.waits)
         self._agreement = None if store is None else Agreement(rank, self._names, store, timeout_s / 2, monitor)
 

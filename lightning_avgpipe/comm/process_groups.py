@@ -47,7 +47,7 @@ class ProcessGroups:
     wire_type: type[Wire] = Wire
 
     def __init__(self, rank: int, device: torch.device, timeout: timedelta, device_backend: str | None = None) -> None:
-        self._both = backends(_HOST, device_backend) if device_backend else _HOST
+        self._both = backends(_HOST, device_backend, device) if device_backend else _HOST
         self._rank = rank
         self._device = device
         self._timeout = timeout + _GRACE  # our own waits end first: their errors name stage and action

@@ -11,9 +11,11 @@ import torch
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.errors import AvgPipeError, PeerError
+from lightning_avgpipe.utils.device import port_of
 
 __all__ = ["Waits"]
 
+_HOST = torch.device("cpu")
 _POLL_S = 0.5  # between two looks at the clock; whatever happens wakes the wait
 
 
@@ -25,16 +27,18 @@ class Waits:
         monitor: knows whether another process has failed; told what this one waits for.
         timeout_s: longest wait in which no connection of any process moves bytes, in seconds. Time in which this
             process itself does not run, because it is stopped, does not count.
+        device: on which this process computes.
 
     Attributes:
         monitor: as given.
         timeout_s: as given.
     """
 
-    def __init__(self, arrivals: Arrivals, monitor: Monitor, timeout_s: float) -> None:
+    def __init__(self, arrivals: Arrivals, monitor: Monitor, timeout_s: float, device: torch.device = _HOST) -> None:
         self.monitor = monitor
         self.timeout_s = timeout_s
         self._arrivals = arrivals
+        self._port = port_of(device)
         self._thread: threading.Thread | None = None
 
     def until(self, ready: Callable[[], bool], doing: str | Callable[[], str]) -> None:
@@ -82,17 +86,20 @@ class Waits:
     def run(self, function: Callable[[], object], doing: str) -> None:
         """Run something that waits for other processes; meanwhile look whether one has failed.
 
-        It runs in a thread, because a collective of gloo can neither be polled nor given up.
+        It runs in a thread, because a collective of gloo can neither be polled nor given up; on an accelerator on the
+        stream of the caller, who goes on when it is put there.
 
         Raises:
             PeerError: as of :meth:`until`, or a connection broke. Any other error of the function comes as it is.
         """
         self.monitor.check()
         done, errors = threading.Event(), []
+        stream = self._port.current_stream()
 
         def work() -> None:
             try:
-                with torch.no_grad():
+                self._port.enter_thread()  # a thread begins on the first device, and on the default stream
+                with self._port.on_stream(stream), torch.no_grad():
                     function()
             except Exception as error:  # re-raised below, in the thread that asked
                 errors.append(error)

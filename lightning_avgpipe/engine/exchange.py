@@ -16,7 +16,6 @@ from lightning_avgpipe.comm.codec import TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message, pack, unpack
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.source import source_line
 
 __all__ = ["Exchange"]
@@ -78,7 +77,6 @@ class Exchange:
 
     def _broadcast(self, source: int, header: bytes, size: int, tensors: Sequence[Tensor]) -> Any:
         cluster, first = self._cluster, self._cluster.group.ranks[source]
-        port_of(cluster.device).enter_thread()
         mine = source == cluster.rank
         frame = torch.frombuffer(bytearray(header), dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
         dist.broadcast(frame, first, group=cluster.group.process_group)

@@ -92,7 +92,6 @@ _RUNS = (
     Private(f"{_SCRIPT}._call_children_scripts", "extended: they know who started them", ""),
     Private(f"{_DISTRIBUTED}._set_num_threads_if_needed", "after the start", "num_processes"),
     Private(f"{_DISTRIBUTED}._init_dist_connection", "joins them", "cluster_environment torch_distributed_backend"),
-    Private(f"{_DISTRIBUTED}._get_default_process_group_backend_for_device", "by which backend", "device"),
     Private(f"{_FABRIC}.imports._IS_INTERACTIVE", "whether a notebook runs"),
     Private(f"{_CALLBACKS}.BaseFinetuning.filter_on_optimizer", "replaced: not by contents", "optimizer params"),
     Private(f"{_CALLBACKS}.StochasticWeightAveraging._average_model", "is divided as the weights are"),

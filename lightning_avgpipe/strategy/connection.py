@@ -7,10 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
+from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_avgpipe.comm.cluster import Cluster
@@ -20,7 +17,7 @@ from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.strategy import checks, launch
 from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.utils import parent
-from lightning_avgpipe.utils.device import backends, port_of
+from lightning_avgpipe.utils.device import backends, connects_hosts, device_backend, port_of
 
 __all__ = ["Connection"]
 
@@ -64,13 +61,13 @@ class Connection:
         self.layout, several = layout, layout.world_size > 1
         if several:
             self.failed = False
-            self.backend = self.backend or _get_default_process_group_backend_for_device(device)
+            self.backend = self.backend or device_backend(None, device)
             checks.backend(self.backend, device)
         if self.cluster is None:
             reader = layout.group_size(num_stages) - 1 if several and options.reader == "first" else 0
             stage_map = StageMap.on(layout, num_stages, reader)
-            backend = None if port_of(device).is_host or not several else self.backend
-            network = ProcessGroups(rank, device, options.timeout, backend)
+            between = None if port_of(device).is_host or not several else device_backend(self.backend, device)
+            network = ProcessGroups(rank, device, options.timeout, between)
             self.cluster = Cluster(stage_map, rank, device, options.timeout, network, layout.sharing > 1, parent.deaths)
         elif self.cluster.stage_map.num_stages != num_stages:
             self.cluster.rearrange(num_stages)
@@ -95,7 +92,7 @@ class Connection:
             store, keeper = launch.store(environment, rank, options.timeout)
             # control messages travel on the host, whatever connects the devices
             all_devices = self.backend if options.processes_per_device == 1 else "gloo"
-            both = backends("gloo", all_devices) if self.backend == "nccl" else self.backend
+            both = self.backend if connects_hosts(self.backend) else backends("gloo", all_devices, self.cluster.device)
             meet = partial(_init_dist_connection, environment, both, timeout=options.timeout, store=store)
             self.cluster.open(
                 store, meet, keeper

@@ -313,7 +313,8 @@ def _reduce(values: list[Any], sizes: list[float], reduce_fx: Any) -> Any:
         weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
         shape = (-1, *([1] * (stacked.ndim - 1)))
         floating = stacked if stacked.is_floating_point() else stacked.float()
-        return (floating * weights.to(floating).view(shape)).sum(0)
+        there = weights.to(floating.device, floating.dtype, non_blocking=True)
+        return (floating * there.view(shape)).sum(0)
     if isinstance(reduce_fx, str):
         reduce_fx = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[reduce_fx.lower()]
         return reduce_fx(stacked, dim=0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 __all__ = [
     "AcceleratorPort",
@@ -20,10 +21,14 @@ __all__ = [
     "Moment",
     "all_generators",
     "backends",
+    "connects_hosts",
+    "device_backend",
     "is_out_of_memory",
     "port_of",
 ]
 
+_WITHOUT_STREAMS = ("cpu", "meta", "mps")
+_HOST_BACKEND = "gloo"
 _HOST_ALLOCATOR = "DefaultCPUAllocator"  # of torch, which raises a RuntimeError
 
 T = TypeVar("T")
@@ -48,18 +53,40 @@ Moment = float | Event  # a time of this process's clock, or on an accelerator a
 @functools.cache
 def port_of(device: torch.device) -> DevicePort:
     """What to ask about a device."""
-    return (AcceleratorPort if device.type == "cuda" else DevicePort)(device)
+    return (DevicePort if device.type in _WITHOUT_STREAMS else AcceleratorPort)(device)
 
 
 def all_generators() -> list[torch.Generator]:
     """Torch's generators, of all devices that are in use."""
-    accelerators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [torch.default_generator, *accelerators]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type in _WITHOUT_STREAMS:
+        return [torch.default_generator]
+    module = torch.get_device_module(accelerator)
+    return [torch.default_generator, *(module.default_generators if module.is_initialized() else ())]
 
 
-def backends(host: str, accelerator: str) -> str:
-    """Names for torch.distributed what connects hosts, and what connects accelerators."""
-    return f"cpu:{host},cuda:{accelerator}"
+def backends(host: str, accelerator: str, device: torch.device) -> str:
+    """Names for torch.distributed what connects hosts, and what connects devices of a kind."""
+    return f"cpu:{host},{device.type}:{accelerator}"
+
+
+def device_backend(name: str | None, device: torch.device) -> str:
+    """The backend of torch.distributed between devices of a kind.
+
+    Args:
+        name: of it, or with the kinds of devices, as ``cpu:gloo,cuda:nccl``; None: that of torch for the kind.
+        device: of the kind.
+    """
+    if name is None:
+        return dist.Backend.default_device_backend_map.get(device.type, _HOST_BACKEND)
+    if ":" not in name:
+        return name
+    return dict(part.split(":") for part in name.split(",")).get(device.type, _HOST_BACKEND)
+
+
+def connects_hosts(name: str) -> bool:
+    """Whether a backend, or one of those of several kinds of devices, connects hosts as well."""
+    return ":" in name or "cpu" in dist.Backend.backend_capability.get(name, ["cpu"])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
