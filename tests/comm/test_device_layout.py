@@ -8,11 +8,13 @@ from datetime import timedelta
 import pytest
 import torch
 
+from lightning_avgpipe.comm import waits
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.device import DevicePort
 
 ARRANGEMENTS = [
     (DeviceLayout(devices, nodes, sharing), num_stages)
@@ -71,6 +73,7 @@ def test_no_communicator_has_a_device_twice(
 ) -> None:
     made: list[tuple[list[int], str]] = []
     monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, timeout, backend: made.append((ranks, backend)))
+    monkeypatch.setattr(waits, "port_of", DevicePort)  # such devices there need not be
     by_rank = []
     for rank in range(device_layout.world_size):
         made.clear()
