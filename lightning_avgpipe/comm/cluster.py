@@ -49,7 +49,8 @@ class Cluster:
         group: the processes that host all stages together, with this one among them.
         world: all processes of all groups; with one group the same.
         leaders: the processes with rank 0 in each group; elsewhere, and with one group, this process alone.
-        replica_group: the processes that host the same stages in each group; None if there is one group.
+        replica_group: the processes that host the same stages of other teams' models; None if there is one team.
+        replicas: the processes that host the same stages of the same models; None if there is one replica.
         waits: of this process for others.
         transport: the channels between stages; they are there while this is open.
         control_channel: from rank 0 to all, while this is open.
@@ -84,12 +85,18 @@ class Cluster:
         self.world = self._together(Party("world", tuple(range(stage_map.world_size))), rank)
         self.group, self.leaders = self.world, self._together(Party("alone", (rank,)), rank)
         self.replica_group: ReplicaGroup | None = None
+        self.replicas: ReplicaGroup | None = None
         if stage_map.num_groups > 1:
             self.group = self._together(Party("group", layout[number]), rank)
             if position == 0:
                 self.leaders = self._together(Party("leaders", tuple(ranks[0] for ranks in layout)), rank)
-            members = self._together(self._replicas(position), rank)
-            self.replica_group = ReplicaGroup(members, number, on_host=shares_devices)
+            team, replica = stage_map.team(number)
+            if stage_map.num_teams > 1:
+                members = self._together(self._counterparts(position, replica), rank)
+                self.replica_group = ReplicaGroup(members, team, on_host=shares_devices)
+            if stage_map.replicas > 1:
+                members = self._together(self._replicas(position, team), rank)
+                self.replicas = ReplicaGroup(members, replica, on_host=shares_devices)
         self._begin(None)  # there is nothing to watch before it is open
 
     # -- this process ------------------------------------------------------------------------------------------------
@@ -103,6 +110,11 @@ class Cluster:
     def group_number(self) -> int:
         """Which group this process is in."""
         return self.stage_map.position(self.world.rank)[0]
+
+    @property
+    def team(self) -> tuple[int, int]:
+        """The team of this process's group, and which of its replicas the group is."""
+        return self.stage_map.team(self.group_number)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -247,12 +259,22 @@ class Cluster:
         if len(layout) > 1:
             yield from (Party("group", ranks) for ranks in layout)
             yield Party("leaders", tuple(ranks[0] for ranks in layout))
-            yield from (self._replicas(position) for position in range(self.stage_map.group_size))
+            for position in range(self.stage_map.group_size):
+                if self.stage_map.num_teams > 1:
+                    yield from (self._counterparts(position, r) for r in range(self.stage_map.replicas))
+                if self.stage_map.replicas > 1:
+                    yield from (self._replicas(position, team) for team in range(self.stage_map.num_teams))
 
-    def _replicas(self, position: int) -> Party:
+    def _counterparts(self, position: int, replica: int) -> Party:
+        """Those of other teams."""
         # two processes of one device meet on the host: no communicator of devices can have a device twice
-        ranks = sorted(ranks[position] for ranks in self.stage_map.layout)
-        return Party("replicas", tuple(ranks), on_host=self._shares_devices)
+        ranks = [ranks[position] for ranks in self.stage_map.layout[replica :: self.stage_map.replicas]]
+        return Party("teams", tuple(sorted(ranks)), on_host=self._shares_devices)
+
+    def _replicas(self, position: int, team: int) -> Party:
+        count = self.stage_map.replicas
+        ranks = [ranks[position] for ranks in self.stage_map.layout[team * count : (team + 1) * count]]
+        return Party("replicas", tuple(sorted(ranks)), on_host=self._shares_devices)
 
     def _together(self, party: Party, rank: int) -> Collectives:
         def run(collective: Callable[[], object], doing: str) -> None:

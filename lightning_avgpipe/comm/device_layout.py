@@ -9,6 +9,8 @@
     second process rank    2   3     6   7      group 1
                           node 0    node 1
 
+    two replicas of K = 2 stages on four devices: groups 0 and 1 train the same models
+
 Ranks go node by node. Within a node, the first processes of all its devices come before the second ones, so that no
 group has two processes on one device.
 """
@@ -30,11 +32,13 @@ class DeviceLayout:
         devices: of each node.
         nodes: how many there are.
         sharing: processes on each device.
+        replicas: groups that train the same models.
     """
 
     devices: int
     nodes: int = 1
     sharing: int = 1
+    replicas: int = 1
 
     @property
     def num_devices(self) -> int:
@@ -64,9 +68,14 @@ class DeviceLayout:
             )
         return local_rank % self.devices
 
+    @property
+    def devices_of_replica(self) -> int:
+        """Devices that one group may have, so that there are as many groups as replicas."""
+        return max(1, min(self.num_devices, self.num_devices * self.sharing // self.replicas))
+
     def group_size(self, num_stages: int) -> int:
         """Processes that host K stages together."""
-        return min(num_stages, self.num_devices)
+        return min(num_stages, self.devices_of_replica)
 
     def groups(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
         """The ranks of each group, ascending; also the first ranks of all groups are.
@@ -89,4 +98,5 @@ class DeviceLayout:
     def __str__(self) -> str:
         nodes = f", num_nodes={self.nodes}" if self.nodes > 1 else ""
         shared = f", processes_per_device={self.sharing}" if self.sharing > 1 else ""
-        return f"devices={self.devices}{nodes}{shared}"
+        replicas = f", replicas={self.replicas}" if self.replicas > 1 else ""
+        return f"devices={self.devices}{nodes}{shared}{replicas}"

@@ -1,10 +1,12 @@
-"""Replica groups: the processes that host the same stages in every group, each with other parallel models.
+"""Replica groups: the processes that host the same stages in several groups.
 
 ::
 
     group 0     stage 0 on rank 1     stage 1 on rank 0
     group 1     stage 0 on rank 3     stage 1 on rank 2
                 ranks 1 and 3         ranks 0 and 2
+
+Groups that train other models average these; groups that train the same sum their gradients.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class ReplicaGroup:
     """What the processes of a replica group do together with tensors on their devices, in few large messages.
 
     Args:
-        members: connected on host and device, or ``on_host`` only; the first of them is in group 0.
-        number: of this process's group.
+        members: connected on host and device, or ``on_host`` only; the first of them is in the first group.
+        number: of this process's group among them.
         on_host: whether tensors meet on the host, as those of processes that share a device must.
     """
 
@@ -66,8 +68,8 @@ class ReplicaGroup:
         return self._begin(tensors, "a sum over groups", dist.all_reduce)
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
-        """Take over, in place, what the process in group 0 has. Arguments as of :meth:`sum`."""
-        self._begin(tensors, "a copy of group 0's parameters", self._broadcast)()
+        """Take over, in place, what the process in the first group has. Arguments as of :meth:`sum`."""
+        self._begin(tensors, "a copy of the first group's parameters", self._broadcast)()
 
     @torch.no_grad()
     def _begin(self, tensors: Sequence[Tensor], what: str, collective: _Collective) -> Callable[[], None]:

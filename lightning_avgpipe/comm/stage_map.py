@@ -7,6 +7,7 @@
 
     K = 2 stages on 4 processes       group 0: stage 0 on rank 1, stage 1 on rank 0
                                       group 1: stage 0 on rank 3, stage 1 on rank 2
+    with replicas = 2                 both groups are a team: they train the same models
     ranks of a stage map are those within a group; its layout gives those among all processes
 
 Processes that share devices are in different groups, so that no connection between devices has one of them twice.
@@ -30,26 +31,39 @@ class StageMap:
         num_stages: K.
         layout: the ranks of each group among all processes; shape ``(groups, processes of a group)``.
         reader: rank within each group of the process that reads the group's data.
+        replicas: groups that train the same models, each on its share of the data; they are a *team*, and teams train
+            other models. Groups of a team follow each other.
     """
 
     num_stages: int
     layout: tuple[tuple[int, ...], ...] = ((0,),)
     reader: int = 0
+    replicas: int = 1
 
     @classmethod
     def on(cls, device_layout: DeviceLayout, num_stages: int, reader: int = 0) -> StageMap:
         """Stages on the processes of devices.
 
         Raises:
-            ConfigurationError: K is neither a multiple nor a divisor of the number of devices.
+            ConfigurationError: K is neither a multiple nor a divisor of the number of devices that a replica has; the
+                groups are no multiple of the replicas.
         """
-        devices = device_layout.num_devices
+        devices, replicas = device_layout.devices_of_replica, device_layout.replicas
         if num_stages % devices and devices % num_stages:
+            each = " of each replica" if replicas > 1 else ""
             raise ConfigurationError(
-                f"num_stages={num_stages} on {devices} devices: the number of stages must be a multiple of the "
+                f"num_stages={num_stages} on {devices} devices{each}: the number of stages must be a multiple of the "
                 f"number of devices; use num_stages={max(1, num_stages // devices) * devices}"
             )
-        return cls(num_stages, device_layout.groups(num_stages), reader)
+        layout = device_layout.groups(num_stages)
+        if len(layout) % replicas or device_layout.num_devices % len(layout[0]):
+            size = len(layout[0])
+            raise ConfigurationError(
+                f"replicas={replicas} of {num_stages} stages on {device_layout.num_devices} devices: each replica has "
+                f"{size} of them, and there must be a whole number of replicas; use devices={replicas * size}, or "
+                "another number of replicas or stages"
+            )
+        return cls(num_stages, layout, reader, replicas)
 
     @property
     def group_size(self) -> int:
@@ -60,6 +74,15 @@ class StageMap:
     def num_groups(self) -> int:
         """How many groups there are."""
         return len(self.layout)
+
+    @property
+    def num_teams(self) -> int:
+        """How many there are whose models differ."""
+        return self.num_groups // self.replicas
+
+    def team(self, group: int) -> tuple[int, int]:
+        """The team of a group, and which of its replicas the group is."""
+        return divmod(group, self.replicas)
 
     @property
     def world_size(self) -> int:
@@ -96,4 +119,6 @@ class StageMap:
         number, position = self.position(rank)
         stages = self.stages(position)
         group = f" of group {number}" if self.num_groups > 1 else ""
+        if self.replicas > 1:
+            group = f" of replica {number}" if self.num_teams == 1 else f"{group}, replica {self.team(number)[1]}"
         return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}{group})"

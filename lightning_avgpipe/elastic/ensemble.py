@@ -315,10 +315,13 @@ class Ensemble:
             for parameter in replica.parameters.values():
                 parameter.grad = None
 
+    def parameters(self, number: int) -> dict[str, nn.Parameter]:
+        """Those that pipeline n trains, as far as they are here, in the same order on processes with these stages."""
+        return {name: self._replicas[number].parameters[name] for name in self._mine}
+
     def gradients(self, number: int) -> dict[str, Tensor]:
         """Of pipeline n, as far as they are here, by the names of the parameters."""
-        parameters = self._replicas[number].parameters
-        return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        return {name: p.grad for name, p in self.parameters(number).items() if p.grad is not None}
 
     @torch.no_grad()
     def restart(self, number: int, alike: int | None) -> None:

@@ -27,12 +27,19 @@ class MicroBatch:
         data: what the step function gets as its batch.
         size: number of samples.
         weight: ``size`` as a share of the batch; the weights of a batch sum to 1.
+        count: what it counts in a mean, of any unit; None: its samples.
     """
 
     index: int
     data: Any
     size: int
     weight: float
+    count: float | None = None
+
+    @property
+    def counted(self) -> float:
+        """What it counts in a mean."""
+        return self.size if self.count is None else self.count
 
 
 def batch_size(batch: Any, expected: Expected = Expected()) -> int | None:  # noqa: B008

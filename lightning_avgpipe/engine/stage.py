@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ class Task:
         args: arguments per micro-batch.
         finish: turns the result of micro-batch i on the last stage into the tensor to start its backward from;
             None if there is no backward. It may return None for a micro-batch that does not count.
-        key: random numbers of this iteration.
+        key: random numbers of this iteration, and of the first micro-batch.
     """
 
     run: Callable[..., Any]
@@ -273,7 +273,7 @@ class Stage:
                 self._owned_now() | copies if copies else self._owned_now(),
                 received,
                 message.entries if message is not None else (),
-                RandomKey(task.key.seed, task.key.iteration, task.key.pipeline, micro_batch),
+                replace(task.key, micro_batch=task.key.micro_batch + micro_batch),
                 self._drawing,
                 self._device,
                 observe,

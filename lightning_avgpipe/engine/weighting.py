@@ -37,7 +37,7 @@ def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[Micro
     weights = [counts_for(part.data, loss_weight) for part in parts]
     total = sum(weights)
     return [
-        replace(part, weight=weight / total if total else part.weight)
+        replace(part, weight=weight / total if total else part.weight, count=weight)
         for part, weight in zip(parts, weights, strict=True)
     ]
 

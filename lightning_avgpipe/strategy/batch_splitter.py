@@ -18,6 +18,7 @@ from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.data import expected_now
 from lightning_avgpipe.strategy.options import SplitBatch
+from lightning_avgpipe.training.replicas import weighed_together
 
 __all__ = ["BatchSplitter"]
 
@@ -56,6 +57,17 @@ class BatchSplitter:
         """The user's function that splits, if there is one."""
         return getattr(self._trainer.lightning_module, "split_batch", None) or self._configuration.options.split_batch
 
+    def split_all(self, batches: Sequence[Any]) -> list[list[MicroBatch]]:
+        """The micro-batches of an iteration of training, by pipeline. Every process calls it; errors as of `split`.
+
+        Where losses are, each is weighted by its share of what all replicas have.
+        """
+        works = [self.split(batch, n) for n, batch in enumerate(batches)]
+        replicas, options = self._cluster.replicas, self._configuration.options
+        if replicas is None or not self._cluster.hosts_last or options.loss_reduction != "mean":
+            return works
+        return weighed_together(works, options.num_pipelines, replicas)
+
     def split(self, batch: Any, pipeline: int = 0, weighs: bool = True) -> list[MicroBatch]:
         """The micro-batches of the batch of one pipeline.
 
@@ -69,7 +81,8 @@ class BatchSplitter:
         """
         self._batches.distributor.check_seal(batch, pipeline)
         parts = self.parts(batch)
-        if not (weighs and self._cluster.hosts_last and len(parts) > 1):  # elsewhere there is no loss
+        alone = len(parts) == 1 and self._cluster.replicas is None
+        if not (weighs and self._cluster.hosts_last) or alone:  # elsewhere there is no loss
             return parts
         if self.loss_weight is not None:
             return weighted(parts, self.loss_weight)

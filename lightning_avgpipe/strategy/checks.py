@@ -94,20 +94,21 @@ def without_effect(given: Options) -> None:
         )
 
 
-def processes(num_stages: int, world_size: int) -> None:
-    """Check that the stages fit the processes: several on each, or one on each of a group."""
+def processes(num_stages: int, layout: DeviceLayout) -> None:
+    """Check that the stages fit the devices of a replica: several on each, or one on each of a group."""
+    world_size, each = layout.devices_of_replica, " of each replica" if layout.replicas > 1 else ""
     if num_stages >= world_size:
         if num_stages % world_size:
             below = num_stages // world_size * world_size
             raise ConfigurationError(
-                f"num_stages={num_stages} on {world_size} devices: every device must host the same number of stages; "
-                f"use num_stages={below} or {below + world_size}"
+                f"num_stages={num_stages} on {world_size} devices{each}: every device must host the same number of "
+                f"stages; use num_stages={below} or {below + world_size}"
             )
         return
     if world_size % num_stages:
         raise ConfigurationError(
-            f"{world_size} devices for num_stages={num_stages}: the number of devices (world size) must be a multiple "
-            f"of the number of stages, which makes groups, or a divisor, which puts several stages on each; "
+            f"{world_size} devices{each} for num_stages={num_stages}: the number of devices (world size) must be a "
+            f"multiple of the number of stages, which makes groups, or a divisor, which puts several stages on each; "
             f"use devices={world_size // num_stages * num_stages} or num_stages={world_size}"
         )
 
@@ -130,6 +131,7 @@ def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int) 
     asked = {
         "num_microbatches": (given.splits, "a batch is not split; use num_microbatches='auto', and a smaller batch"),
         "num_pipelines": (given.num_pipelines > 1, "there is one model; use num_pipelines=1"),
+        "replicas": (given.replicas > 1, "there is one copy of the model; use replicas=1, or strategy='ddp'"),
         "processes_per_device": (given.processes_per_device > 1, "there is one model; use processes_per_device=1"),
         "num_stages": (num_groups > 1, "more devices than stages train parallel models; use num_stages='auto'"),
         "recompute": (bool(given.recompute), "nothing is repeated; use torch.utils.checkpoint inside of a submodule"),
@@ -221,7 +223,14 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
             "val_check_interval as a time differs between processes; give it as a number of batches or a fraction"
         )
     if running.strategy._layer_sync is not None:  # type: ignore[attr-defined]
-        raise ConfigurationError("sync_batchnorm=True is for data parallelism; a stage sees the whole batch: remove it")
+        if running.strategy.replicas == 1:  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                "sync_batchnorm=True is for data parallelism; a stage sees the whole batch: remove it"
+            )
+        raise ConfigurationError(
+            "sync_batchnorm=True makes processes wait for each other within a step, but stages of replicas take "
+            "micro-batches in orders of their own, each normalised by itself: remove it, and use fewer micro-batches"
+        )
 
 
 def _one_model_only(running: pl.Trainer, num_pipelines: int) -> None:

@@ -89,7 +89,9 @@ def sharing_stages(connection: Connection, options: Options) -> int:
 
 def announce(plan: Plan, cluster: Cluster) -> None:
     """Show a plan on rank 0."""
-    groups = f", {cluster.stage_map.num_groups} groups of them" if cluster.stage_map.num_groups > 1 else ""
+    stage_map = cluster.stage_map
+    groups = f", {stage_map.replicas} replicas" if stage_map.replicas > 1 else ""
+    groups += f", {stage_map.num_teams} groups of them" if stage_map.num_teams > 1 else ""
     size = cluster.group.world_size
     processes = "one process" if size == 1 else f"{size} processes"
     rank_zero_info(f"\n{cluster.stage_map.num_stages} stages on {processes}{groups}:\n{plan}")

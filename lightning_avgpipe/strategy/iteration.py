@@ -102,7 +102,7 @@ class Iterations:
         batches = self.batches.take(batch)
         if self.zero_grad is not None and self.deployment.arrange(batches):
             self.schedule_control.begin_again()
-        works = [self.splitter.split(one, n) for n, one in enumerate(batches)]
+        works = self.splitter.split_all(batches)
         # Lightning's weight averaging passes over the data once more without training
         trains = not self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
         finish = self._finish(works, self._clear_now())
@@ -117,12 +117,16 @@ class Iterations:
         result: Any = {"loss": nothing}
         if outcomes[0].results is not None:
             result = self._merged(outcomes[0].results, works[0])
+            if result is None and self.cluster.replicas is not None:  # though maybe not in the others
+                result = {"loss": nothing}
         if trains:
             if not self.trainer.fit_loop._should_accumulate():
                 self.deployment.sum_copied_gradients()
             if self.verifier is not None and self.verifier.active:
                 self.verifier.compare()
-            models.after_backwards(nothing if result is None else loss_in(result), len(works))
+        if trains:
+            fed = models.synchronise(len(works), steps=not self.trainer.fit_loop._should_accumulate())
+            models.after_backwards(nothing if result is None else loss_in(result), fed)
         return None if 0 in models.skipped else result
 
     def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
@@ -165,7 +169,7 @@ class Iterations:
                 loss = precision.pre_backward(loss, module)
             if n == 0:
                 started.append(None)
-            return loss * works[n][i].weight if averages and len(works[n]) > 1 else loss
+            return loss * works[n][i].weight if averages and works[n][i].weight != 1.0 else loss
 
         return finish
 
@@ -182,12 +186,14 @@ class Iterations:
         """Run the micro-batches of one pipeline or several; returns nothing if a first batch is skipped altogether."""
         training = step == "training_step"
         num_pipelines = self.configuration.num_pipelines
-        # groups train on batches of their own, but evaluate the same
-        first = self.cluster.group_number * num_pipelines if training else 0
+        # groups train on batches of their own, but evaluate the same; replicas have further micro-batches of a batch
+        team, replica = self.cluster.team if training else (0, 0)
+        first = team * num_pipelines
+        before = replica * self.configuration.options.microbatches(self.cluster.stage_map.num_stages)
         verifier = self.verifier if finish is not None and self.verifier is not None and self.verifier.active else None
         if verifier is not None:
             verifier.watch()
-        run = partial(self._micro_batch, step, context, works, first)
+        run = partial(self._micro_batch, step, context, works, first, before)
         schedule = partial(self._schedule, works[0], finish is not None)
         if not self._prepare(step, run, works, rest, schedule(), num_pipelines if training else 1):
             self._run_skipped(step, context, works, run, rest)
@@ -203,7 +209,7 @@ class Iterations:
                 partial(run, n),
                 [(part.data, *rest) for part in parts],
                 None if finish is None else partial(finish, n),
-                RandomKey(self.state.seed, iteration, first + n),
+                RandomKey(self.state.seed, iteration, first + n, before),
             )
             for n, parts in enumerate(works)
         ]
@@ -220,12 +226,19 @@ class Iterations:
         return outcomes
 
     def _micro_batch(
-        self, step: str, context: Callable[[], Any], works: Works, first: int, n: int, i: int, *args: Any
+        self, step: str, context: Callable[[], Any], works: Works, first: int, before: int, n: int, i: int, *args: Any
     ) -> Any:
-        """Call the step function with a micro-batch; ``first`` is the number of pipeline 0 among all groups."""
+        """Call the step function with a micro-batch.
+
+        Args:
+            first: the number of pipeline 0 among all teams.
+            before: micro-batches of replicas before this one.
+        """
         part, total = works[n][i], sum(part.size for part in works[n])
         weight = None if self.splitter.loss_weight is None else part.weight * (total or 1)
-        with context(), self.step_log.micro_batch(part.size, (first + n, i), weight):
+        if weight is not None and self.cluster.replicas is not None:
+            weight = part.counted
+        with context(), self.step_log.micro_batch(part.size, (first + n, before + i), weight):
             return getattr(self._module, step)(*args)
 
     def _prepare(

@@ -64,6 +64,7 @@ MEMORY = Allowed(
 ALLOWED = {
     "num_stages": whole(1, 1024, 4, "auto"),
     "num_pipelines": whole(1, 1024, 2),
+    "replicas": whole(1, 1024, 2),
     "processes_per_device": whole(1, 64, 2),
     "num_microbatches": whole(1, 1_000_000, 16, "auto"),
     "schedule": choice("advance_forward", "1f1b", "afab", "zb_h1", "zb_h2"),
@@ -124,6 +125,7 @@ class Options:
 
     num_stages: int | Literal["auto"]
     num_pipelines: int
+    replicas: int
     processes_per_device: int
     num_microbatches: int | Literal["auto"]
     schedule: str

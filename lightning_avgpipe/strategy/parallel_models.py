@@ -24,6 +24,7 @@ from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.training.replicas import sum_gradients
 from lightning_avgpipe.utils.patching import replaced
 
 __all__ = ["ParallelModels", "check_number"]
@@ -67,8 +68,8 @@ class ParallelModels:
 
     @property
     def num_models(self) -> int:
-        """Of all groups."""
-        return self._configuration.num_pipelines * self._cluster.stage_map.num_groups
+        """Of all groups; those of a team train the same ones."""
+        return self._configuration.num_pipelines * self._cluster.stage_map.num_teams
 
     @property
     def stepping(self) -> int:
@@ -118,8 +119,8 @@ class ParallelModels:
         return pipelines[:count]
 
     def _tell_restart(self, saved: int) -> None:
-        num_pipelines, num_groups = self._configuration.num_pipelines, self._cluster.stage_map.num_groups
-        groups = f" in each of {num_groups} groups" if num_groups > 1 else ""
+        num_pipelines, num_teams = self._configuration.num_pipelines, self._cluster.stage_map.num_teams
+        groups = f" in each of {num_teams} groups" if num_teams > 1 else ""
         rank_zero_info(
             f"num_pipelines={num_pipelines}{groups}, but the checkpoint holds "
             f"{f'{saved} parallel models' if saved else 'one model'}: all pipelines start from its weights"
@@ -129,6 +130,37 @@ class ParallelModels:
         """What parallel models have of their own that are not in the module."""
         ensemble = self._ensemble
         return [] if ensemble is None else [t for n in range(1, ensemble.size) for t in ensemble.tensors(n).values()]
+
+    def synchronise(self, count: int, steps: bool) -> int:
+        """Let replicas agree which models had a batch, and which of these a loss. Every process calls it.
+
+        Args:
+            count: pipelines that had a batch here.
+            steps: whether gradients are complete, and become those of all replicas together.
+        Returns:
+            Pipelines that had a batch anywhere.
+        """
+        replicas, num_pipelines = self._cluster.replicas, self._configuration.num_pipelines
+        if replicas is None:
+            return count
+        votes = torch.zeros(2, num_pipelines, dtype=torch.int32)
+        votes[0, :count] = 1
+        votes[1, [n for n in range(count) if n not in self.skipped]] = 1
+        fed, trained = replicas.members.sum(votes).bool().tolist()
+        count = sum(fed)
+        self.skipped = frozenset(n for n in range(count) if not trained[n])
+        self._fed = max(self._fed, count)
+        if steps:
+            with self._observers.activity("averaging"):
+                sum_gradients([p for n in range(self._fed) for p in self._parameters(n)], replicas)
+        replicas.copy([t for n in range(num_pipelines) for t in self._deployment.changed_by_steps(n)])
+        return count
+
+    def _parameters(self, number: int) -> list[torch.nn.Parameter]:
+        """Of one model, as far as they are held here."""
+        if self._ensemble is not None:
+            return list(self._ensemble.parameters(number).values())
+        return [p for p in self._module.parameters() if not p.is_meta]
 
     def after_backwards(self, loss: torch.Tensor, count: int) -> None:
         """What follows a backward, for each of so many pipelines: hooks may change the gradients of the model they see.

@@ -125,7 +125,9 @@ class PipelineRun:
             batches=self.batches, splitter=self.splitter, models=self.models, step_log=self.step_log,
             schedule_control=schedule_control, observers=self.observers, state=self.state, announce=self._announce,
         )  # fmt: skip
-        if fitting:
+        if fitting and cluster.replicas is not None:
+            request.refuse(options.verify, "with replicas each has but a share of the batch that counts")
+        elif fitting:
             self._verifier = self.iterations.verifier = request.verifier(self._subject(), options.verify)
         self._adapt(fitting)
         self._undo.callback(give_back, self.deployment, self._connection, self.state)

@@ -84,7 +84,7 @@ class Profiler:
             hops,
             _device(self._cluster.device),
             tuple(self._cluster.stage_map.owner(k) for k in range(self._cluster.stage_map.num_stages)),
-            self._cluster.stage_map.num_groups,
+            self._cluster.stage_map.num_teams,
         )
 
     def time(self, setting: Setting, iterations: int, tick: Callable[[], object]) -> float:
@@ -212,7 +212,7 @@ class Profiler:
         step_s = self._rehearsal.step_s(
             lambda: models.update(
                 model_bytes(
-                    plan, self._cluster.stages, module, trainer.optimizers, captured, self._cluster.stage_map.num_groups
+                    plan, self._cluster.stages, module, trainer.optimizers, captured, self._cluster.stage_map.num_teams
                 )
             )
         )

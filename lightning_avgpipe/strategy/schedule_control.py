@@ -207,7 +207,7 @@ class ScheduleControl:
         ):
             yield
         if meter is not None:
-            stages, groups = self._cluster.stages, self._cluster.stage_map.num_groups
+            stages, groups = self._cluster.stages, self._cluster.stage_map.num_teams
             found = meter.finish(
                 holdings_of_models(plan, stages, self._module, self._optimizers(), len(parts), num_pipelines, groups)
             )

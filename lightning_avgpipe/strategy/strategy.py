@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.elastic.averaging import OuterOptimizer
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError
@@ -67,11 +68,12 @@ class AvgPipeStrategy(ParallelStrategy):
     host: ``fit``, ``validate``, ``test``, ``predict`` go on with it, and ``trainer.save_checkpoint`` writes all of it.
 
     Args:
-        num_stages: number of stages K. ``"auto"``: one per device. A multiple of the number of devices places several
-            stages on each. A divisor makes groups of K devices: ``devices=8``, ``num_stages=4`` are two groups, each
-            with pipelines of its own, which elastic averaging holds together. Each group trains on its own part of the
-            data, by a distributed sampler as with ddp, and evaluates on all of it; rank 0 is in group 0. In what
-            follows N counts the pipelines of all groups where models are averaged.
+        num_stages: number of stages K. ``"auto"``: one per device of a replica. A multiple of the number of devices
+            places several stages on each. A divisor makes groups of K devices: ``devices=8``, ``num_stages=4`` are two
+            groups, each with pipelines of its own, which elastic averaging holds together. Each group trains on its own
+            part of the data, by a distributed sampler as with ddp, and evaluates on all of it; rank 0 is in group 0. In
+            what follows N counts the pipelines of all groups where models are averaged. With ``replicas`` groups train
+            the same models instead.
         num_pipelines: number N of parallel pipelines, in each group. Each trains a model of its own, on a batch of its
             own, and fills the others' idle time; elastic averaging holds the models together. An iteration reads N
             batches from the dataloader and counts as one of Lightning's: 100 batches make 50 steps with N=2, and
@@ -79,6 +81,13 @@ class AvgPipeStrategy(ParallelStrategy):
             bar count those 50. Evaluation, prediction and checkpoints use the reference model. Hooks of training see
             pipeline 0's model and batch; those that may change gradients are called for each model. A hook that changes
             the weights of one model alone is refused, and so is a step that reaches another model's tensors.
+        replicas: synchronous copies of the pipelines, as ddp has copies of a model: ``devices=8``, ``replicas=2`` are
+            two pipelines of four stages. Each trains on its own part of the data, by a distributed sampler; gradients
+            are summed, stage by stage, before the optimizers step, so all stay equal. Losses count by their share of
+            the batches of all, so the gradient is that of these as one batch. Each copy normalises its own
+            micro-batches, and what steps change (running means) is that of the first copy, as with ddp. In evaluation
+            every copy has all data. If there are more groups, ``replicas`` of them train the same models, and the next
+            ones others.
         processes_per_device: groups that share the same devices, each with processes of its own: ``devices=2``,
             ``processes_per_device=2`` are four processes, two groups of two stages. They train what as many pipelines
             of one process do, with the same numbers, as the AvgPipe paper arranges it. It is for kernels too small for
@@ -188,6 +197,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self,
         num_stages: Count | Literal["auto"] = "auto",
         num_pipelines: Count = 1,
+        replicas: Count = 1,
         processes_per_device: Count = 1,
         num_microbatches: Count | Literal["auto"] = "auto",
         schedule: Literal["advance_forward", "1f1b", "afab", "zb_h1", "zb_h2"] = "advance_forward",
@@ -225,8 +235,9 @@ class AvgPipeStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
         )  # fmt: skip
         options = Options(
-            num_stages=num_stages, num_pipelines=num_pipelines, processes_per_device=processes_per_device,
-            num_microbatches=num_microbatches, schedule=schedule, advance=advance, split_points=split_points,
+            num_stages=num_stages, num_pipelines=num_pipelines, replicas=replicas,
+            processes_per_device=processes_per_device, num_microbatches=num_microbatches, schedule=schedule,
+            advance=advance, split_points=split_points,
             costs=costs, costs_cache=costs_cache, memory_limit=memory_limit, recompute=recompute,
             loss_reduction=loss_reduction, loss_weight=loss_weight, split_batch=split_batch, reader=reader,
             send_batch=send_batch, verify_copies=verify_copies, verify=verify, alpha=alpha, outer_lr=outer_lr,
@@ -270,7 +281,7 @@ class AvgPipeStrategy(ParallelStrategy):
     def device_layout(self) -> DeviceLayout:
         """Of all processes on devices."""
         devices = len(self.parallel_devices) if self.parallel_devices is not None else 1
-        return DeviceLayout(devices, self.num_nodes, self._options.processes_per_device)
+        return DeviceLayout(devices, self.num_nodes, self._options.processes_per_device, self._options.replicas)
 
     @property
     def num_processes(self) -> int:
@@ -318,7 +329,8 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        checks.processes(self.num_stages, self.device_layout.num_devices)
+        checks.processes(self.num_stages, self.device_layout)
+        StageMap.on(self.device_layout, self.num_stages)
         self._launcher = launch.launcher(self, self._options.start_method)
         if self.passthrough and self.undivided:
             rank_zero_info(
@@ -363,7 +375,7 @@ class AvgPipeStrategy(ParallelStrategy):
     def num_stages(self) -> int:
         """K."""
         wanted = self._options.num_stages
-        return self.device_layout.num_devices if wanted == "auto" else wanted
+        return self.device_layout.devices_of_replica if wanted == "auto" else wanted
 
     @property
     def schedule(self) -> str:
@@ -377,8 +389,8 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def num_models(self) -> int:
-        """Parallel models of all groups."""
-        return self.num_pipelines * self.num_groups
+        """Parallel models of all groups; replicas train the same ones."""
+        return self.num_pipelines * self.num_groups // self._options.replicas
 
     @property
     def timeout(self) -> timedelta:
@@ -389,6 +401,11 @@ class AvgPipeStrategy(ParallelStrategy):
     def processes_per_device(self) -> int:
         """Groups that share the same devices, each with processes of its own."""
         return self._options.processes_per_device
+
+    @property
+    def replicas(self) -> int:
+        """Groups that train the same models, each on its share of the data."""
+        return self._options.replicas
 
     @property
     def save_replicas(self) -> bool:

@@ -199,11 +199,11 @@ class Deployment:
         num_pipelines: int,
     ) -> bool:
         planner, before = self._planner, None if self._final else self.plan
-        copies, groups = state_copies(self._optimizers()), self._cluster.stage_map.num_groups
+        copies, teams = state_copies(self._optimizers()), self._cluster.stage_map.num_teams
         with self._whole_on_rank_zero():
             # asked on rank 0, which measures
             links = self._cluster.links() if final and self._cluster.group.broadcast(planner.measures) else ()
-            conditions = Conditions(schedule, links, copies, num_pipelines, groups)
+            conditions = Conditions(schedule, links, copies, num_pipelines, teams)
             units = () if before is None else before.graph.units
             make = partial(planner.plan, units=units) if final else planner.provisional
             plan: Plan | None = self._on_first(examples, lambda args: make(step, run, args, conditions=conditions))
@@ -254,17 +254,17 @@ class Deployment:
 
     def _begin_alike(self) -> None:
         """All groups begin with the weights and buffers of the first."""
-        replica_group = self._cluster.replica_group
-        if replica_group is not None:
-            parameters = [p.detach() for p in self._module.parameters() if not p.is_meta]
-            replica_group.copy([*parameters, *self._module.buffers()])
+        parameters = [p.detach() for p in self._module.parameters() if not p.is_meta]
+        for others in (self._cluster.replica_group, self._cluster.replicas):
+            if others is not None:
+                others.copy([*parameters, *self._module.buffers()])
 
     # -- parallel models ---------------------------------------------------------------------------------------------
 
     def parallel(self, num_pipelines: int) -> list[Pipeline]:
         """N pipelines for a step of training, which is prepared. Every process calls it."""
         self._has_trained = True
-        if num_pipelines == self._cluster.stage_map.num_groups == 1:
+        if num_pipelines == self._cluster.stage_map.num_teams == 1:
             self.dissolve()
             self._saved_ensemble = None
             return self._pipelines
@@ -309,6 +309,15 @@ class Deployment:
         found = Objects(variable(self._module, *key) for key in keys).tensors
         named = {address(t) for t in (*self._module.parameters(), *self._module.buffers())}
         return [t for t in found if address(t) not in named and t.is_leaf and not t.requires_grad]
+
+    def changed_by_steps(self, number: int) -> list[Tensor]:
+        """What steps of training themselves change in one model: buffers, and parameters, as far as they are here."""
+        changed = sorted(self.pipeline.graph("training_step").changed)
+        if self.ensemble is not None:
+            named = self.ensemble.tensors(number)
+        else:
+            named = {name: t.detach() for name, t in (*self._module.named_parameters(), *self._module.named_buffers())}
+        return [named[name] for name in changed if name in named and not named[name].is_meta]
 
     @property
     def saved_models(self) -> int | None:

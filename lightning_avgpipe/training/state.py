@@ -113,10 +113,10 @@ def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str
 
 
 def _joined(state: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
-    """On rank 0 of all processes the states of all groups."""
+    """On rank 0 of all processes the states of all groups, of which those of a team have the same."""
     rest = {"models", "optimizers", "active"}
     brought = {name: pytree.tree_map_only(Tensor, lambda t: t.cpu(), state[name]) for name in rest}
-    groups = cluster.leaders.gather_objects(brought)
+    groups = cluster.leaders.gather_objects(brought)[:: cluster.stage_map.replicas]
     models = [model for group in groups for model in group["models"]]
     optimizers = [states for group in groups for states in group["optimizers"]]
     active = sum(group["active"] for group in groups)

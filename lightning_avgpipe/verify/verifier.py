@@ -102,7 +102,7 @@ class Verifier:
         subject, cluster = self._subject, self._subject.cluster
         self._begun = True
         self._expected, self._found, self._attributes = [], [Outcome({}) for _ in works], []
-        first = cluster.group_number * subject.num_pipelines()
+        first = cluster.team[0] * subject.num_pipelines()
         clears = subject.clears_gradients()
         if clears:
             self._carried = [{} for _ in works]

@@ -11,6 +11,7 @@ from lightning_avgpipe.errors import ConfigurationError
 LAYOUTS = [
     StageMap.on(DeviceLayout(2), 4), StageMap.on(DeviceLayout(4), 2), StageMap.on(DeviceLayout(2, sharing=2), 4),
     StageMap.on(DeviceLayout(1), 3), StageMap.on(DeviceLayout(2, nodes=2, sharing=3), 4),
+    StageMap.on(DeviceLayout(8, replicas=2), 4), StageMap.on(DeviceLayout(2, sharing=2, replicas=4), 3),
 ]  # fmt: skip
 
 
@@ -34,6 +35,21 @@ def test_the_last_stage_is_on_rank_zero(stage_map: StageMap) -> None:
 def test_names_tell_stages_and_groups() -> None:
     assert StageMap.on(DeviceLayout(2), 4).name(1) == "rank 1 (stages 0, 2)"
     assert StageMap.on(DeviceLayout(4), 2).name(3) == "rank 3 (stage 0 of group 1)"
+
+
+def test_groups_of_a_team_are_replicas() -> None:
+    stage_map = StageMap.on(DeviceLayout(8, replicas=2), 2)
+    assert stage_map.layout == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert [stage_map.team(group) for group in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert stage_map.name(7) == "rank 7 (stage 0 of group 3, replica 1)"
+    assert StageMap.on(DeviceLayout(4, replicas=2), 2).name(3) == "rank 3 (stage 0 of replica 1)"
+
+
+def test_replicas_take_devices_from_stages_and_not_from_each_other() -> None:
+    assert StageMap.on(DeviceLayout(4, replicas=2), 4).layout == ((0, 1), (2, 3))  # two stages on each device
+    assert StageMap.on(DeviceLayout(2, sharing=2, replicas=2), 2).layout == ((0, 1), (2, 3))
+    with pytest.raises(ConfigurationError, match="replicas=2 of 2 stages on 5 devices: each replica has 2 of them"):
+        StageMap.on(DeviceLayout(5, replicas=2), 2)
 
 
 def test_a_map_is_a_value() -> None:

@@ -1,0 +1,262 @@
+"""Replicas of pipelines train as one: as ddp does, and as one process that has all their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_avgpipe.engine.microbatch import split
+from lightning_avgpipe.errors import ConfigurationError
+from tests import processes
+from tests.elastic.models import Batches, Models, Net, assert_equal, state
+from tests.elastic.test_groups import Bomb
+from tests.models import Regression, loader
+from tests.trainers import pipeline, trainer
+
+REPLICAS = 2
+
+
+def fit(model: Any, batches: Sequence[Any], replica: int | None, devices: int = REPLICAS, **strategy: Any) -> Any:
+    """Train two stages with a replica's batches, or in one process: with all batches, each two of which are one."""
+    options = {"max_epochs": 1, "use_distributed_sampler": False, **strategy.pop("trainer", {})}
+    if replica is not None:
+        strategy, data = {"replicas": REPLICAS, **strategy}, batches[replica::REPLICAS]
+    else:
+        data = [joined(batches[i : i + REPLICAS]) for i in range(0, len(batches), REPLICAS)]
+        strategy["num_microbatches"] *= REPLICAS
+    path = options.pop("ckpt_path", None)
+    runner = pipeline(2, 1 if replica is None else devices, strategy, **options)
+    runner.fit(model, Batches(data), ckpt_path=path)
+    return runner
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+# -- as ddp ----------------------------------------------------------------------------------------------------------
+
+
+def numbered(count: int) -> DataLoader[Any]:
+    torch.manual_seed(7)
+    return DataLoader(TensorDataset(torch.randn(count, 8), torch.randn(count, 8)), batch_size=4, shuffle=True)
+
+
+def with_sampler(runner: L.Trainer) -> dict[str, Tensor]:
+    L.seed_everything(3)
+    model = Net("adamw", dropout=0.0, warm_up=True)
+    runner.fit(model, numbered(48))
+    return state(model)
+
+
+def as_ddp(rank: int) -> Any:
+    torch.set_num_threads(1)
+    options = {"max_epochs": 2, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    ours = with_sampler(pipeline(1, REPLICAS, {"replicas": REPLICAS}, **options))
+    return ours, with_sampler(trainer(devices=REPLICAS, strategy="ddp", **options))
+
+
+def test_one_stage_with_replicas_gives_the_numbers_of_ddp(tmp_path: Path) -> None:
+    (ours, theirs), (others, _) = processes.results(processes.run(REPLICAS, as_ddp, folder=tmp_path))
+    assert_equal(ours, others)
+    assert_close(ours, theirs)
+
+
+# -- as one process --------------------------------------------------------------------------------------------------
+
+
+def unequal() -> list[Any]:
+    """Batches of replica 0 and 1 in turns, of which those of replica 1 are smaller."""
+    torch.manual_seed(7)
+    return [Net.example(6 if i % REPLICAS else 8) for i in range(8)]
+
+
+def by_slices(model: Any, batches: Sequence[Any], num_microbatches: int, clip: float) -> None:
+    """Plain training: gradients of each replica's micro-batches, their sum, one step; buffers of replica 0."""
+    model.log = lambda *args, **kwargs: None  # no trainer here
+    optimizer = model.configure_optimizers()
+    for i in range(0, len(batches), REPLICAS):
+        together, sums = batches[i : i + REPLICAS], []
+        samples = sum(len(batch[0]) for batch in together)
+        for batch in together:
+            model.zero_grad()
+            before = [buffer.clone() for buffer in model.buffers()]
+            for part in split(batch, num_microbatches):
+                (model.training_step(part.data, 0) * (part.size / samples)).backward()
+            sums.append([p.grad for p in model.parameters()])
+            if batch is not together[0]:
+                for buffer, value in zip(model.buffers(), before, strict=True):
+                    buffer.copy_(value)
+        for parameter, *gradients in zip(model.parameters(), *sums, strict=True):
+            parameter.grad = gradients[0] + gradients[1]
+        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], clip)
+        optimizer.step()
+
+
+class Tokens(Regression):
+    """A mean over targets that are not ignored; the embedding has gradients for few rows; one batch has no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 8, sparse=True)
+        self.out = nn.Linear(8, 40)
+
+    @staticmethod
+    def example(size: int) -> Any:
+        tokens = torch.randint(0, 40, (size, 5))
+        return tokens, torch.where(torch.rand(size, 5) < 0.6, -100, tokens)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if int(batch[0][0, 0]) == 39:
+            return None
+        loss = F.cross_entropy(self.out(self.embed(batch[0])).flatten(0, 1), batch[1].flatten())
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def tokens(replica: int | None) -> Any:
+    torch.manual_seed(5)
+    batches = list(loader(Tokens, 32, 4))
+    for batch in batches:
+        batch[0].remainder_(39)
+    batches[3][0][:, 0], batches[3][1][:] = 39, -100  # all of replica 1's second batch
+    model = Tokens()
+    runner = fit(model, batches, replica, num_microbatches=2, loss_weight="1", split_points=["out"])
+    return state(model), {name: float(value) for name, value in runner.callback_metrics.items()}
+
+
+def everything(rank: int) -> Any:
+    torch.set_num_threads(1)
+    torch.manual_seed(4 + rank)  # so modules differ until training begins
+    model = Net("momentum", dropout=0.0)
+    fit(model, unequal(), rank, num_microbatches=2, trainer={"gradient_clip_val": 0.1})
+    return state(model), tokens(rank)
+
+
+def test_replicas_train_as_one_process_with_all_batches(tmp_path: Path) -> None:
+    results = processes.results(processes.run(REPLICAS, everything, folder=tmp_path))
+    torch.manual_seed(4)
+    plain = Net("momentum", dropout=0.0)
+    by_slices(plain, unequal(), 2, clip=0.1)
+    of_tokens, metrics = tokens(None)
+    for exact, (found, found_metrics) in results:
+        assert_equal(exact, state(plain))
+        assert_close(found, of_tokens)
+        assert found_metrics == pytest.approx(metrics, rel=1e-5)
+    assert_equal(results[0][1][0], results[1][1][0])
+
+
+def elastic(replica: int | None, folder: Path, devices: int = REPLICAS, **trainer: Any) -> Any:
+    """Two parallel models of tied layers, dropout; the second epoch is resumed."""
+    torch.manual_seed(5)
+    batches = list(loader(Tied, 64, 8))
+    saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    states = []
+    for epochs in (1, 2):
+        torch.manual_seed(5)
+        model, seen = Tied(), Models()
+        options = {
+            "max_epochs": epochs, "callbacks": [saving, seen], "enable_checkpointing": True,
+            "accumulate_grad_batches": 2, "gradient_clip_val": 0.5,
+            "ckpt_path": folder / "epoch=0.ckpt" if epochs == 2 else None, **trainer,
+        }  # fmt: skip
+        fit(model, batches, replica, devices, num_microbatches=2, num_pipelines=2, recompute=True, trainer=options)
+        states.append([state(model), *seen.models])
+    return states
+
+
+class Tied(Regression):
+    """One matrix at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.between = nn.Sequential(nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))
+        self.last.weight = self.first.weight
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randn(size, 8), torch.randn(size, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x)))
+
+
+def teams(rank: int | None) -> Any:
+    """Two teams of two replicas, or two pipelines of one process that read the batches of replicas as one."""
+    torch.manual_seed(5)
+    batches, model = list(loader(Tied, 64, 8)), Tied()
+    if rank is None:
+        fit(model, batches, None, num_microbatches=2, num_pipelines=2)
+    else:
+        team, replica = divmod(rank, REPLICAS)
+        options = {"num_microbatches": 2, "replicas": REPLICAS}
+        runner = pipeline(1, 4, options, max_epochs=1, use_distributed_sampler=False)
+        runner.fit(model, Batches([batches[2 * team + replica], batches[4 + 2 * team + replica]]))
+        assert runner.strategy.num_models == 2
+    return state(model)
+
+
+def four_processes(rank: int, folder: Path) -> Any:
+    torch.set_num_threads(1)
+    replica, devices = rank // 2, 2 * REPLICAS
+    half = elastic(replica, folder / "half", devices, precision="bf16-mixed")
+    return elastic(replica, folder / "single", devices), half, teams(rank)
+
+
+@pytest.mark.slow
+def test_replicas_train_parallel_models_resume_and_are_averaged(tmp_path: Path) -> None:
+    results = processes.results(processes.run(2 * REPLICAS, four_processes, tmp_path / "four", folder=tmp_path))
+    single, half = elastic(None, tmp_path / "one"), elastic(None, tmp_path / "1", precision="bf16-mixed")
+    averaged = teams(None)
+    for found in results:
+        for kind, expected, tolerance in ((found[0], single, 1e-5), (found[1], half, 3e-2)):
+            for models, others in zip(kind, expected, strict=True):
+                for one, other in zip(models, others, strict=True):
+                    for name, tensor in one.items():
+                        if not tensor.is_meta:  # which another stage holds
+                            torch.testing.assert_close(tensor, other[name], rtol=tolerance, atol=tolerance)
+        assert_close(found[2], averaged)
+
+
+# -- and otherwise ---------------------------------------------------------------------------------------------------
+
+
+def failing(rank: int) -> None:
+    torch.set_num_threads(1)
+    model = Tied()
+    if rank == 1:
+        model.register_forward_pre_hook(Bomb(3))
+    fit(model, list(loader(Tied, 64, 8)), rank, num_microbatches=2, timeout=20)
+
+
+def test_a_failure_names_stage_and_replica(tmp_path: Path) -> None:
+    survivor, _ = processes.run(REPLICAS, failing, folder=tmp_path)
+    assert survivor.error is not None and "rank 1 (stages 0, 1 of replica 1)" in survivor.error
+
+
+def test_what_replicas_cannot_be_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="replicas=2 of 1 stages on 3 devices"):
+        pipeline("auto", 3, {"replicas": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="num_stages=3 on 2 devices of each replica"):
+        pipeline(3, 4, {"replicas": 2})
+    with pytest.raises(ConfigurationError, match="replicas=0: must be"):
+        pipeline(1, 1, {"replicas": 0})
