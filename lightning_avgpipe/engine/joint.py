@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -138,55 +139,35 @@ class Joint:
         """Execute the unit in a graph of its own; returns what to tell the others."""
         module, path = record.unit.module, record.unit.path
         writes = any(getattr(inner, "inplace", False) is True for inner in module.modules())
-        entered: list[Tensor] = []
-
-        def enter(tensor: Tensor) -> Tensor:
-            inside = tensor
-            if traced:
-                inside = tensor.detach().requires_grad_(tensor.requires_grad)
-                record.leaves.append(inside)
-            entered.append(inside.clone() if writes else inside)
-            return entered[-1]
-
         begin = torch.zeros((), requires_grad=True).view(()) if traced else None
-        own_args, own_kwargs = tree.map_tensors(enter, (args, kwargs))
-        versions = [version_of(tensor) for tensor in entered]
-        before = _attributes(module)
-        for owner, name, tensor in hidden:
-            vars(owner)[name] = enter(tensor)
+        entered = _Entered(traced, writes)
+        own_args, own_kwargs = tree.map_tensors(entered.enter, (args, kwargs))
+        record.leaves = entered.leaves
+        before, num_arguments = _attributes(module), len(entered.tensors)
         self.runs = True
         try:
-            result = run(*own_args, **own_kwargs)
+            with entered.lent(hidden):
+                result = run(*own_args, **own_kwargs)
         finally:
             self.runs = False
-            inside = {id(tensor): i for i, tensor in enumerate(entered)}
-            for owner, name, tensor in hidden:
-                if id(vars(owner).get(name)) in inside:
-                    vars(owner)[name] = tensor
-        written = [i for i, (t, v) in enumerate(zip(entered, versions, strict=False)) if version_of(t) != v]
+        written = [i for i in range(num_arguments) if entered.is_written(i)]
         if written and not writes:
             raise CaptureError(
                 f"unit '{path}', called at {source_line()}, changes its argument in place, which other processes would "
                 "not see; compute out of place, or set an attribute 'inplace = True' on the submodule that does it"
             )
         made: list[Tensor] = []
-        leaves, spec = tree.flatten(result)
-        structure = [_taken(leaf, made, inside) for leaf in leaves], spec
-        made += [entered[i] for i in written]
-        changed = []
-        for owner_path, name, value in _changes(module, before):
-            below, below_spec = tree.flatten(value)
-            changed.append((owner_path, name, [_taken(leaf, made, inside) for leaf in below], below_spec))
+        structure = _apart(result, made, entered.numbers)
+        made += [entered.tensors[i] for i in written]
+        changed = [(*key, *_apart(value, made, entered.numbers)) for *key, value in _changes(module, before)]
         if begin is not None and path not in self._inspected:
             self._inspected.add(path)
             _refuse_outer(record, made, begin)
+        # what lies in attributes and is not used may belong to a graph of before
+        idle = entered.unused(made, num_arguments) if traced and hidden else []
+        record.leaves = [leaf for i, leaf in enumerate(record.leaves) if i not in idle]
         record.outputs = made if traced else []
         wants = [traced and tensor.requires_grad for tensor in made]
-        idle: list[int] = []  # what lies in attributes and is not used may belong to a graph of before
-        if traced and hidden:
-            used, first = _ends(made), len(entered) - len(hidden)
-            idle = [i for i in range(first, len(entered)) if id(record.leaves[i]) not in used]
-            record.leaves = [leaf for i, leaf in enumerate(record.leaves) if i not in idle]
         return structure, written, changed, [tensor.detach() for tensor in made], wants, idle
 
     def backward(
@@ -311,7 +292,74 @@ def _gradients(
     return [next(found) if tensor.requires_grad else None for tensor in wanted]
 
 
+class _Entered:
+    """What a unit is given: tensors in a graph of its own.
+
+    Args:
+        traced: whether they are leaves of a graph.
+        clones: whether the unit may write into what it is given.
+
+    Attributes:
+        leaves: if they are traced.
+        tensors: as the unit gets them.
+    """
+
+    def __init__(self, traced: bool, clones: bool) -> None:
+        self.leaves: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        self._traced = traced
+        self._clones = clones
+        self._versions: list[int] = []
+
+    @property
+    def numbers(self) -> dict[int, int]:
+        """``id`` of a tensor -> which it is."""
+        return {id(tensor): i for i, tensor in enumerate(self.tensors)}
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """What the unit gets for a tensor."""
+        inside = tensor
+        if self._traced:
+            inside = tensor.detach().requires_grad_(tensor.requires_grad)
+            self.leaves.append(inside)
+        self.tensors.append(inside.clone() if self._clones else inside)
+        self._versions.append(version_of(self.tensors[-1]))
+        return self.tensors[-1]
+
+    @contextlib.contextmanager
+    def lent(self, hidden: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+        """Within this context attributes of modules hold tensors of this graph too, unless something else is put there.
+
+        Args:
+            hidden: module, name, and the tensor that is there.
+        """
+        for owner, name, tensor in hidden:
+            vars(owner)[name] = self.enter(tensor)
+        try:
+            yield
+        finally:
+            numbers = self.numbers
+            for owner, name, tensor in hidden:
+                if id(vars(owner).get(name)) in numbers:
+                    vars(owner)[name] = tensor
+
+    def is_written(self, number: int) -> bool:
+        """Whether the unit has written into a tensor."""
+        return version_of(self.tensors[number]) != self._versions[number]
+
+    def unused(self, made: Sequence[Tensor], first: int) -> list[int]:
+        """From a number on, those on which nothing depends that was made."""
+        used = _ends(made)
+        return [i for i in range(first, len(self.leaves)) if id(self.leaves[i]) not in used]
+
+
 # -- what goes in and out besides arguments and results --------------------------------------------------------------
+
+
+def _apart(value: Any, made: list[Tensor], inside: dict[int, int]) -> tuple[list[Any], Any]:
+    """Leaves of a tree, without tensors, and its structure."""
+    leaves, spec = tree.flatten(value)
+    return [_taken(leaf, made, inside) for leaf in leaves], spec
 
 
 def _taken(leaf: Any, made: list[Tensor], inside: dict[int, int]) -> Any:

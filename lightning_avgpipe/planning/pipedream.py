@@ -49,10 +49,7 @@ def plan(costs: SppCosts, widths: Sequence[int], bandwidths: Sequence[float]) ->
     Raises:
         PartitionError: levels without width or bandwidth, or of unequal number.
     """
-    if not widths or len(widths) != len(bandwidths):
-        raise PartitionError(f"widths={list(widths)} and bandwidths={list(bandwidths)} need one entry per level")
-    if min(widths) < 1 or not min(bandwidths) > 0:
-        raise PartitionError(f"widths={list(widths)}, bandwidths={list(bandwidths)}: all must be positive")
+    _check_levels(widths, bandwidths)
 
     @functools.cache
     def stage(level: int, i: int, j: int, m: int) -> float:
@@ -92,3 +89,10 @@ def plan(costs: SppCosts, widths: Sequence[int], bandwidths: Sequence[float]) ->
     if not math.isfinite(seconds):
         raise PartitionError(f"no plan for {units} units has a finite time")
     return PipeDreamPlan(tuple(opened(top, 0, units - 1, widths[top], 1)), seconds)
+
+
+def _check_levels(widths: Sequence[int], bandwidths: Sequence[float]) -> None:
+    if not widths or len(widths) != len(bandwidths):
+        raise PartitionError(f"widths={list(widths)} and bandwidths={list(bandwidths)} need one entry per level")
+    if min(widths) < 1 or not min(bandwidths) > 0:
+        raise PartitionError(f"widths={list(widths)}, bandwidths={list(bandwidths)}: all must be positive")

@@ -236,31 +236,18 @@ class Planner:
         tried: set[str] = set()  # all that were spared at some time
         costs = costs_of(graph)
         while True:
-            fair = sum(costs.node) / self.num_stages
-            plan, failure = None, None
-            try:
-                cuts = cut_balanced(graph, costs, self.num_stages, memory, self._whole(graph))
-                plan = make_plan(graph, cuts, costs, self._sizes(), memory)
-            except PartitionError as error:
-                failure = error
+            plan, failure = self._attempt(graph, costs, memory)
             if plan is not None:
                 if best is None or _gains(plan, best[0]):
                     best = plan, costs
                 if plan.slowest.share * self.num_stages <= _BALANCED:
                     return best
-            heavy = self._heavy_units(graph, costs, fair * _HEAVY if plan is not None else 0.0)
-            heavy += [u for u in sorted(graph.leaving) if u not in heavy and divisible(self.module, u, self.observers)]
-            asking = [unit for unit in heavy if unit in spared]
-            heavy = [unit for unit in heavy if unit not in spared]
-            if not heavy and (plan is None or plan.slowest.share * self.num_stages > _SPARED):
-                heavy = asking
-                spared.clear()
+            heavy = self._too_heavy(graph, costs, plan, spared)
             if not heavy and plan is not None and closer > 0:
                 closer -= 1
-                stages = plan.stages
-                near = {u for s in stages[:-1] for u in s.units[-1:]} | {u for s in stages[1:] for u in s.units[:1]}
-                near -= spared
-                heavy = [name for name in self._heavy_units(graph, costs, fair * _MOVES) if name in near]
+                near = _beside_cuts(plan) - spared
+                least_s = _MOVES * sum(costs.node) / self.num_stages
+                heavy = [name for name in self._heavy_units(graph, costs, least_s) if name in near]
             if not heavy:
                 if best is None:
                     assert failure is not None
@@ -273,6 +260,25 @@ class Planner:
                 spared |= found
                 continue
             graph, costs = finer, costs_of(finer)
+
+    def _attempt(self, graph: CallGraph, costs: Costs, memory: Memory) -> tuple[Plan | None, PartitionError | None]:
+        """The best plan for this graph, or why there is none."""
+        try:
+            cuts = cut_balanced(graph, costs, self.num_stages, memory, self._whole(graph))
+            return make_plan(graph, cuts, costs, self._sizes(), memory), None
+        except PartitionError as error:
+            return None, error
+
+    def _too_heavy(self, graph: CallGraph, costs: Costs, plan: Plan | None, spared: set[str]) -> list[str]:
+        """Units that are to be opened; one that stays whole only where no plan is good without it."""
+        fair_s = sum(costs.node) / self.num_stages
+        found = self._heavy_units(graph, costs, fair_s * _HEAVY if plan is not None else 0.0)
+        found += [u for u in sorted(graph.leaving) if u not in found and divisible(self.module, u, self.observers)]
+        heavy = [unit for unit in found if unit not in spared]
+        if not heavy and (plan is None or plan.slowest.share * self.num_stages > _SPARED):
+            heavy = [unit for unit in found if unit in spared]
+            spared.clear()
+        return heavy
 
     def _measured(self, step: _Step, links: tuple[Link, ...], samples: Samples, graph: CallGraph) -> Costs:
         """Measured costs, from the cache if they are there."""
@@ -303,6 +309,12 @@ class Planner:
 
 def _unevenness(plan: Plan) -> float:
     return sum(stage.share**2 for stage in plan.stages)
+
+
+def _beside_cuts(plan: Plan) -> set[str]:
+    """The last unit of each stage, and the first of the next."""
+    ends = {unit for stage in plan.stages[:-1] for unit in stage.units[-1:]}
+    return ends | {unit for stage in plan.stages[1:] for unit in stage.units[:1]}
 
 
 def _gains(plan: Plan, best: Plan) -> bool:

@@ -103,28 +103,16 @@ class PlainRun:
         sizes, shares = [part.size for part in parts], self._shares(parts)
         with random_state():
             for i, (part, weight) in enumerate(zip(parts, shares, strict=True)):
-                data = _copied((part.data, *rest))
                 logged.size = part.size if self.loss_weight is None else weight * (sum(sizes) or 1)
-                module._current_fx_name = "training_step"
-                with drawing_as_promised(module, (*self.key, i), self.device), self.context():
-                    result: Any = module.training_step(*data)
-                module._current_fx_name = None
+                result = self._forward(module, i, (part.data, *rest))
                 if i == 0 and after_first is not None:
                     after_first(module)
                 if result is None:  # skipped
                     continue
                 loss = loss_in(result)
                 losses[f"micro-batch {i}"] = loss.detach().clone()
-                if self.mean and not weight:  # a mean over nothing
-                    continue
-                if self.accumulate > 1:
-                    loss = loss / self.accumulate
-                loss = self.precision.pre_backward(loss, module)
-                vars(module)["on_before_backward"] = nothing  # a batch has this hook once
-                if self.mean and len(parts) > 1:
-                    loss = loss * weight
-                if loss.requires_grad:
-                    loss.backward()
+                if weight or not self.mean:  # else it is a mean over nothing
+                    self._backward(module, loss, weight if len(parts) > 1 else 1.0)
                 del result, loss
         return Outcome(
             losses,
@@ -134,6 +122,24 @@ class PlainRun:
             {name: clone(value) for name, value in attributes(module).items()},
             logged.of_batch(),
         )
+
+    def _forward(self, module: pl.LightningModule, number: int, args: tuple[Any, ...]) -> Any:
+        data = _copied(args)
+        module._current_fx_name = "training_step"
+        with drawing_as_promised(module, (*self.key, number), self.device), self.context():
+            result = module.training_step(*data)
+        module._current_fx_name = None
+        return result
+
+    def _backward(self, module: pl.LightningModule, loss: Tensor, share: float) -> None:
+        if self.accumulate > 1:
+            loss = loss / self.accumulate
+        loss = self.precision.pre_backward(loss, module)
+        vars(module)["on_before_backward"] = nothing  # a batch has this hook once
+        if self.mean and share != 1.0:
+            loss = loss * share
+        if loss.requires_grad:
+            loss.backward()
 
     def _shares(self, parts: Sequence[MicroBatch]) -> list[float]:
         """What each loss counts in the mean, by a rule of its own: the pipeline's weights are to be verified."""

@@ -6,6 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -254,22 +255,26 @@ class Verifier:
 
         with contextlib.ExitStack() as hooks, replaced(precision, "_after_closure", noting):
             yield
-        for n, notes in enumerate(seen):
-            others = self._subject.cluster.group.gather_objects(notes)
-            if self._leads:
-                for other in others[1:]:
-                    notes.join(other)
-                clipping = self._clipping
-                if clipping is None:
-                    self._omitted.add("what hooks of yours do to gradients")
-                for difference in plain[n].check(notes, clipping, self._scaler is not None):
-                    self._check(n, difference)
-                self._compared["weights"].update(notes.before)
+        for n, (notes, step) in enumerate(zip_longest(seen, plain)):
+            self._compare_step(n, notes, step)
         if self._begun:  # not, if all was skipped
             self._begun = False
             self._left -= 1
             if not self.active:
                 self._finish()
+
+    def _compare_step(self, number: int, notes: StepNotes, plain: PlainStep | None) -> None:
+        """Compare an optimizer's step with the same one made plainly on rank 0, elsewhere None."""
+        others = self._subject.cluster.group.gather_objects(notes)
+        if plain is None:
+            return
+        for other in others[1:]:
+            notes.join(other)
+        if self._clipping is None:
+            self._omitted.add("what hooks of yours do to gradients")
+        for difference in plain.check(notes, self._clipping, self._scaler is not None):
+            self._check(number, difference)
+        self._compared["weights"].update(notes.before)
 
     @staticmethod
     def _note_after(optimizer: Optimizer, notes: StepNotes, mine: Mapping[str, Tensor]) -> RemovableHandle:
