@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.named_state import trained_parameters
 from lightning_avgpipe.capture.recorder import Foresight, Recorder
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import watching
@@ -70,6 +71,7 @@ def _record(
 ) -> CallGraph:
     module = recorder.module
     spare = tree.map_tensors(torch.clone, tuple(args))
+    trained = trained_parameters(module)
     batch = [(leaf, version_of(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
@@ -103,6 +105,7 @@ def _record(
         pinned=tuple(recorder.pinned),
         leaving=frozenset(recorder.hidden.leaving),
         opened=tuple(recorder.calls.ended),
+        trained=trained,
     )
 
 

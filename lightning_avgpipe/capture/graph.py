@@ -169,6 +169,7 @@ class CallGraph:
         leaving: units that leave tensors where they cannot be followed, say in a global list; what is followed when
             they are opened, such as forward hooks, is no obstacle.
         opened: calls of modules that hold units, in the order in which they ended.
+        trained: full names of the parameters that were trained when the step was captured.
     """
 
     step: str
@@ -192,6 +193,7 @@ class CallGraph:
     pinned: tuple[tuple[int, int, str], ...] = ()
     leaving: frozenset[str] = frozenset()
     opened: tuple[Opened, ...] = ()
+    trained: frozenset[str] = frozenset()
 
     @cached_property
     def changed(self) -> frozenset[str]:

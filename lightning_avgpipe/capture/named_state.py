@@ -10,10 +10,15 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.changes import Changes
 from lightning_avgpipe.utils.torch_compat import address, untraced
 
-__all__ = ["Before", "NamedState"]
+__all__ = ["Before", "NamedState", "trained_parameters"]
 
 # Full name, tensor, and what is needed to see whether it changes.
 Before = list[tuple[str, Tensor, Tensor]]
+
+
+def trained_parameters(module: nn.Module) -> frozenset[str]:
+    """Full names of the parameters that require a gradient; of one with several names all of them."""
+    return frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
 
 
 class NamedState:

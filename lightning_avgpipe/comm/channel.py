@@ -341,5 +341,8 @@ class NetworkInbox:
                 tensor = form.from_wire(tensor)
             tensors.append(tensor)
             events.append(event)
-        message = Message(opened.micro_batch, tuple(tensors), opened.requires_grad, opened.entries, opened.abandoned)
+        message = Message(
+            opened.micro_batch, tuple(tensors), opened.requires_grad, opened.entries, opened.abandoned,
+            opened.forward_only,
+        )  # fmt: skip
         return message, events

@@ -95,7 +95,7 @@ class TensorForm(NamedTuple):
         return self.from_wire(flat.view(self.dtype).view(self.wire_shape))
 
 
-_Structure = tuple[tuple[TensorForm | None, ...], tuple[bool, ...], Any, bool]  # the last three are the message's own
+_Structure = tuple[tuple[TensorForm | None, ...], tuple[bool, ...], Any, bool, int]  # the last four are the message's
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class FrameWriter:
             the tensors are in the frame.
         """
         forms = tuple(None if t is None else TensorForm.of(t) for t in message.tensors)
-        structure = forms, message.requires_grad, message.entries, message.abandoned
+        structure = forms, message.requires_grad, message.entries, message.abandoned, message.forward_only
         number = self._number(structure)
         text = pickle.dumps(structure) if number < 0 else b""
         parts = [] if not inner else [
@@ -167,6 +167,7 @@ class Opened:
         requires_grad: of the message.
         entries: of the message.
         abandoned: of the message.
+        forward_only: of the message.
         tensors: those that were in the frame, in order; None if they come after it.
     """
 
@@ -175,6 +176,7 @@ class Opened:
     requires_grad: tuple[bool, ...]
     entries: Any
     abandoned: bool
+    forward_only: int
     tensors: list[Tensor] | None
 
 
@@ -206,7 +208,7 @@ class FrameReader:
                 self._structures.append(structure)
         else:
             structure = self._structures[number]
-        forms, requires_grad, entries, abandoned = structure
+        forms, requires_grad, entries, abandoned, forward_only = structure
         tensors = None
         if nbytes:
             tensors, position = [], _aligned(_PREFIX.size + length)
@@ -217,7 +219,7 @@ class FrameReader:
                     flat.copy_(frame[position : position + flat.numel()])
                     position += _aligned(flat.numel())
                     tensors.append(tensor)
-        return Opened(micro_batch, forms, requires_grad, entries, abandoned, tensors)
+        return Opened(micro_batch, forms, requires_grad, entries, abandoned, forward_only, tensors)
 
 
 def _aligned(nbytes: int) -> int:

@@ -24,6 +24,7 @@ class Message:
         entries: for values, what the nodes before the cut returned: fewer if the step has ended before. For gradients
             whether the step has skipped the micro-batch: there is no loss.
         abandoned: whether the sender has given up the iteration, and has nothing to send.
+        forward_only: for values, how many stages, from the first, run forwards only, as the sender knows.
     """
 
     micro_batch: int
@@ -31,6 +32,7 @@ class Message:
     requires_grad: tuple[bool, ...] = ()
     entries: Any = ()
     abandoned: bool = False
+    forward_only: int = 0
 
 
 class _Tensor:

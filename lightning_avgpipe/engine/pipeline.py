@@ -18,9 +18,10 @@ from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.stage import Stage, Task, check_runnable
+from lightning_avgpipe.planning.freezing import Freezing
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
-from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.schedule import Schedule, num_forward_only
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
 
@@ -80,6 +81,7 @@ class Pipeline:
         self._cuts: dict[str, Sequence[int]] = {}
         self._copies: dict[str, TiedParameters] = {}
         self._leaves: dict[str, dict[int, frozenset[str]]] = {}
+        self._freezing: dict[str, Freezing] = {}
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -106,6 +108,7 @@ class Pipeline:
             self._weights.divide({k: parameters_of(programs[k]) for k in self._cluster.stages})
         self._graphs[graph.step] = graph
         self._cuts[graph.step] = cuts
+        self._freezing[graph.step] = Freezing(graph, cuts, self._module)
         self._leaves[graph.step] = {
             rank: frozenset().union(*(programs[k].leaves for k in self._cluster.stage_map.stages(rank)))
             for rank in range(self._cluster.group.world_size)
@@ -132,6 +135,7 @@ class Pipeline:
         self._cuts.clear()
         self._copies.clear()
         self._leaves.clear()
+        self._freezing.clear()
 
     def leaves(self, step: str, rank: int, batch: Any) -> frozenset[str] | None:
         """Names of the tensors of a batch that a process needs for a step; None if that is not known: all of them."""
@@ -152,6 +156,10 @@ class Pipeline:
             for key, position in graph.reads
             if self._cuts[step] and position <= self._cuts[step][-1]
         )
+
+    def freezing(self, step: str) -> Freezing:
+        """Which stages of a step function have nothing to train."""
+        return self._freezing[step]
 
     def copies(self, step: str) -> TiedParameters:
         """The parameters that several stages use in a step function."""
@@ -178,12 +186,15 @@ class Pipeline:
         """Those of this process, ready to begin an iteration."""
         lanes = []
         self._of_units[step].begin()
+        frozen = num_forward_only(schedule)
         for stage in self._stages[step]:
             ends = self._cluster.transport.ends(self.number, stage.program.stage)
-            lane = Lane(stage, ends.values, ends.to_next, ends.gradients, ends.to_previous, task, self.place)
+            # the first stage that trains has nobody to send gradients to
+            to_previous = ends.to_previous if stage.program.stage > frozen else None
+            lane = Lane(stage, ends.values, ends.to_next, ends.gradients, to_previous, task, self.place)
             lane.begin(schedule.rows[stage.program.stage], observers)
             lanes.append(lane)
-            stage.begin(schedule.rows[stage.program.stage])
+            stage.begin(schedule.rows[stage.program.stage], frozen)
         return lanes
 
     def outcome(self, step: str, num_microbatches: int) -> Outcome:

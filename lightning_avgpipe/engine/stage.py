@@ -185,6 +185,7 @@ class Stage:
         self._repeats: frozenset[int] = frozenset()
         self._watch: Watch | None = None  # if backwards come in halves
         self._said = False  # that they do not
+        self._forward_only = 0
         self._recompute = recompute
         read = self.attributes.variables
         self._repeat_units = UnitRepeater(module, recompute, self._drawing, device, read) if recompute.modules else None
@@ -195,9 +196,15 @@ class Stage:
         self.results: dict[int, Any] = {}
         self.skipped: set[int] = set()
 
-    def begin(self, row: Sequence[Action]) -> None:
-        """An iteration with these actions begins."""
+    def begin(self, row: Sequence[Action], forward_only: int = 0) -> None:
+        """An iteration with these actions begins.
+
+        Args:
+            row: of this stage.
+            forward_only: how many stages, from the first, run forwards only while others train.
+        """
         self.attributes.begin()
+        self._forward_only = forward_only
         self._repeats = repeated(row, self.program.is_last) if self._recompute.stages else frozenset()
         self._watch = Watch() if any(action.kind is INPUT_GRADIENT for action in row) else None
 
@@ -222,6 +229,12 @@ class Stage:
                 f"stage {program.stage} wants micro-batch {micro_batch} and received {message.micro_batch}; "
                 "the stages do not run the same schedule"
             )
+        if message is not None and message.forward_only != self._forward_only:
+            raise StepChangedError(
+                f"of {program.num_stages} stages the first {message.forward_only} have nothing to train as stage "
+                f"{program.stage - 1} sees it, and the first {self._forward_only} as stage {program.stage} sees it; "
+                "freeze and unfreeze parameters on every process, not only if is_global_zero"
+            )
         with self._placed() as copies:
             if task.trains and micro_batch in self._repeats:
                 return self._forward_to_repeat(task, micro_batch, message, copies)
@@ -236,9 +249,11 @@ class Stage:
                     loss = task.finish(micro_batch, replayed.result)
                 self._keep(micro_batch, gates, () if loss is None else (loss,))
             return None
-        if task.trains:
+        if task.trains and program.stage < self._forward_only:
+            self._check_frozen(replayed)
+        elif task.trains:
             self._keep(micro_batch, gates, _roots(replayed))
-        return _message(task, micro_batch, replayed)
+        return self._message(task, micro_batch, replayed)
 
     @contextmanager
     def _placed(self) -> Iterator[dict[int, str]]:
@@ -304,6 +319,22 @@ class Stage:
         """The numbers of a message's values."""
         return message.entries.values if isinstance(message.entries, Path) else self.program.receives
 
+    def _message(self, task: Task, micro_batch: int, replayed: Replayed) -> Message:
+        requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
+        sent = tuple(t.detach() for t in replayed.sent)
+        return Message(micro_batch, sent, requires_grad, replayed.entries, forward_only=self._forward_only)
+
+    def _check_frozen(self, replayed: Replayed) -> None:
+        """Nobody sends gradients to a stage that runs forwards only."""
+        # a leaf may ask for one: nothing was computed from parameters to get it
+        if any(tensor.grad_fn is not None for tensor in replayed.sent):
+            raise StepChangedError(
+                f"stage {self.program.stage} has nothing to train by requires_grad of its parameters, and yet what it "
+                f"computes asks for a gradient, which it did not when {self.program.graph.step} was captured: the step "
+                "calls requires_grad_() in some batches only, or uses parameters that it did not use then. Set "
+                "requires_grad of parameters before the step, and let the first batch do what all others do"
+            )
+
     @contextmanager
     def _inspected(self, task: Task) -> Iterator[Inspection | None]:
         """A forward runs within this context; the first of training is inspected."""
@@ -338,7 +369,7 @@ class Stage:
             leaves = tuple(tensor if tensor.requires_grad else None for tensor in tree.tensors(result))
             ending = task.finish(micro_batch, result), leaves
         self.stash[micro_batch] = _Inputs(task, message, versions, surroundings, observations, ending)
-        return None if self.program.is_last else _message(task, micro_batch, replayed)
+        return None if self.program.is_last else self._message(task, micro_batch, replayed)
 
     def _repeat(
         self, kept: _Inputs, micro_batch: int, gradients: Message | None, copies: dict[int, str]
@@ -406,7 +437,7 @@ class Stage:
                     torch.autograd.backward(*of)
                 else:
                     self._weight_halves[micro_batch] = half
-        if self.program.is_first:
+        if self.program.stage <= self._forward_only:  # the first of those that train
             return None
         return Message(micro_batch, tuple(gate.gradient for gate in stash.gates), entries=skipped)
 
@@ -470,11 +501,6 @@ def check_runnable(schedule: Schedule) -> None:
 
 def _roots(replayed: Replayed) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in replayed.sent if tensor.requires_grad)
-
-
-def _message(task: Task, micro_batch: int, replayed: Replayed) -> Message:
-    requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
-    return Message(micro_batch, tuple(t.detach() for t in replayed.sent), requires_grad, replayed.entries)
 
 
 def _cut(tensor: Tensor) -> Tensor:

@@ -22,10 +22,12 @@ from lightning_avgpipe.capture.samples import Samples
 from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units, why_whole
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
+from lightning_avgpipe.planning.freezing import num_frozen
 from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.model_memory import memory_of
 from lightning_avgpipe.planning.recompute_policy import Recompute
-from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
+from lightning_avgpipe.schedule import Schedule, StageCosts, forward_only, simulate
+from lightning_avgpipe.schedule.rules import trains
 
 __all__ = ["Conditions", "Planner", "stage_costs"]
 
@@ -323,12 +325,17 @@ def _gains(plan: Plan, best: Plan) -> bool:
     return now < before * _WORTH or (now <= before and _unevenness(plan) < _unevenness(best) * _WORTH)
 
 
-def stage_costs(plan: Plan) -> StageCosts:
-    """What the simulator must know of the stages, in seconds if the plan was measured."""
+def stage_costs(plan: Plan, frozen: int = 0) -> StageCosts:
+    """What the simulator must know of the stages, in seconds if the plan was measured.
+
+    Args:
+        plan: of the stages.
+        frozen: how many of them, from the first, run forwards only by now.
+    """
     hops = list(zip(plan.links, plan.stages[:-1], strict=True))
     return StageCosts(
         [stage.forward for stage in plan.stages],
-        [stage.backward for stage in plan.stages],
+        [stage.backward * (stage.index >= frozen) for stage in plan.stages],
         [link.per_byte * stage.boundary_bytes for link, stage in hops],
         [link.per_byte * sum(v.nbytes for v in stage.sends if v.requires_grad) for link, stage in hops],
         [link.latency for link, _ in hops],
@@ -339,5 +346,6 @@ def _forecast(plan: Plan, schedule: Schedule | None) -> Forecast | None:
     """Simulate the schedule with the costs of the stages."""
     if schedule is None:
         return None
-    timeline = simulate(schedule, stage_costs(plan))
+    frozen = num_frozen(plan.graph, plan.cuts, plan.graph.trained) if trains(schedule.rows[-1]) else 0
+    timeline = simulate(forward_only(schedule, frozen), stage_costs(plan, frozen))
     return Forecast(schedule.name, schedule.num_microbatches, timeline.iteration_s, timeline.bubble_fraction)

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_avgpipe.errors import DeadlockError, ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
+from lightning_avgpipe.schedule.forward_only import num_forward_only
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
 from lightning_avgpipe.schedule.rules import Event, course, courses, in_words, needs, results, trains, urgency
 
@@ -167,13 +168,15 @@ def check(schedule: Schedule) -> None:
 def _check_complete(schedule: Schedule) -> None:
     """Every stage treats every micro-batch in full, and once."""
     numbers, training = range(schedule.num_microbatches), any(map(trains, schedule.rows))
-    usual = [{Action(kind, i) for kind in kinds for i in numbers} for kinds in courses(training)]
+    first = num_forward_only(schedule)
     for stage, row in enumerate(schedule.rows):
+        both = training and stage >= first
+        usual = [{Action(kind, i) for kind in kinds for i in numbers} for kinds in courses(both)]
         count = Counter(row)
         if len(count) == len(row) and count.keys() in usual:
             continue
         # each micro-batch may be treated in another way
-        wanted = {Action(kind, i) for i in numbers for kind in course([k for k in KINDS if (k, i) in count], training)}
+        wanted = {Action(kind, i) for i in numbers for kind in course([k for k in KINDS if (k, i) in count], both)}
         wrong = {
             "misses": wanted - count.keys(),
             "repeats": {action for action, times in count.items() if times > 1},

@@ -186,10 +186,13 @@ def _connect(lanes: Sequence[SimulatedLane], costs: Costs) -> dict[tuple[Directi
                 lane.waits[kind] = kind.consumes
             there = receiver(kind, lane.stage, costs.num_stages)
             if kind.produces is not None and there is not None:
+                receiving = by_place[lane.pipeline, there]
+                if all(action.kind.consumes != kind.produces for action in receiving.row):
+                    continue  # it runs forwards only: nobody sends it gradients
                 key = kind.produces, min(there, lane.stage)
                 if key not in links:
                     links[key] = SimulatedLink(*costs.message_s(*key))
-                lane.receivers[kind] = by_place[lane.pipeline, there], links[key]
+                lane.receivers[kind] = receiving, links[key]
     return links
 
 

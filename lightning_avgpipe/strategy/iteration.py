@@ -28,6 +28,7 @@ from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.strategy.trained import agree_on_trained
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.patching import nothing, replaced
@@ -75,6 +76,7 @@ class Iterations:
     announce: Callable[[], None]
     verifier: Verifier | None = None
     zero_grad: Callable[[], None] | None = None
+    _agreed_in: int | None = None  # the epoch in which processes have last agreed on what is trained
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -112,7 +114,10 @@ class Iterations:
         if not outcomes:  # all is skipped, and nothing is known of the step yet
             models.skipped = frozenset(range(len(works)))
             return None
-        models.skipped = frozenset(n for n, found in enumerate(outcomes) if len(found.skipped) == len(works[n]))
+        skipped = [len(found.skipped) == len(works[n]) for n, found in enumerate(outcomes)]
+        if trains and self.schedule_control.frozen and self.cluster.group.world_size > 1:
+            skipped = self.cluster.control_channel.publish(skipped)  # no gradient tells the first stages
+        models.skipped = frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
         nothing = torch.zeros((), device=self.cluster.device)
         result: Any = {"loss": nothing}
         if outcomes[0].results is not None:
@@ -198,6 +203,8 @@ class Iterations:
         if not self._prepare(step, run, works, rest, schedule(), num_pipelines if training else 1):
             self._run_skipped(step, context, works, run, rest)
             return []
+        if training:
+            self._freeze(finish is not None)
         schedules = [self._schedule(parts, finish is not None) for parts in works]
         pipelines = self.models.pipelines_for(step, len(works))
         self.step_log.begin(sum(map(len, works)))
@@ -224,6 +231,15 @@ class Iterations:
         with context():  # which may decide what a number is
             self.step_log.issue(over_groups=training)
         return outcomes
+
+    def _freeze(self, trains: bool) -> None:
+        """Stages that have nothing to train by now run forwards only. Every process calls it."""
+        freezing, epoch = self.deployment.pipeline.freezing("training_step"), self.trainer.current_epoch
+        if epoch != self._agreed_in:  # hooks that freeze run on every process, and should do the same there
+            agree_on_trained(freezing, self.cluster.world)
+            self._agreed_in = epoch
+        if trains:
+            self.schedule_control.freeze(freezing.stages)
 
     def _micro_batch(
         self, step: str, context: Callable[[], Any], works: Works, first: int, before: int, n: int, i: int, *args: Any

@@ -63,6 +63,9 @@ class _Trials(ScheduleControl):
     metered = False
     kept: dict[int, Kept] | None = None
 
+    def freeze(self, stages: int) -> None:
+        """What is measured is a forward and a backward of every stage."""
+
     @contextlib.contextmanager
     def iteration(
         self,

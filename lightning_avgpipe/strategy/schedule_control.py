@@ -38,6 +38,7 @@ from lightning_avgpipe.schedule import (
     Schedule,
     build,
     first_advance,
+    forward_only,
     from_warm_up,
     peak_stash,
     stepped_warm_up,
@@ -83,6 +84,7 @@ class ScheduleControl:
 
     Attributes:
         peaks: stage -> bytes at its peak, as measured last; of all stages, on all ranks.
+        frozen: how many stages, from the first, run forwards only.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class ScheduleControl:
         self._optimizers = optimizers
         self._plan: Plan | None = None
         self._stopwatch = Stopwatch(cluster.device)
+        self.frozen = 0
         self._steps: tuple[int, ...] = (1,) * (cluster.stage_map.num_stages - 1)
         self._chosen: dict[IterationShape, int] = {}  # the same on every rank
         self._metered: set[tuple[IterationShape, int]] = set()
@@ -140,6 +143,12 @@ class ScheduleControl:
         """From now on every iteration has this advance. Every rank calls it after the same iteration."""
         self._fixed, self._adapts = advance, False
 
+    def freeze(self, stages: int) -> None:
+        """From now on so many stages, from the first, run forwards only. Every rank calls it before the iteration."""
+        if stages != self.frozen:
+            self.frozen = stages
+            self.begin_again()
+
     def begin_again(self) -> None:
         """There is another plan: what was measured and decided was so for the one before. Every rank calls it."""
         if self._plan is not None:
@@ -163,7 +172,7 @@ class ScheduleControl:
             return
         self._plan, start = plan, 0
         if plan.measured:
-            costs = stage_costs(plan)
+            costs = stage_costs(plan, self.frozen)
             self._steps = uneven_steps(costs)
             start = first_advance(self._steps, num_microbatches, costs)
         self._controller = AdaptiveAdvance(start, self._predicted_peak, self._limit, self._warm_up)
@@ -268,8 +277,10 @@ class ScheduleControl:
 
     def _schedule_of(self, shape: IterationShape, advance: int) -> Schedule:
         if not self._adapts:
-            return build(self._name, shape.num_stages, shape.num_microbatches, self._fixed)
-        return from_warm_up(self._warm_up(shape, advance), shape.num_microbatches, self._name)
+            schedule = build(self._name, shape.num_stages, shape.num_microbatches, self._fixed)
+        else:
+            schedule = from_warm_up(self._warm_up(shape, advance), shape.num_microbatches, self._name)
+        return forward_only(schedule, self.frozen)
 
     def _warm_up(self, shape: IterationShape, advance: int) -> tuple[int, ...]:
         return stepped_warm_up(self._steps, shape.num_microbatches, advance)
@@ -288,7 +299,7 @@ class ScheduleControl:
     def _estimate(self, plan: Plan, shape: IterationShape, schedule: Schedule) -> None:
         """Where memory is not measured, go by the plan's estimates, which were made for this schedule."""
         for k, (stage, flights) in enumerate(zip(plan.stages, peak_stash(schedule), strict=True)):
-            stash = (stage.memory.stash + stage.memory.boundary) // flights
+            stash = (stage.memory.stash + stage.memory.boundary) // flights if flights else 0
             self._footprints[shape][k] = Footprint.estimated(stage.memory.held, stash, schedule[k])
 
     def _predicted_peak(self, shape: IterationShape, advance: int) -> list[float]:

@@ -1,0 +1,40 @@
+"""Stages that run forwards only: nothing before their ends is trained, so no gradient comes back to them.
+
+::
+
+    stage 0 | F0 F1 F2 B0 F3 B1 B2 B3          stage 0 | F0 F1 F2 F3
+    stage 1 | F0 F1 B0 F2 B1 F3 B2 B3    ->    stage 1 | F0 F1 B0 F2 B1 F3 B2 B3
+    stage 2 | F0 B0 F1 B1 F2 B2 F3 B3          stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
+
+The rows of the others stay: their warm-up counts from the last stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_avgpipe.schedule.actions import Schedule
+from lightning_avgpipe.schedule.kinds import COURSES
+from lightning_avgpipe.schedule.rules import trains
+
+__all__ = ["forward_only", "num_forward_only"]
+
+
+def forward_only(schedule: Schedule, stages: int) -> Schedule:
+    """The same schedule where so many stages, from the first, run forwards only.
+
+    Args:
+        schedule: of training.
+        stages: how many, fewer than K.
+    """
+    if not stages:
+        return schedule
+    rows = [tuple(a for a in row if a.kind in COURSES[0]) for row in schedule.rows[:stages]]
+    ahead = (schedule.num_microbatches,) * stages + schedule.warm_up[stages:] if schedule.warm_up else ()
+    return replace(schedule, rows=(*rows, *schedule.rows[stages:]), warm_up=ahead)
+
+
+def num_forward_only(schedule: Schedule) -> int:
+    """How many stages, from the first, run forwards only while others train; 0 if nothing is trained."""
+    training = [trains(row) for row in schedule.rows]
+    return training.index(True) if any(training) else 0
