@@ -15,10 +15,10 @@ from lightning_avgpipe.comm.channel import MemoryChannel
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
+from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.stage import Stage, Task, check_runnable
-from lightning_avgpipe.planning.freezing import Freezing
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule, num_forward_only

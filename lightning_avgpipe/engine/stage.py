@@ -17,6 +17,7 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.constants import Constants
 from lightning_avgpipe.engine.detour import Path
+from lightning_avgpipe.engine.forward_only import check_nothing_asks, check_same
 from lightning_avgpipe.engine.halves import Watch, WeightHalf, input_half
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
 from lightning_avgpipe.engine.randomness import Drawing
@@ -229,12 +230,7 @@ class Stage:
                 f"stage {program.stage} wants micro-batch {micro_batch} and received {message.micro_batch}; "
                 "the stages do not run the same schedule"
             )
-        if message is not None and message.forward_only != self._forward_only:
-            raise StepChangedError(
-                f"of {program.num_stages} stages the first {message.forward_only} have nothing to train as stage "
-                f"{program.stage - 1} sees it, and the first {self._forward_only} as stage {program.stage} sees it; "
-                "freeze and unfreeze parameters on every process, not only if is_global_zero"
-            )
+        check_same(message, program, self._forward_only)
         with self._placed() as copies:
             if task.trains and micro_batch in self._repeats:
                 return self._forward_to_repeat(task, micro_batch, message, copies)
@@ -250,7 +246,7 @@ class Stage:
                 self._keep(micro_batch, gates, () if loss is None else (loss,))
             return None
         if task.trains and program.stage < self._forward_only:
-            self._check_frozen(replayed)
+            check_nothing_asks(replayed.sent, program)
         elif task.trains:
             self._keep(micro_batch, gates, _roots(replayed))
         return self._message(task, micro_batch, replayed)
@@ -323,17 +319,6 @@ class Stage:
         requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
         sent = tuple(t.detach() for t in replayed.sent)
         return Message(micro_batch, sent, requires_grad, replayed.entries, forward_only=self._forward_only)
-
-    def _check_frozen(self, replayed: Replayed) -> None:
-        """Nobody sends gradients to a stage that runs forwards only."""
-        # a leaf may ask for one: nothing was computed from parameters to get it
-        if any(tensor.grad_fn is not None for tensor in replayed.sent):
-            raise StepChangedError(
-                f"stage {self.program.stage} has nothing to train by requires_grad of its parameters, and yet what it "
-                f"computes asks for a gradient, which it did not when {self.program.graph.step} was captured: the step "
-                "calls requires_grad_() in some batches only, or uses parameters that it did not use then. Set "
-                "requires_grad of parameters before the step, and let the first batch do what all others do"
-            )
 
     @contextmanager
     def _inspected(self, task: Task) -> Iterator[Inspection | None]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from torch import nn
-
 from lightning_avgpipe.capture.graph import CallGraph
 
-__all__ = ["Freezing", "num_frozen"]
+__all__ = ["num_frozen"]
 
 
 def num_frozen(graph: CallGraph, cuts: Sequence[int], trained: Collection[str]) -> int:
@@ -43,34 +41,3 @@ def _asking(graph: CallGraph, trained: frozenset[str]) -> set[int]:
             if asks or (now and value in written):
                 found.add(value)
     return found
-
-
-class Freezing:
-    """Follows which parameters of a step function are trained.
-
-    Args:
-        graph: of the step.
-        cuts: K-1 positions.
-        module: the whole module; parameters of other stages may be without contents.
-    """
-
-    def __init__(self, graph: CallGraph, cuts: Sequence[int], module: nn.Module) -> None:
-        self._graph = graph
-        self._cuts = cuts
-        used = {name for node in graph.nodes for name in node.parameters}
-        self._parameters = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if n in used]
-        self._flags: tuple[bool, ...] | None = None
-        self._stages = 0
-
-    @property
-    def stages(self) -> int:
-        """How many stages, from the first, have nothing to train now."""
-        flags = tuple(parameter.requires_grad for _, parameter in self._parameters)
-        if flags != self._flags:
-            self._flags, self._stages = flags, num_frozen(self._graph, self._cuts, self.trained)
-        return self._stages
-
-    @property
-    def trained(self) -> frozenset[str]:
-        """Full names of the parameters that the step uses and that are trained now."""
-        return frozenset(name for name, parameter in self._parameters if parameter.requires_grad)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.errors import StepChangedError
-from lightning_avgpipe.planning.freezing import Freezing
 
 __all__ = ["agree_on_trained"]
 

@@ -7,7 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.planning.freezing import Freezing, num_frozen
+from lightning_avgpipe.engine.forward_only import Freezing
+from lightning_avgpipe.planning.freezing import num_frozen
 from lightning_avgpipe.planning.planner import Planner
 
 WIDTH = 4
