@@ -8,10 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.errors import AvgPipeError, ScheduleError
 from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, simulate
+from lightning_avgpipe.schedule.asynchronous import simulate_policy
 from lightning_avgpipe.schedule.builders import NAMES, ZERO_BUBBLE
 from lightning_avgpipe.schedule.trace import chrome_trace
+from lightning_avgpipe.schedule.versions import POLICIES, Place, held
 
 __all__ = ["main", "summary"]
 
@@ -22,9 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         schedule = build(options.schedule, options.stages, options.microbatches, options.advance)
         costs = StageCosts.uniform(options.stages, options.forward, options.backward, options.send, options.latency)
-        timeline = simulate(schedule, costs)
+        timeline = _simulated(options, schedule, costs)
         print(schedule)
         print(summary(schedule, timeline))
+        if options.policy is not None:
+            places = [Place(k, options.stages, options.microbatches) for k in range(options.stages)]
+            copies = " ".join(str(held(POLICIES[options.policy], place)) for place in places)
+            print(f"weight policy {options.policy}, copies of the weights {copies}")
         if options.output is not None:
             _write(options.output, schedule, timeline)
     except (AvgPipeError, OSError, ValueError) as error:  # the last: a suffix that matplotlib does not know
@@ -33,10 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _simulated(options: argparse.Namespace, schedule: Schedule, costs: StageCosts) -> Timeline:
+    if options.policy is None:
+        return simulate([schedule] * options.pipelines, costs, iterations=options.iterations)
+    if options.pipelines > 1 or schedule.warm_up != build("1f1b", options.stages, options.microbatches).warm_up:
+        raise ScheduleError("--policy is for one pipeline with the schedule 1f1b; leave --pipelines and --advance out")
+    return simulate_policy(POLICIES[options.policy], costs, options.microbatches, options.iterations)
+
+
 def summary(schedule: Schedule, timeline: Timeline) -> str:
     """One line: time, idleness and stash."""
     return (
-        f"iteration {timeline.iteration_s:g} s, idle {timeline.bubble_fraction:.1%}, "
+        f"iteration {timeline.steady_s:g} s, idle {timeline.steady_bubble_fraction:.1%}, "
         f"warm-up {' '.join(map(str, schedule.warm_up))}, peak stash {' '.join(map(str, timeline.peak_stash))}"
     )
 
@@ -47,7 +61,7 @@ def _write(path: Path, schedule: Schedule, timeline: Timeline) -> None:
         return
     title = (
         f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches, "
-        f"{timeline.iteration_s:g} s, idle {timeline.bubble_fraction:.1%}"
+        f"{timeline.steady_s:g} s, idle {timeline.steady_bubble_fraction:.1%}"
     )
     picture.save(picture.draw(timeline, title), path)
 
@@ -61,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stages", type=int, default=4, metavar="K", help="number of stages (default: 4)")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="per iteration (default: 8)")
     parser.add_argument("--advance", type=int, default=0, metavar="H", help="of advance_forward (default: 0)")
+    parser.add_argument("--pipelines", type=int, default=1, metavar="N", help="parallel ones (default: 1)")
+    parser.add_argument(
+        "--iterations", type=int, default=1, metavar="T", help="that follow one another without a drain (default: 1)"
+    )
+    parser.add_argument(
+        "--policy", choices=POLICIES, help="of weights: one pipeline goes on while its stages update them"
+    )
     for name, default, what in (
         ("forward", 1.0, "a forward"),
         ("backward", 2.0, "a backward"),

@@ -1,7 +1,8 @@
 """Sharing: how a device serves its lanes, each of them one stage of one pipeline.
 
 Side by side: while their utilisations sum to more than 1, all of them are slowed down by that sum. Or in turns, as the
-executor does it: backwards first, then the lowest micro-batch, then the lowest pipeline.
+executor does it: backwards first, then the lowest micro-batch, then the lowest pipeline; of lanes that roll the oldest
+iteration first, then the lowest pipeline.
 """
 
 from __future__ import annotations
@@ -49,13 +50,17 @@ class SimulatedLane:
     """One stage of one pipeline.
 
     Args:
-        row: its actions.
+        row: its actions in one iteration.
         pipeline: n.
         stage: k.
         device: serves it; None: one that serves no other lane, so that nobody decides when an action begins.
         pieces: of an action of each kind; on a device that serves lanes in turns, or no other lane, one.
+        iterations: so many follow one another; the micro-batches of all of them are numbered through.
 
     Attributes:
+        row: its actions in all iterations.
+        length: of an iteration.
+        others: lanes of the same stage that it rolls with: updates on a stage come in the order (iteration, pipeline).
         waits: the directions of messages that kinds wait for here.
         receivers: where the messages of kinds go from here, and over which link.
         arrivals: when a message is there, as far as that is known.
@@ -63,12 +68,26 @@ class SimulatedLane:
         spans: begins and ends of the actions that are over.
     """
 
-    __slots__ = ("arrivals", "begin_s", "device", "pieces", "pipeline", "receivers", "row", "spans", "stage", "waits")
+    __slots__ = (
+        "arrivals", "begin_s", "device", "length", "others", "pieces", "pipeline", "receivers", "row", "spans",
+        "stage", "waits",
+    )  # fmt: skip
 
     def __init__(
-        self, row: Sequence[Action], pipeline: int, stage: int, device: Sharing | None, pieces: Mapping[Kind, Pieces]
+        self,
+        row: Sequence[Action],
+        pipeline: int,
+        stage: int,
+        device: Sharing | None,
+        pieces: Mapping[Kind, Pieces],
+        iterations: int = 1,
     ) -> None:
         self.row, self.pipeline, self.stage, self.device, self.pieces = row, pipeline, stage, device, pieces
+        self.length = len(row)
+        self.others: Sequence[SimulatedLane] = ()
+        if iterations > 1:
+            count = 1 + max(action.micro_batch for action in row)
+            self.row = [Action(kind, t * count + i) for t in range(iterations) for kind, i in row]
         self.waits: dict[Kind, Direction] = {}
         self.receivers: dict[Kind, tuple[SimulatedLane, SimulatedLink]] = {}
         self.arrivals: dict[tuple[Direction, int], float] = {}
@@ -82,11 +101,23 @@ class SimulatedLane:
 
     def input_s(self) -> float | None:
         """When the input of the next action is there; None as long as that is not known, or without an action."""
-        if len(self.spans) == len(self.row):
+        done = len(self.spans)
+        if done == len(self.row) or (self.others and done % self.length == 0 and not self._updated(done)):
             return None
-        action = self.row[len(self.spans)]
+        action = self.row[done]
         direction = self.waits.get(action.kind)
         return 0.0 if direction is None else self.arrivals.get((direction, action.micro_batch))
+
+    def _updated(self, done: int) -> bool:
+        """Whether the last update on this stage before the iteration that comes is this lane's own."""
+        t = done // self.length
+        return all(len(other.spans) >= (t - (other.pipeline > self.pipeline)) * other.length for other in self.others)
+
+    def urgency(self) -> tuple[int, ...]:
+        """Of what may run on a device the smallest goes first."""
+        if self.others:
+            return len(self.spans) // self.length, self.pipeline, *urgency(self.action), self.stage
+        return *urgency(self.action), self.pipeline, self.stage
 
 
 class InTurns:
@@ -95,13 +126,13 @@ class InTurns:
     __slots__ = ("_running", "_waiting", "version")
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[tuple[int, int], int, int, SimulatedLane]] = []  # a heap
+        self._waiting: list[tuple[tuple[int, ...], SimulatedLane]] = []  # a heap
         self._running: SimulatedLane | None = None
         self.version = 0
 
     def add(self, lane: SimulatedLane) -> None:
         """A lane may begin its next action."""
-        heapq.heappush(self._waiting, (urgency(lane.action), lane.pipeline, lane.stage, lane))
+        heapq.heappush(self._waiting, (lane.urgency(), lane))
 
     def ended(self, now: float) -> Iterator[SimulatedLane]:
         """The lane whose action ends now."""
@@ -113,7 +144,7 @@ class InTurns:
         """Begin what may begin; when something ends, if that is not known yet."""
         if self._running is not None or not self._waiting:
             return None
-        *_, lane = heapq.heappop(self._waiting)
+        _, lane = heapq.heappop(self._waiting)
         ((seconds, _),) = lane.pieces[lane.action.kind]
         lane.begin_s = now
         self._running = lane

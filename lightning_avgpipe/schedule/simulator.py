@@ -6,6 +6,12 @@ ends, occupies the link for its transfer time, and arrives after the latency. Se
 serve their lanes in turns or side by side, see ``sharing``; what happens at the same instant has happened before a
 device decides what to do. A stage stashes a micro-batch from the begin of its forward until nothing of it is left;
 without a backward it stashes nothing.
+
+Where iterations roll, a lane goes on as soon as its own weights are updated, which costs no time. The updates on a
+stage come in the order (iteration, pipeline), so that a lane may wait for those before it::
+
+    one by one   pipeline 0 |F F B B . . .|F F B B . . .|         rolling   |F F B B . . F F B B . . F F B B
+                 pipeline 1 |. . F F B B .|. . F F B B .|                   |. . F F B B . . F F B B . . F F
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import heapq
 from collections.abc import Sequence
 
 from lightning_avgpipe.errors import ScheduleError
-from lightning_avgpipe.schedule.actions import Schedule
+from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.builders import check
 from lightning_avgpipe.schedule.costs import Costs, Pieces
 from lightning_avgpipe.schedule.kinds import KINDS, Direction, Kind
@@ -30,6 +36,7 @@ def simulate(
     costs: Costs,
     devices: Sequence[int] = (),
     sharing: type[Sharing] = InTurns,
+    iterations: int = 1,
 ) -> Timeline:
     """Predict when each action runs.
 
@@ -38,18 +45,21 @@ def simulate(
         costs: seconds per action and message.
         devices: of each stage, shape ``(K,)``; default: stage k on device k.
         sharing: how a device serves several lanes.
+        iterations: how many follow one another without a drain.
     Returns:
-        The timeline of one iteration.
+        The timeline of all iterations.
     Raises:
-        ScheduleError: costs for another number of stages, or a schedule that is not complete.
+        ScheduleError: no iteration, costs for another number of stages, or a schedule that is not complete.
         DeadlockError: a stage waits for something that never comes; shows the grid.
     """
+    if iterations < 1:
+        raise ScheduleError(f"iterations={iterations}: at least one is simulated")
     schedules = [schedules] if isinstance(schedules, Schedule) else schedules
     for schedule in {id(schedule): schedule for schedule in schedules}.values():
         if costs.num_stages != schedule.num_stages:
             raise ScheduleError(f"costs for {costs.num_stages} stages, but the schedule has {schedule.num_stages}")
         check(schedule)  # so every row is played to its end
-    simulation = Simulation(schedules, costs, devices or range(costs.num_stages), sharing)
+    simulation = Simulation(schedules, costs, devices or range(costs.num_stages), sharing, iterations)
     simulation.run()
     return simulation.timeline()
 
@@ -62,6 +72,7 @@ class Simulation:
         costs: seconds per action and message.
         devices: of each stage, shape ``(K,)``.
         sharing: how a device serves several lanes.
+        iterations: how many follow one another without a drain.
 
     Attributes:
         lanes: those of pipeline 0, then those of pipeline 1, ..., by stage.
@@ -69,11 +80,17 @@ class Simulation:
     """
 
     def __init__(
-        self, schedules: Sequence[Schedule], costs: Costs, devices: Sequence[int], sharing: type[Sharing]
+        self,
+        schedules: Sequence[Schedule],
+        costs: Costs,
+        devices: Sequence[int],
+        sharing: type[Sharing],
+        iterations: int = 1,
     ) -> None:
         self.now = 0.0
         self._devices = tuple(devices)
-        self.lanes = _lanes(schedules, costs, self._devices, sharing)
+        self._sizes = [schedule.num_microbatches for schedule in schedules]
+        self.lanes = _lanes(schedules, costs, self._devices, sharing, iterations)
         self._links = _connect(self.lanes, costs)
         # time, serial number (so that nothing else is compared), device and its version, or lane: when it may go on, or
         # if its device serves no other lane when its action ends
@@ -124,7 +141,10 @@ class Simulation:
     def _end(self, lane: SimulatedLane) -> None:
         """Send what an action gave, and see when the next one may begin."""
         action = lane.action
+        rolling = [other for other in lane.others if other.input_s() is None]
         lane.spans.append((lane.begin_s, self.now))
+        for other in rolling if len(lane.spans) % lane.length == 0 else ():
+            self._wake(other)
         if action.kind in lane.receivers:
             there, link = lane.receivers[action.kind]
             arrival_s = link.send(self.now, lane.pipeline, action.micro_batch)
@@ -139,14 +159,16 @@ class Simulation:
         """All that has happened."""
         count = 1 + max(lane.stage for lane in self.lanes)
         spans = [
-            Span(lane.stage, action, begin_s, end_s, lane.pipeline)
+            Span(lane.stage, Action(action.kind, i), begin_s, end_s, lane.pipeline, t)
             for lane in self.lanes
             for action, (begin_s, end_s) in zip(lane.row, lane.spans, strict=False)
+            for t, i in [divmod(action.micro_batch, self._sizes[lane.pipeline])]
         ]
         transfers = tuple(
-            Transfer(hop, direction, i, s, s + link.occupied_s, s + link.occupied_s + link.latency_s, n)
+            Transfer(hop, direction, i, s, s + link.occupied_s, s + link.occupied_s + link.latency_s, n, t)
             for (direction, hop), link in self._links.items()
-            for s, n, i in link.begins
+            for s, n, number in link.begins
+            for t, i in [divmod(number, self._sizes[n])]
         )
         if len(self.lanes) == count:
             peaks = peak_stash(lane.row for lane in self.lanes)
@@ -158,7 +180,7 @@ class Simulation:
 
 
 def _lanes(
-    schedules: Sequence[Schedule], costs: Costs, devices: Sequence[int], sharing: type[Sharing]
+    schedules: Sequence[Schedule], costs: Costs, devices: Sequence[int], sharing: type[Sharing], iterations: int
 ) -> list[SimulatedLane]:
     stages = range(costs.num_stages)
     used = {action.kind for schedule in schedules for row in schedule.rows for action in row}
@@ -169,11 +191,14 @@ def _lanes(
         for of, device in zip(pieces, devices, strict=True)
     ]
     serving = {device: sharing() for device in devices if len(schedules) * devices.count(device) > 1}
-    return [
-        SimulatedLane(schedule.rows[k], n, k, serving.get(devices[k]), pieces[k])
+    lanes = [
+        SimulatedLane(schedule.rows[k], n, k, serving.get(devices[k]), pieces[k], iterations)
         for n, schedule in enumerate(schedules)
         for k in stages
     ]
+    for lane in lanes if iterations > 1 else ():
+        lane.others = [other for other in lanes if other.stage == lane.stage and other is not lane]
+    return lanes
 
 
 def _connect(lanes: Sequence[SimulatedLane], costs: Costs) -> dict[tuple[Direction, int], SimulatedLink]:

@@ -1,4 +1,4 @@
-"""Timelines: when actions ran and messages travelled in one iteration, simulated or recorded."""
+"""Timelines: when actions ran and messages travelled in one iteration or several, simulated or recorded."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Span:
     begin_s: float
     end_s: float
     pipeline: int = 0
+    iteration: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Transfer:
     end_s: float
     arrival_s: float
     pipeline: int = 0
+    iteration: int = 0
 
     @property
     def source(self) -> int:
@@ -62,7 +64,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything in one iteration happened.
+    """When everything in one iteration, or in several that follow one another without a drain, happened.
 
     Attributes:
         num_stages: K.
@@ -100,7 +102,7 @@ class Timeline:
 
     @cached_property
     def iteration_s(self) -> float:
-        """Seconds from the first action's begin to the last one's end."""
+        """Seconds from the first action's begin to the last one's end: of all iterations."""
         return max((span.end_s for span in self.spans), default=0.0) - self.begin_s
 
     @cached_property
@@ -115,9 +117,40 @@ class Timeline:
         """N."""
         return 1 + max((span.pipeline for span in self.spans), default=0)
 
+    @cached_property
+    def iteration_ends_s(self) -> tuple[float, ...]:
+        """When the last action of each iteration ends."""
+        ends: dict[int, float] = {}
+        for span in self.spans:
+            ends[span.iteration] = max(span.end_s, ends.get(span.iteration, 0.0))
+        return tuple(ends[t] for t in sorted(ends))
+
+    @cached_property
+    def _steady(self) -> tuple[float, float, int]:
+        """Begin and end of the middle of several iterations, in seconds, and how many those are."""
+        ends = self.iteration_ends_s
+        if len(ends) < 2:
+            return self.begin_s, self.begin_s + self.iteration_s, 1
+        first = len(ends) // 4
+        last = max(first + 1, len(ends) - 1 - first)
+        return ends[first], ends[last], last - first
+
+    @property
+    def steady_s(self) -> float:
+        """Seconds that an iteration adds, of several that follow one another: those in the middle are counted."""
+        begin_s, end_s, count = self._steady
+        return (end_s - begin_s) / count
+
+    @cached_property
+    def steady_bubble_fraction(self) -> float:
+        """The share of all devices' time in which no action runs, in the middle of several iterations, 0..1."""
+        begin_s, end_s, _ = self._steady
+        busy = sum(max(0.0, min(s.end_s, end_s) - max(s.begin_s, begin_s)) for s in self.spans)
+        return 1.0 - busy / (len(self.rows) * (end_s - begin_s)) if end_s > begin_s else 0.0
+
     def schedule(self, pipeline: int = 0) -> Schedule:
-        """The order in which the actions of a pipeline began."""
-        here = (span for span in self.spans if span.pipeline == pipeline)
+        """The order in which the actions of a pipeline began, in the first iteration."""
+        here = (span for span in self.spans if (span.pipeline, span.iteration) == (pipeline, 0))
         ordered = sorted(here, key=lambda span: (span.begin_s, span.end_s))
         rows = tuple(tuple(span.action for span in ordered if span.stage == k) for k in range(self.num_stages))
         count = 1 + max((span.action.micro_batch for span in ordered), default=0)

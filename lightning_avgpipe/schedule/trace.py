@@ -49,6 +49,7 @@ def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
         device = timeline.devices[span.stage]
         track = _track(timeline, "action", span.stage, span.pipeline)
         about = {"stage": span.stage, "micro_batch": span.action.micro_batch, "pipeline": span.pipeline}
+        about |= {"iteration": span.iteration} if span.iteration else {}
         yield _event(timeline, str(span.action), span.action.kind.name, device, track, span, about)
 
 
