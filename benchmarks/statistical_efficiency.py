@@ -196,7 +196,7 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append({**asdict(Trial(*pair, "single", 1, 1.0, 1.0, seed)), "samples": done.result()})
             if done.result() is not None:
                 found[pair].append(done.result())
-            _say(rows)
+            _say(rows, args.json)
         others = {
             pool.submit(train, trial, round(PATIENCE * statistics.median(found[pair]))): trial
             for pair in pairs
@@ -206,7 +206,7 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
         }
         for done in as_completed(others):
             rows.append({**asdict(others[done]), "samples": done.result()})
-            _say(rows)
+            _say(rows, args.json)
     return rows
 
 
@@ -234,7 +234,9 @@ def tune(args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _say(rows: Sequence[dict[str, Any]]) -> None:
+def _say(rows: Sequence[dict[str, Any]], path: Path | None) -> None:
+    if path is not None:  # each time, so that a run that is broken off has not been for nothing
+        path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
     print(f"\r{len(rows)} trainings", end="", file=sys.stderr, flush=True)
 
 
@@ -293,7 +295,7 @@ def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
             for y, label in enumerate(labels):
                 values = [min(value, PATIENCE) for value in ratios.get((workload, name, label), [])]
                 if values:
-                    axis.barh(y, statistics.median(values), color=colours[label.split()[0]], height=0.7)
+                    axis.barh(y, statistics.median(values), color=colours.get(label.split()[0], "#5fa65a"), height=0.7)
                     axis.plot(values, [y] * len(values), "k.", markersize=4)
             axis.axvline(1.0, color="black", linewidth=0.8)
             axis.set_title(f"{workload}, {name}", fontsize=9)
@@ -324,8 +326,6 @@ def main() -> None:
     rows = run_all(args)
     print(f"\nsamples to the goal, as multiples of a single model's: median of {args.seeds} seeds (range)\n")
     print(table(rows))
-    if args.json:
-        args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
     if args.picture:
         picture(rows, args.picture)
 

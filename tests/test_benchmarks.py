@@ -193,3 +193,17 @@ def test_parallel_models_learn_about_as_much_from_a_sample_as_one(tmp_path: Path
     }
     assert samples["elastic", 2.0, 1.0] < 2 * samples["single", 1.0, 1.0]
     assert (tmp_path / "p.png").exists()
+
+
+@pytest.mark.slow
+def test_averaging_without_a_barrier_learns_about_as_much_from_a_sample_as_with_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    run(
+        tmp_path, ROOT / "benchmarks" / "statistical_efficiency.py", "--workloads", "digits", "--optimizers", "adam",
+        "--models", "2", "--seeds", "1", "--jobs", "1", "--limit", "10000", "--json", path, "--rules", "tagged",
+        "staggered", "--picture", tmp_path / "p.png",
+    )  # fmt: skip
+    samples = {(row["method"], row["outer_lr"]): row["samples"] for row in json.loads(path.read_text())["rows"]}
+    for rule in ("tagged", "staggered"):
+        assert samples[rule, 1.0] < 1.5 * samples["elastic", 1.0]
+    assert (tmp_path / "p.png").exists()

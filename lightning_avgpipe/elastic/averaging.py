@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.utils.patching import nothing
 
-__all__ = ["Averaging", "Elasticity", "OuterOptimizer", "average", "wide"]
+__all__ = ["Averaging", "Elasticity", "OuterOptimizer", "average", "chunks", "wide"]
 
 # Makes the optimizer of the reference model from its parameters.
 OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -86,7 +86,7 @@ class Averaging:
         self._reference = reference
         self._count = len(models) * (1 if replica_group is None else replica_group.count)
         self._active = torch.tensor([active])
-        self._parts: Iterator[_Part] = (_Part(*chunk) for chunk in _chunks(models, reference))
+        self._parts: Iterator[_Part] = (_Part(*chunk) for chunk in chunks(models, reference))
         self._count_active = nothing
         if replica_group is not None:
             self._count_active = replica_group.begin_sum([self._active])
@@ -189,10 +189,10 @@ def wide(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
-def _chunks(
+def chunks(
     models: Sequence[Sequence[Tensor]], reference: Sequence[Tensor]
 ) -> Iterator[tuple[list[list[Tensor]], list[Tensor]]]:
-    """Parts of all models, of a size that bounds the memory for what is computed on the way."""
+    """Parts of all models and of the reference, of a size that bounds the memory for what is computed on the way."""
     begin, nbytes = 0, 0
     for end, tensor in enumerate(reference, 1):
         nbytes += tensor.numel() * tensor.element_size()

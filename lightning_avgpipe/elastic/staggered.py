@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.elastic.averaging import wide
+from lightning_avgpipe.elastic.averaging import chunks, wide
 from lightning_avgpipe.errors import ScheduleError
 
 __all__ = ["DEFAULT", "RULES", "StaggeredAveraging"]
@@ -118,9 +118,13 @@ class StaggeredAveraging:
         self._alpha, self._outer_lr = alpha, outer_lr
         self._next = 0
         self._began = [[tensor.detach().clone() for tensor in model] for model in self._models]
-        self._known: list[Tensor] = []
-        self._keeps_deltas = rule == "late"
-        self._before = self._sum = [torch.zeros_like(tensor) for tensor in wide(self._reference)]
+        self._known = [tensor.detach().clone() for tensor in self._reference]
+        # only for what comes late, in at least single precision
+        self._before = self._zeros() if rule == "late" else []
+        self._sum = self._zeros() if rule == "late" else []
+
+    def _zeros(self) -> list[Tensor]:
+        return [torch.zeros_like(tensor) for tensor in wide(self._reference)]
 
     @torch.no_grad()
     def end(self, number: int) -> None:
@@ -136,16 +140,19 @@ class StaggeredAveraging:
         count = len(self._models)
         self._next = (number + 1) % count
         if number == 0:  # all ends of the iteration before have been
-            self._known = [tensor.clone() for tensor in self._reference]
-            if self._keeps_deltas:
-                self._before, self._sum = self._sum, [torch.zeros_like(tensor) for tensor in self._sum]
-        model, began = wide(self._models[number]), wide(self._began[number])
-        delta = list(torch._foreach_sub(model, began))
-        if self._keeps_deltas:
-            torch._foreach_add_(self._sum, delta, alpha=1.0 / count)
-        reference = wide(self._reference)
-        meeting = _Meeting(began, delta, wide(self._known), self._before, self._alpha, self._outer_lr, count)
-        self._mix(meeting, model, reference)
-        torch._foreach_copy_(self._models[number], model)
-        torch._foreach_copy_(self._reference, reference)
-        torch._foreach_copy_(self._began[number], self._models[number])
+            torch._foreach_copy_(self._known, self._reference)
+            self._before, self._sum = self._sum, self._before
+            if self._sum:
+                torch._foreach_zero_(self._sum)
+        own = self._models[number], self._began[number], self._known, self._before, self._sum
+        for parts, centres in chunks(own, self._reference):
+            model, began, known, before, total = parts
+            wide_model, wide_began, wide_centres = wide(model), wide(began), wide(centres)
+            delta = list(torch._foreach_sub(wide_model, wide_began))
+            if total:
+                torch._foreach_add_(total, delta, alpha=1.0 / count)
+            meeting = _Meeting(wide_began, delta, wide(known), before, self._alpha, self._outer_lr, count)
+            self._mix(meeting, wide_model, wide_centres)
+            torch._foreach_copy_(model, wide_model)
+            torch._foreach_copy_(centres, wide_centres)
+            torch._foreach_copy_(began, model)
