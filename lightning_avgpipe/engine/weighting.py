@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_avgpipe.engine.microbatch import MicroBatch
@@ -34,7 +35,11 @@ def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[Micro
     Raises:
         ConfigurationError: no leaf has the name, or a weight is no finite number of at least 0.
     """
-    weights = [counts_for(part.data, loss_weight) for part in parts]
+    weights: list[float]
+    if isinstance(loss_weight, str):
+        weights = list(map(float, _targets([_leaf(part.data, loss_weight) for part in parts])))
+    else:
+        weights = [counts_for(part.data, loss_weight) for part in parts]
     total = sum(weights)
     return [
         replace(part, weight=weight / total if total else part.weight, count=weight)
@@ -49,7 +54,7 @@ def counts_for(data: Any, loss_weight: LossWeight) -> float:
         ConfigurationError: no leaf has the name, or it is no finite number of at least 0.
     """
     if isinstance(loss_weight, str):
-        return float(_targets(_leaf(data, loss_weight)))
+        return float(_targets([_leaf(data, loss_weight)])[0])
     found = loss_weight(data)
     weight = float(found)
     if not (math.isfinite(weight) and weight >= 0):
@@ -57,8 +62,10 @@ def counts_for(data: Any, loss_weight: LossWeight) -> float:
     return weight
 
 
-def _targets(labels: Tensor) -> int:
-    return int((labels != _IGNORED).sum())
+def _targets(labels: Sequence[Tensor]) -> list[int]:
+    """How many of each are not ignored: all are counted before the host waits, once."""
+    counts = [(leaf != _IGNORED).sum() for leaf in labels]
+    return torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
 
 
 def _leaf(data: Any, name: str) -> Tensor:
@@ -78,12 +85,16 @@ def _plain(path: str) -> str:
 
 def uneven_targets(parts: Sequence[MicroBatch]) -> str | None:
     """The name of a tensor of integers that holds ignored targets, and more in one micro-batch than in another."""
-    counts: dict[str, list[float]] = {}
-    for part in parts:
-        for path, leaf in tree.flatten_with_names(part.data)[0]:
-            if isinstance(leaf, Tensor) and not isinstance(leaf, Absent) and _holds_labels(leaf):
-                counts.setdefault(_plain(path), []).append(_targets(leaf) / leaf.numel())
-    return next((name for name, found in counts.items() if len(set(found)) > 1), None)
+    labels = [
+        (_plain(path), leaf)
+        for part in parts
+        for path, leaf in tree.flatten_with_names(part.data)[0]
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Absent) and _holds_labels(leaf)
+    ]
+    shares: dict[str, set[float]] = {}
+    for (name, leaf), count in zip(labels, _targets([leaf for _, leaf in labels]), strict=True):
+        shares.setdefault(name, set()).add(count / leaf.numel())
+    return next((name for name, found in shares.items() if len(found) > 1), None)
 
 
 def _holds_labels(leaf: Tensor) -> bool:
