@@ -219,18 +219,19 @@ class MemoryGroup:
         return _Done()
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> _Done:
-        self._post(tensors[0], dst)
+        self._post(tensors[0], dst, tag)
         return _Done()
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> _Done:
-        tensors[0].copy_(self._collect(src))
+        received = self._collect(src, tag)
+        tensors[0][: len(received)].copy_(received)  # it may be shorter, as with gloo
         return _Done()
 
-    def _post(self, tensor: Tensor, to: int) -> None:
-        self.hub.post((self.party, self.rank, to), tensor)
+    def _post(self, tensor: Tensor, to: int, tag: int = 0) -> None:
+        self.hub.post((self.party, self.rank, to, tag), tensor)
 
-    def _collect(self, sender: int) -> Tensor:
-        return self.hub.collect((self.party, sender, self.rank), self.party.ranks[sender])
+    def _collect(self, sender: int, tag: int = 0) -> Tensor:
+        return self.hub.collect((self.party, sender, self.rank, tag), self.party.ranks[sender])
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ get in each other's way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections import deque
@@ -17,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
@@ -147,9 +147,15 @@ class Wire:
         self._on_host = on_host
         self._on_devices = on_devices
         self._moved = moved
-        # transfers are queued on a stream of their own, so that they overlap with compute
         self.port = port_of(device)
-        self.stream = self.port.new_stream()
+
+    @functools.cached_property
+    def stream(self) -> Any:
+        """On which tensors travel, so that they overlap with compute; None where there are no streams.
+
+        There are few of them, so a wire that only moves what is on the host has none.
+        """
+        return self.port.new_stream()
 
     def broken(self, error: Exception, doing: str) -> PeerError:
         """What to say when the other end is gone."""
@@ -169,29 +175,37 @@ class Wire:
         transfer(lambda part: self._on_host.group.recv([part], self._on_host.peer, _TAG), tensor, self._moved)
 
     def send(self, tensor: Tensor, ready: Any) -> None:
-        if tensor.is_cpu or self._on_devices is None:
-            if ready is not None:
-                ready.synchronize()
+        """Send a tensor, which is there after an event, if it is on an accelerator."""
+        if tensor.is_cpu or self.stream is None:
             self.send_host(as_bytes(tensor.cpu()))
             return
-        assert self.stream is not None and ready is not None
+        # whoever made it may let go of it before it has been read
+        tensor.record_stream(self.stream)
         with self.port.on_stream(self.stream):
             self.stream.wait_event(ready)
             flat = as_bytes(tensor)
-            dist.send(flat, self.peer, group=self._on_devices.group)
-            flat.record_stream(self.stream)
+            if self._on_devices is not None:
+                self._on_devices.group.send([flat], self._on_devices.peer, _TAG).wait()
+                return
+            staged = flat.to("cpu", non_blocking=True)
+            self.port.event().synchronize()
+        self.send_host(staged)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, on_host: bool) -> tuple[Tensor, Any]:
         """Returns the tensor and, on an accelerator, the event after which it may be read."""
-        if on_host or self._on_devices is None:
+        if on_host or self.stream is None:
             tensor = torch.empty(shape, dtype=dtype)
             self.receive_host(as_bytes(tensor))
             return (tensor if on_host else tensor.to(self.device)), None
-        assert self.stream is not None
         with self.port.on_stream(self.stream):
-            tensor = torch.empty(shape, dtype=dtype, device=self.device)
-            dist.recv(as_bytes(tensor), self.peer, group=self._on_devices.group)
-            return tensor, self.stream.record_event()
+            if self._on_devices is not None:
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+                self._on_devices.group.recv([as_bytes(tensor)], self._on_devices.peer, _TAG).wait()
+            else:
+                staged = torch.empty(shape, dtype=dtype, pin_memory=True)
+                self.receive_host(as_bytes(staged))
+                tensor = staged.to(self.device, non_blocking=True)
+            return tensor, self.port.event()
 
 
 class NetworkOutbox:
@@ -214,7 +228,8 @@ class NetworkOutbox:
 
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
         """Send, and tell the observers; returns at once."""
-        ready = self._wire.port.event()
+        # what is on the host is there: news and batches wait for no work of the device
+        ready = None if _on_host(message) else self._wire.port.event()
         for observer in observers:
             observer.queued()
         self._queue.put((message, ready, observers))
@@ -226,6 +241,7 @@ class NetworkOutbox:
 
     def _work(self) -> None:
         try:
+            self._wire.port.enter_thread()
             while self._send_next():
                 pass
         except Exception as error:  # handed to the executor, which names stage and action
@@ -242,7 +258,8 @@ class NetworkOutbox:
 
     @contextlib.contextmanager
     def _observed(self, message: Message, ready: Any, observers: Sequence[Traffic]) -> Iterator[None]:
-        if (stream := self._wire.transfer_stream) is not None:
+        stream = self._wire.transfer_stream
+        if stream is not None and ready is not None:
             stream.wait_event(ready)  # sending begins when there is something to send
         with contextlib.ExitStack() as sending:
             for observer in observers:
@@ -250,12 +267,16 @@ class NetworkOutbox:
             yield
 
     def _send(self, message: Message, ready: Any) -> None:
-        first, forms, complete = self._frames.write(message, inner=ready is None)
+        first, forms, complete = self._frames.write(message, inner=_on_host(message))
         for part in first:
             self._wire.send_host(part)
         for tensor, form in zip(message.tensors, forms, strict=True):
             if tensor is not None and form is not None and not (complete or form.is_empty):
                 self._wire.send(form.on_wire(tensor), ready)
+
+
+def _on_host(message: Message) -> bool:
+    return all(tensor is None or tensor.is_cpu for tensor in message.tensors)
 
 
 class NetworkInbox:
@@ -300,6 +321,7 @@ class NetworkInbox:
 
     def _work(self) -> None:
         try:
+            self._wire.port.enter_thread()
             while True:
                 observers = self._expected.get()
                 if self._closing:

@@ -114,7 +114,7 @@ class FrameWriter:
 
         Args:
             message: to be sent.
-            inner: whether its tensors are on the host, and ready, so that small ones can be in the frame.
+            inner: whether its tensors are on the host, so that small ones can be in the frame.
         Returns:
             The frame and, if the structure is too long for it, the rest of that; the forms of the tensors; and whether
             the tensors are in the frame.

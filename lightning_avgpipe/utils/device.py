@@ -139,7 +139,7 @@ class DevicePort:
         """Wait until all of its work is done."""
 
     def new_stream(self) -> Any:
-        """A stream beside the current one; None where there are none."""
+        """A stream beside the current one, whose work goes first; None where there are none."""
         return None
 
     def current_stream(self) -> Any:
@@ -237,7 +237,7 @@ class AcceleratorPort(DevicePort):
         self._torch.synchronize(self.device)
 
     def new_stream(self) -> Any:
-        return self._torch.Stream(self.device)
+        return self._torch.Stream(self.device, priority=-1)
 
     def current_stream(self) -> Any:
         return self._torch.current_stream(self.device)

@@ -24,6 +24,7 @@ from torch import Tensor
 from tests.simulated import device
 
 NAME = "simccl"
+_FIRST_TAG = 1000  # others are of transfers on the host
 
 
 class _Work(dist._Work):
@@ -56,8 +57,10 @@ class Communicator(dist.ProcessGroup):
         self._stream: Any = None
         self._counts: Counter[tuple[int, int]] = Counter()  # of transfers from one rank to another
 
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> _Work:
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Any:
         (tensor,) = tensors
+        if tensor.is_cpu:
+            return self._host.send(tensors, dst, tag)
         tag = self._tag(self._rank, dst)
 
         def exchange(data: Tensor) -> None:
@@ -66,8 +69,10 @@ class Communicator(dist.ProcessGroup):
 
         return self._put("send", tensor, exchange, reads=True)
 
-    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> _Work:
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Any:
         (tensor,) = tensors
+        if tensor.is_cpu:
+            return self._host.recv(tensors, src, tag)
         tag = self._tag(src, self._rank)
 
         def exchange(data: Tensor) -> None:
@@ -76,20 +81,25 @@ class Communicator(dist.ProcessGroup):
 
         return self._put("recv", tensor, exchange, writes=True)
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Any:
-        (tensor,) = tensors
+    def broadcast(self, tensors: Tensor | Sequence[Tensor], root: Any) -> Any:
+        (tensor,) = [tensors] if isinstance(tensors, Tensor) else tensors
+        source = root if isinstance(root, int) else root.rootRank
         if tensor.is_cpu:
-            return self._host.broadcast([tensor], opts)
-        root = opts.rootRank == self._rank
-        exchange = lambda data: self._host.broadcast([data], opts).wait()  # noqa: E731
-        return self._put("broadcast", tensor, exchange, reads=root, writes=not root)
+            return self._host.broadcast(tensor, source)
+        mine = source == self._rank
+        exchange = lambda data: self._host.broadcast(data, source).wait()  # noqa: E731
+        return self._put("broadcast", tensor, exchange, reads=mine, writes=not mine)
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+    def allreduce(self, tensors: Sequence[Tensor], *opts: Any) -> Any:
         (tensor,) = tensors
         if tensor.is_cpu:
-            return self._host.allreduce([tensor], opts)
-        exchange = lambda data: self._host.allreduce([data.view(tensor.dtype)], opts).wait()  # noqa: E731
+            return self._host.allreduce(tensors, *opts)
+        exchange = lambda data: self._host.allreduce([data.view(tensor.dtype)], *opts).wait()  # noqa: E731
         return self._put("allreduce", tensor, exchange, reads=True, writes=True)
+
+    def allgather(self, outputs: Any, inputs: Any, *opts: Any) -> Any:
+        """On the host only."""
+        return self._host.allgather(outputs, inputs, *opts)
 
     def barrier(self, opts: Any) -> Any:
         return self._host.barrier(opts)
@@ -99,7 +109,7 @@ class Communicator(dist.ProcessGroup):
 
     def _tag(self, source: int, target: int) -> int:
         self._counts[source, target] += 1
-        return self._counts[source, target]
+        return _FIRST_TAG + self._counts[source, target]
 
     def _put(
         self, what: str, tensor: Tensor, exchange: Callable[[Tensor], None], reads: bool = False, writes: bool = False

@@ -240,11 +240,10 @@ void release(void* p) {
     Block& block = it->second;
     Clock safe = clocks_[block.home];
     join(safe, host_);
-    Pendings until;
-    for (Slot s : block.recorded) {
-      join(safe, clocks_[s]);
-      for (const auto& pending : pendings_[s]) until.push_back(pending);
-    }
+    for (Slot s : block.recorded) join(safe, clocks_[s]);
+    Pendings until = pendings_[block.home];  // what the stream waits for comes before its next use
+    for (Slot s : block.recorded) until.insert(until.end(), pendings_[s].begin(), pendings_[s].end());
+    until.erase(std::remove_if(until.begin(), until.end(), [](auto& p) { return p->done(); }), until.end());
     for (const auto* accesses : {&block.writes, &block.reads})
       for (const auto& [s, access] : *accesses)
         if (safe[s] < access.tick)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 100.0
+LIMIT_S = 240.0
 NAME = "simulated device"
 
 

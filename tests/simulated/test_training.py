@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models import MLP, loader
+from tests.models import MLP, ConvNet, loader
 from tests.simulated import device
 from tests.simulated.accelerator import SimulatedAccelerator
 from tests.trainers import pipeline
@@ -46,10 +46,10 @@ def test_weights_are_those_of_the_host(simulated: Simulated, strategy: dict[str,
     assert not errors
 
 
-def waits(count: int, strategy: dict[str, Any], options: dict[str, Any]) -> Counter[tuple[str, str]]:
+def waits(count: int, kind: type, strategy: dict[str, Any], options: dict[str, Any]) -> Counter[tuple[str, str]]:
     """How often, by file of the package and function, the main thread waits in so many iterations."""
     with device.reported() as report:
-        fit(True, MLP, strategy, options, count)
+        fit(True, kind, strategy, options, count)
     places: Counter[tuple[str, str]] = Counter()
     for wait, found in report.waits.items():
         if wait.thread == "MainThread":
@@ -57,11 +57,32 @@ def waits(count: int, strategy: dict[str, Any], options: dict[str, Any]) -> Coun
     return places
 
 
-def per_iteration(*args: Any) -> dict[tuple[str, str], float]:
-    few, many = waits(4, *args), waits(8, *args)
-    return {place: (found - few[place]) / 4 for place, found in many.items() if found != few[place]}
+def per_iteration(kind: type, strategy: dict[str, Any], options: dict[str, Any]) -> dict[tuple[str, str], float]:
+    few, many = waits(4, kind, strategy, options), waits(8, kind, strategy, options)
+    iterations = 4 / strategy.get("num_pipelines", 1)
+    return {place: (found - few[place]) / iterations for place, found in many.items() if found != few[place]}
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 8])
-def test_nothing_waits_in_an_iteration(simulated: Simulated, num_microbatches: int) -> None:
-    assert not simulated(per_iteration, {"num_microbatches": num_microbatches}, {})
+def waits_with(kind: type, options: dict[str, Any], *counts: int) -> list[dict[tuple[str, str], float]]:
+    """Of the iterations of a few batches each, by the number of micro-batches."""
+    return [per_iteration(kind, {"num_microbatches": count, **options}, {}) for count in counts]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (MLP, {}, {}),
+        (ConvNet, {}, {("engine/weighting.py", "_targets"): 1}),  # ignored targets are looked for
+        pytest.param(
+            MLP,
+            {"num_pipelines": 2},
+            {("strategy/gradient_check.py", "_check"): 1, ("elastic/checksum.py", "check"): 0.5},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_no_wait_per_micro_batch_and_two_at_most(
+    simulated: Simulated, kind: type, options: dict[str, Any], expected: dict[tuple[str, str], float]
+) -> None:
+    assert simulated(waits_with, kind, options, 2, 8) == [expected, expected]

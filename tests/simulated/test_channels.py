@@ -1,0 +1,146 @@
+"""Channels between simulated devices: what they send arrives, in order with what made it and what reads it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.comm.arrivals import Arrivals
+from lightning_avgpipe.comm.channel import NetworkInbox, NetworkOutbox, Pair, Wire
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.routes import Edge, Party, Route
+from tests.simulated import device
+from tests.simulated.communicator import Communicator
+from tests.threads import LIMIT_S, Hub, Injector, MemoryGroup
+
+Simulated = Callable[..., Any]
+
+ROUTE = Route(Edge(0, 0, "forward"), 0, 1)
+
+
+def sim(index: int = 0) -> torch.device:
+    return torch.device("sim", index)
+
+
+@contextmanager
+def channel(between_devices: bool = True) -> Iterator[tuple[NetworkOutbox, NetworkInbox, Callable[[], Message]]]:
+    """Both ends, on two devices, and what takes a message that has arrived."""
+    hub, arrivals = Hub(Injector()), Arrivals()
+
+    def wire(rank: int) -> Wire:
+        group: Any = MemoryGroup(hub, Party("world", (0, 1)), rank)
+        on_devices: Any = MemoryGroup(hub, Party("leaders", (0, 1)), rank)
+        devices = Pair(Communicator(on_devices, rank, 2), 1 - rank) if between_devices else None
+        return Wire(1 - rank, Pair(group, 1 - rank), sim(rank), devices, lambda: None)
+
+    outbox, inbox = NetworkOutbox(ROUTE, wire(0), arrivals), NetworkInbox(ROUTE, wire(1), arrivals)
+
+    def take() -> Message:
+        with arrivals.condition:
+            assert arrivals.condition.wait_for(lambda: inbox.ready() or arrivals.failure is not None, LIMIT_S)
+        assert arrivals.failure is None, arrivals.failure
+        return inbox.get()
+
+    try:
+        yield outbox, inbox, take
+    finally:
+        outbox.close(LIMIT_S)
+        inbox.close(LIMIT_S)
+
+
+def made(kind: str) -> Tensor:
+    """Of the numbers 0 to 11."""
+    if kind == "dense":
+        return torch.arange(12.0, device=sim()).view(3, 4)
+    if kind == "strided":
+        return torch.arange(24.0, device=sim()).view(3, 8)[:, ::2] / 2
+    if kind == "gaps":
+        return (torch.arange(24.0, device=sim()) / 2).view(3, 8)[:, ::2]
+    return torch.arange(3.0, device=sim())[:, None].expand(3, 4)  # as the gradient of a sum
+
+
+def sent(kind: str, between_devices: bool) -> tuple[list[float], list[float], list[str]]:
+    """What was sent, and what has arrived, when the sender lets go of it and goes on at once."""
+    with channel(between_devices) as (outbox, inbox, take):
+        expected = made(kind).tolist()
+        with device.reported() as report:
+            outbox.put(Message(0, (made(kind),)))
+            for _ in range(8):  # in the memory that was given back
+                torch.full((24,), -1.0, device=sim())
+            inbox.expect(1)
+            (tensor,) = take().tensors
+            assert tensor is not None
+            received = (tensor + 0).tolist()
+            torch.accelerator.synchronize(0)
+    return expected, received, list(report.errors)
+
+
+@pytest.mark.parametrize("between_devices", [True, False])
+@pytest.mark.parametrize("kind", ["dense", "strided", "gaps", "expanded"])
+def test_a_tensor_arrives_that_its_sender_has_let_go(simulated: Simulated, kind: str, between_devices: bool) -> None:
+    expected, received, errors = simulated(sent, kind, between_devices)
+    assert received == expected
+    assert not errors
+
+
+def waits_for(place: str) -> tuple[list[str], str]:
+    """Why threads wait for the device while a message is sent, and where it arrives."""
+    with channel() as (outbox, inbox, take):
+        tensor = torch.ones(4, device=place)
+        with device.reported() as report:
+            outbox.put(Message(0, (tensor,)))
+            inbox.expect(1)
+            arrived = take().tensors[0]
+            assert arrived is not None
+    return [wait.why for wait in report.waits], str(arrived.device)
+
+
+def test_what_is_on_the_host_waits_for_no_device(simulated: Simulated) -> None:
+    assert simulated(waits_for, "cpu") == ([], "cpu")
+    assert simulated(waits_for, "sim:0") == ([], "sim:1")
+
+
+def current_devices() -> set[int]:
+    """Of the threads of a channel, when they work."""
+    found = set()
+    with channel() as (outbox, inbox, take):
+
+        class Look:
+            def queued(self) -> None: ...
+
+            @contextmanager
+            def sending(self, route: Route, micro_batch: int, stream: Any) -> Iterator[None]:
+                found.add((threading.current_thread().name, torch.get_device_module("sim").current_device()))
+                yield
+
+            def arrived(self, route: Route, micro_batch: int, stream: Any) -> None:
+                found.add((threading.current_thread().name, torch.get_device_module("sim").current_device()))
+
+        outbox.put(Message(0, (torch.ones(1),)), [Look()])
+        inbox.expect(1, [Look()])
+        take()
+    return {index for _, index in found}
+
+
+def test_each_thread_is_on_its_own_device(simulated: Simulated) -> None:
+    """On others a context would be made, which takes memory there."""
+    assert simulated(current_devices) == {0, 1}
+
+
+def streams_of_a_host_channel() -> bool:
+    before = torch.Stream(device=sim(1), priority=-1).stream_id
+    with channel(between_devices=False) as (outbox, inbox, take):
+        outbox.put(Message(0, (torch.ones(4),)))
+        inbox.expect(1)
+        take()
+    return torch.Stream(device=sim(1), priority=-1).stream_id == before + 1
+
+
+def test_what_moves_on_the_host_takes_no_stream(simulated: Simulated) -> None:
+    assert simulated(streams_of_a_host_channel)
