@@ -19,6 +19,7 @@ from lightning_avgpipe.elastic.optimizer_clone import clone_optimizer, follow
 from lightning_avgpipe.elastic.optimizer_start import load_states, states_of_group_0
 from lightning_avgpipe.elastic.replica import Placement, Replica, alike, leaf_like
 from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
+from lightning_avgpipe.elastic.staggered import DEFAULT, StaggeredAveraging
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 from lightning_avgpipe.weights.belongings import Belongings, OptimizerStates
@@ -71,6 +72,7 @@ class Ensemble:
         self.checksums = Checksums()
         self._active = 0
         self._begun: tuple[Averaging, Callable[[], None] | None] | None = None  # an averaging
+        self._turns: StaggeredAveraging | None = None
         self._shared = None if replica_group is None else SharedBuffers(self._placement.own.buffers, replica_group)
         self.follow()
 
@@ -99,6 +101,7 @@ class Ensemble:
         """
         if size == self.size:
             return False
+        self._turns = None
         self.show_reference(False)
         self.checksums.forget()
         if self.steps:
@@ -152,6 +155,7 @@ class Ensemble:
                     copy.requires_grad_(own[name].requires_grad)
         if not new:
             return False
+        self._turns = None
         self._check_optimizers()
         parameters = dict(self._module.named_parameters())
         here = [name for name in new if not parameters[name].is_meta]
@@ -206,6 +210,7 @@ class Ensemble:
 
     def begin_relocation(self) -> None:
         """Parameters are about to move between processes: show pipeline 0's model, and let nothing be under way."""
+        self._turns = None
         self.show_reference(False)
         self.check_checksums()
 
@@ -309,9 +314,9 @@ class Ensemble:
                 for made, optimizer in zip(clones, self._optimizers(), strict=True):
                     follow(made, optimizer, own)
 
-    def clear_gradients(self) -> None:
-        """Of pipelines 1..N-1; those of pipeline 0 are the module's."""
-        for replica in self._replicas[1:]:
+    def clear_gradients(self, number: int | None = None) -> None:
+        """Of pipeline n, or of pipelines 1..N-1; those of pipeline 0 are the module's."""
+        for replica in self._replicas[1:] if number is None else (self._replicas[number],):
             for parameter in replica.parameters.values():
                 parameter.grad = None
 
@@ -335,6 +340,7 @@ class Ensemble:
         """
         self.finish_averaging()
         self.checksums.forget()
+        self._turns = None
         self._placement.read_back()
         replica = self._replicas[number]
         for name, parameter in replica.parameters.items():
@@ -354,6 +360,7 @@ class Ensemble:
         Args:
             active: pipelines that had a batch, counted from 0.
         """
+        self._turns = None
         self.steps += 1
         self._active = max(self._active, active)
         if self.steps >= self._elasticity.average_every:
@@ -369,6 +376,29 @@ class Ensemble:
         self._begun = averaging, end_buffers
         if self._replica_group is None:
             self.finish_averaging()
+
+    def begin_turns(self) -> None:
+        """The models are about to step, one after the other, and each meets the reference alone. All have stepped as
+        often; the reference is not shown.
+        """
+        if self._turns is None:
+            rate, alpha = self._elasticity.rate(self.total), self._elasticity.dilution(self.total)
+            self._turns = StaggeredAveraging(DEFAULT, self._models(), self._centres(), alpha, rate)
+
+    def end_turn(self, number: int) -> None:
+        """The optimizers of model n have stepped: it meets the reference, and may begin its next iteration."""
+        assert self._turns is not None
+        self._turns.end(number)
+
+    def buffers(self, number: int, names: Collection[str]) -> dict[str, Tensor]:
+        """Of model n those of these names that are here, and under names of their own other tensors that steps write
+        into. Pipeline 0's model is in the module, and shown.
+        """
+        self._placement.read_back()
+        replica = self._replicas[number]
+        found = {name: buffer for name, buffer in replica.buffers.items() if name in names}
+        memory = [tensor.detach() for tensor in self._placement.written] if number == 0 else replica.memory
+        return found | {f"written {i}": tensor for i, tensor in enumerate(memory)}
 
     def mark(self, last: bool) -> None:
         """Hooks come next; ``last`` as for :meth:`Checksums.set`. Where there is one model, they see all there are."""
@@ -449,6 +479,7 @@ class Ensemble:
     def load(self, number: int, saved: Mapping[str, Tensor]) -> None:
         """Fill a parallel model's own tensors; those that are not saved stay as they are."""
         self.checksums.forget()
+        self._turns = None
         for name, tensor in self.tensors(number).items():
             if name in saved and not tensor.is_meta:
                 tensor.copy_(saved[name])

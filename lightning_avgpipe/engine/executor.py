@@ -1,8 +1,9 @@
 """The executor: one loop over the lanes of a process.
 
 Take the next action of a lane whose input has arrived, backwards first, then the lowest micro-batch, then the lowest
-pipeline; wait only when no lane can run, so that what one pipeline waits for is time for another. It knows nothing of
-schedules' names, of Lightning or of models.
+pipeline; wait only when no lane can run, so that what one pipeline waits for is time for another. Where lanes may be in
+different iterations the oldest iteration comes first, then the lowest pipeline: so pipelines drain one after the other,
+and each has the others' time. It knows nothing of schedules' names, of Lightning or of models.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.channel import Inbox, Outbox
@@ -66,6 +68,10 @@ class Lane:
         """That of the next action, then the lowest pipeline: the smallest is the most urgent."""
         return urgency(self.actions[0]), self.task.key.pipeline
 
+    def seniority(self) -> tuple[int, int, tuple[int, int]]:
+        """The oldest iteration, then the lowest pipeline, then the urgency of the action: the smallest goes first."""
+        return self.task.key.iteration, self.task.key.pipeline, urgency(self.actions[0])
+
     def run_next(self, observers: Sequence[Observer] = ()) -> None:
         """Do the next action and send what it gives."""
         if self.place is not None:
@@ -99,26 +105,30 @@ class IterationContext:
         waits: of this process for others, with their limit.
         rank: of this process, for messages.
         observers: see the iteration, each within those before it.
+        oldest_first: whether lanes may be in different iterations.
     """
 
     waits: Waits
     rank: int
     observers: tuple[Observer, ...] = ()
+    oldest_first: bool = False
 
 
-def execute(lanes: Sequence[Lane], context: IterationContext) -> None:
+def execute(lanes: Sequence[Lane], context: IterationContext, until: Callable[[], bool] = bool) -> None:
     """Run the actions of all lanes.
 
     Args:
         lanes: with their actions.
         context: of the iteration.
+        until: whether to stop before all are done; asked between two actions.
     Raises:
         Exception: of user code; a note names stage, rank and action.
         StageError: user code left an action by StopIteration.
         PeerError: nothing arrived in time, a channel broke, or another process has failed.
     """
     waits, monitor, rank = context.waits, context.waits.monitor, context.rank
-    while pending := [lane for lane in lanes if lane.actions]:
+    order: Callable[[Lane], Any] = Lane.seniority if context.oldest_first else Lane.urgency
+    while not until() and (pending := [lane for lane in lanes if lane.actions]):
         runnable = [lane for lane in pending if lane.ready()]
         if not runnable:
             with contextlib.ExitStack() as waiting:
@@ -127,7 +137,7 @@ def execute(lanes: Sequence[Lane], context: IterationContext) -> None:
                 waits.until(lambda: any(lane.ready() for lane in pending), lambda: _waits(pending))
             continue
         monitor.check()
-        lane = min(runnable, key=Lane.urgency)
+        lane = min(runnable, key=order)
         action = lane.actions[0]
         monitor.does(f"runs {action} of stage {_stage(lane)}")
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_avgpipe.capture.batch_use import leaf_names
@@ -25,7 +26,7 @@ from lightning_avgpipe.schedule import Schedule, num_forward_only
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
 
-__all__ = ["Outcome", "Pipeline", "run_together"]
+__all__ = ["Outcome", "Pipeline", "RollingPipelines", "run_together"]
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,61 @@ class Pipeline:
         return Outcome(results, frozenset(last.skipped))
 
 
+class RollingPipelines:
+    """Pipelines of a cluster that are in iterations of their own, one apart at most; mixed as they have work.
+
+    Stages that change attributes cannot do this: pipelines would see each other's values.
+
+    Args:
+        cluster: of the pipelines.
+        step: name of the step function.
+    """
+
+    def __init__(self, cluster: Cluster, step: str) -> None:
+        self._context = IterationContext(cluster.waits, cluster.world.rank, oldest_first=True)
+        self._step = step
+        self._lanes: dict[int, list[Lane]] = {}
+        self._begun: dict[int, tuple[Pipeline, int]] = {}
+
+    def begin(self, pipeline: Pipeline, schedule: Schedule, task: Task) -> None:
+        """A pipeline begins an iteration: its model is ready for it. Nothing runs yet.
+
+        Raises:
+            ScheduleError: a schedule has actions that stages cannot run.
+        """
+        check_runnable(schedule)
+        assert pipeline.number not in self._begun
+        self._begun[pipeline.number] = pipeline, schedule.num_microbatches
+        self._lanes[pipeline.number] = pipeline.lanes(self._step, schedule, task)
+
+    def finish(self, number: int) -> Outcome:
+        """Run what there is to run, of all pipelines, until the iteration of one has ended here."""
+        own = self._lanes[number]
+        with intercepting(), torch.enable_grad():
+            execute(
+                [lane for lanes in self._lanes.values() for lane in lanes],
+                self._context,
+                lambda: not any(lane.actions for lane in own),
+            )
+        pipeline, num_microbatches = self._begun[number]
+        outcome = pipeline.outcome(self._step, num_microbatches)
+        for lane in own:  # what is in their channels belongs to the next iteration, which a neighbour may have begun
+            lane.stage.clear()
+        self._forget(number)
+        return outcome
+
+    def clear(self) -> None:
+        """Nothing is under way any more, in this process."""
+        for number in list(self._begun):
+            _clear(self._lanes[number])
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        pipeline, _ = self._begun.pop(number)
+        del self._lanes[number]
+        pipeline.own(self._step)[-1].end()
+
+
 def run_together(
     pipelines: Sequence[Pipeline],
     step: str,
@@ -241,13 +297,18 @@ def run_together(
         counts = [schedule.num_microbatches for schedule in schedules]
         return [pipeline.outcome(step, count) for pipeline, count in zip(pipelines, counts, strict=True)]
     finally:
-        for lane in lanes:
-            lane.stage.clear()
-            for end in (lane.values, lane.gradients):
-                if isinstance(end, MemoryChannel):
-                    end.clear()
+        _clear(lanes)
         for pipeline in pipelines:
             pipeline.own(step)[-1].end()
         added = [obj for pipeline in pipelines[1:] for own in pipeline.own(step)[-2:] for obj in own.added()]
         for own in (own for pipeline in pipelines for own in pipeline.own(step)):
             own.accept(added)
+
+
+def _clear(lanes: Sequence[Lane]) -> None:
+    """Let nothing be left of an iteration that has ended, however it did."""
+    for lane in lanes:
+        lane.stage.clear()
+        for end in (lane.values, lane.gradients):
+            if isinstance(end, MemoryChannel):
+                end.clear()

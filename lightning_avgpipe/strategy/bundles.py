@@ -35,9 +35,11 @@ class BundledLoader(CombinedLoader):
     _count: Callable[[], int]
     _any_ends: Callable[[bool], bool] | None
     _look: Callable[[Any], bool] | None
+    _held: deque[list[Any]]
     _counts_iterations: bool
     _done: Callable[[], int]
     _beside: deque[list[Any]]
+    _first: deque[Any]
     _returned: deque[Any]
     _latest: Any
     _groups: int
@@ -76,7 +78,8 @@ class BundledLoader(CombinedLoader):
         return made
 
     def _clear(self) -> None:
-        self._beside, self._returned = deque(), deque()
+        self._beside, self._returned, self._held = deque(), deque(), deque()
+        self._first = deque()  # of the groups beside
         self._groups = self._read = self._drawn = 0
         self._began = False
         self._ended = False
@@ -98,15 +101,14 @@ class BundledLoader(CombinedLoader):
             self._read = self._drawn = self._groups * self._count()
         if self._look is not None:
             self._show(self._look)
-        group: list[Any] = []
-        while len(group) < self._count() and (item := self._next()) is not None:
-            group.append(item)
+        group = self._held.popleft() if self._held else self._next_group()
         if self._ends(not group):
             raise StopIteration
         self._read += len(group)
         self._groups += 1
         self._began = True
         self._beside.append(group[1:])
+        self._first.append(group[0])
         batch, _, dataloader_idx = group[0]
         self._latest = batch if self._look is not None else None
         return batch, self._groups - 1, dataloader_idx
@@ -130,6 +132,8 @@ class BundledLoader(CombinedLoader):
 
     def relimit(self) -> None:
         """N is another, and so is the number of batches of an epoch that has a number of iterations."""
+        while self._held:
+            self._returned.extendleft(reversed(self._held.pop()))
         if self._iterator is not None and self._limits is not None and self._counts_iterations:
             ahead = [limit - self._groups for limit in self._limits]
             self._iterator.limits = [self._read + iterations * self._count() for iterations in ahead]
@@ -163,9 +167,27 @@ class BundledLoader(CombinedLoader):
                 self._ended = True
         return None
 
+    def _next_group(self) -> list[Any]:
+        group: list[Any] = []
+        while len(group) < self._count() and (item := self._next()) is not None:
+            group.append(item)
+        return group
+
+    def upcoming(self) -> list[Any]:
+        """The batches after those that were taken last, with that of pipeline 0; none at the end.
+
+        They come once more, in their turn.
+        """
+        if self._beside:
+            return [self._first[0][0], *(batch for batch, _, _ in self._beside[0])]
+        if not self._held and (group := self._next_group()):
+            self._held.append(group)
+        return [batch for group in self._held for batch, _, _ in group]
+
     def take(self) -> list[Any]:
         """The batches of pipelines 1.. for the iteration that begins, in the order in which they were read."""
         group = self._beside.popleft()
+        self._first.popleft()
         room = self._count() - 1
         self._returned.extendleft(reversed(group[room:]))  # read for pipelines that are gone by now
         self._read -= len(group[room:])

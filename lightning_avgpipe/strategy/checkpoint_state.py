@@ -25,6 +25,7 @@ from lightning_avgpipe.training.state import (
     own_state_dict,
     scattered_owners,
 )
+from lightning_avgpipe.utils.patching import nothing
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
 from lightning_avgpipe.weights.on_demand import OnDemandGather
 
@@ -139,6 +140,7 @@ class DividedState:
 
     Attributes:
         seed: the same; a resumed run goes on with the seed of the first one.
+        settle: called before anything is read: nothing is ahead of the last batch then.
     """
 
     loaded: Mapping[str, Tensor] | None = None
@@ -154,6 +156,7 @@ class DividedState:
         self.seed = seed
         self._before = before
         self._configuration = configuration
+        self.settle: Callable[[], None] = nothing
         self._deployment: Deployment | None = deployment  # until the run ends
         self._schedule_control = schedule_control
 
@@ -165,6 +168,7 @@ class DividedState:
         """On rank 0 the weights of all stages; for a distributed checkpoint one's own. Of the reference."""
         if self._deployment is None:
             return self._before.weights()
+        self.settle()
         return self._deployment.state_dict(whole=not self._configuration.options.save_distributed_checkpoint)
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -9,10 +9,12 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
+from torchmetrics import Metric
 
 from lightning_avgpipe.capture.units import split_units
 from lightning_avgpipe.comm.device_layout import DeviceLayout
@@ -29,6 +31,7 @@ __all__ = [
     "optimizers",
     "options",
     "processes",
+    "rolling",
     "same_checkpoint",
     "same_options",
     "split_points",
@@ -63,6 +66,62 @@ def options(given: Options) -> None:
         )
     if given.outer_optimizer is not None:
         _try_outer(given.outer_optimizer)
+    if given.rolling:
+        _without_barrier(given)
+
+
+def _without_barrier(given: Options) -> None:
+    """Refuse what parallel models would have to do together."""
+    together = {
+        "outer_optimizer": (given.outer_optimizer is not None, "models meet the reference one after the other"),
+        "average_every": (given.average_every > 1, "each model meets the reference after each step"),
+        "on_nonfinite": (given.on_nonfinite == "skip", "other stages may have stepped"),
+        "verify": (bool(given.verify), "a plain step follows one model"),
+        "reader": (given.reader == "first", "its process is the last to end a batch"),
+    }
+    for option, (asked, why) in together.items():
+        if asked:
+            raise ConfigurationError(
+                f"rolling=True with {option}={getattr(given, option)!r}: {why}; leave it out, or use rolling=False"
+            )
+
+
+def rolling(running: pl.Trainer, given: Options, num_groups: int, world_size: int, tuned: bool) -> None:
+    """Check that batches of this run may overlap."""
+    module, use = running.lightning_module, "or use rolling=False"
+    if given.num_pipelines == 1 and num_groups == 1:
+        return
+    plugin = running.precision_plugin
+    if any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in vars(plugin).values()):
+        raise ConfigurationError(
+            f"rolling=True with precision={plugin.precision!r}: a loss scaler skips the steps of all models together; "
+            f"use 'bf16-mixed', {use}"
+        )
+    if num_groups > 1:
+        raise ConfigurationError(
+            f"rolling=True with {num_groups} groups of processes, which average together; use num_stages='auto' and "
+            f"num_pipelines, {use}"
+        )
+    if tuned:
+        raise ConfigurationError(f"rolling=True with AvgPipeTuner, which times iterations one by one; remove it, {use}")
+    if getattr(running, "_val_check_time_interval", None) is not None:
+        raise ConfigurationError(
+            f"rolling=True and val_check_interval as a time: give it as a number of batches or a fraction, {use}"
+        )
+    if any(isinstance(m, Metric) for m in module.modules()):
+        raise ConfigurationError(
+            f"rolling=True and a metric object in {type(module).__name__}: it would see batches mixed; log tensors, "
+            f"{use}"
+        )
+    for name in ("on_before_zero_grad", "optimizer_zero_grad"):
+        owners: list[tuple[Any, type]] = [(module, pl.LightningModule)]
+        owners += [(callback, pl.Callback) for callback in running.callbacks]  # type: ignore[attr-defined]
+        for owner, kind in owners:
+            if hasattr(kind, name) and is_overridden(name, owner, kind):
+                raise ConfigurationError(
+                    f"rolling=True and {type(owner).__name__}.{name}: by then gradients of the next batch may have "
+                    f"taken the place of those that it would see; use on_before_optimizer_step, {use}"
+                )
 
 
 def _try_outer(outer_optimizer: Any) -> None:

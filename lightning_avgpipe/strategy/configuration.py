@@ -30,6 +30,11 @@ class Configuration:
         """N, as it is now."""
         return self.options.num_pipelines
 
+    @property
+    def asked(self) -> bool:
+        """Whether somebody has asked for changes."""
+        return bool(self._asked)
+
     def wanted(self, changes: Mapping[str, Any]) -> Options:
         """What the options would be with these changes, and those asked for before; None changes nothing.
 

@@ -118,12 +118,32 @@ class GradientCheck:
         if self._cluster.leads:
             self._tell(bad)
 
-    def _refuse(self, number: int, names: Sequence[str | None]) -> None:
+    def look_at(self, number: int) -> None:
+        """Look at the gradients of one model that are here, before it steps; other processes look at theirs.
+
+        Raises:
+            NonFiniteError: a gradient is infinite or no number.
+        """
+        if self._wanted is None:
+            return
+        gradients = self._models.gradients(number)
+        if may_have_nonfinite(gradients.values(), self._cluster.device).item():
+            name = first_nonfinite(gradients)
+            if name is not None:
+                self._refuse(number, [name], "With rolling=True other models and stages may have stepped")
+
+    def _refuse(
+        self,
+        number: int,
+        names: Sequence[str | None],
+        so_far: str = "No optimizer has stepped, so {} is as it was",
+    ) -> None:
         """End with the first tensor by stages.
 
         Args:
             number: n of the pipeline.
             names: by rank, the first of its tensors; rank 0 has the last stage.
+            so_far: what has stepped, with a place for what has not.
         """
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         name = next(name for name in reversed(names) if name is not None)
@@ -134,7 +154,7 @@ class GradientCheck:
         skips = "leaves such a model out of the step" if several else "leaves out such a step"
         raise NonFiniteError(
             f"{which}batch_idx {batch_idx}: the gradient of '{name}' is infinite or no number (NaN). "
-            f"No optimizer has stepped, so {spared} is as it was. Look at this batch and the loss, lower the learning "
+            f"{so_far.format(spared)}. Look at this batch and the loss, lower the learning "
             f"rate, or clip gradients; on_nonfinite='skip' {skips}, None looks at nothing"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.verify import Verifier
 from lightning_avgpipe.weights.initialisation import on_meta
 
-__all__ = ["Iterations"]
+__all__ = ["Finish", "Iterations", "Works"]
 
 Works = Sequence[Sequence[MicroBatch]]  # micro-batches, by pipeline
 Finish = Callable[[int, int, Any], Tensor | None]  # (pipeline, micro-batch, result) -> what the backward begins with
@@ -153,8 +154,15 @@ class Iterations:
         zero_grad()
         return None
 
-    def _finish(self, works: Works, zero_grad: Callable[[], None] | None) -> Finish:
-        """What the last stage does with the result of a micro-batch."""
+    def _finish(
+        self, works: Works, zero_grad: Callable[[], None] | None, tells: Callable[[Tensor], bool] = lambda loss: True
+    ) -> Finish:
+        """What the last stage does with the result of a micro-batch.
+
+        Args:
+            zero_grad: called after the first forward.
+            tells: is shown the first loss, and says whether the hooks of a backward are called then.
+        """
         module, precision = self._module, self.trainer.precision_plugin
         averages = self.configuration.options.loss_reduction == "mean"
         accumulate = self.trainer.accumulate_grad_batches
@@ -169,7 +177,7 @@ class Iterations:
             if accumulate > 1:
                 loss = loss / accumulate
             # a batch deserves its hooks once: with the first micro-batch's loss, before anything else is known
-            first = n == 0 and not started
+            first = n == 0 and not started and tells(loss)
             with contextlib.nullcontext() if first else _quiet(self.trainer, "on_before_backward"):
                 loss = precision.pre_backward(loss, module)
             if n == 0:
@@ -242,20 +250,41 @@ class Iterations:
             self.schedule_control.freeze(freezing.stages)
 
     def _micro_batch(
-        self, step: str, context: Callable[[], Any], works: Works, first: int, before: int, n: int, i: int, *args: Any
+        self,
+        step: str,
+        context: Callable[[], Any],
+        works: Works,
+        first: int,
+        before: int,
+        n: int,
+        i: int,
+        *args: Any,
+        into: list[Any] | None = None,
     ) -> Any:
         """Call the step function with a micro-batch.
 
         Args:
             first: the number of pipeline 0 among all teams.
             before: micro-batches of replicas before this one.
+            into: collects what it logs; None: the batch that has begun.
         """
         part, total = works[n][i], sum(part.size for part in works[n])
         weight = None if self.splitter.loss_weight is None else part.weight * (total or 1)
         if weight is not None and self.cluster.replicas is not None:
             weight = part.counted
-        with context(), self.step_log.micro_batch(part.size, (first + n, before + i), weight):
+        position = first + n, before + i
+        with self._calling(step), context(), self.step_log.micro_batch(part.size, position, weight, into):
             return getattr(self._module, step)(*args)
+
+    def _calling(self, step: str) -> AbstractContextManager[None]:
+        """A step function is called within this context."""
+        return contextlib.nullcontext()
+
+    def drain(self) -> None:
+        """Nothing is ahead after this: without rolling nothing ever is between two batches."""
+
+    def leave(self, together: bool = True) -> None:
+        """Nothing was read ahead."""
 
     def _prepare(
         self, step: str, run: Callable[..., Any], works: Works, rest: Sequence[Any], schedule: Schedule, trains: int

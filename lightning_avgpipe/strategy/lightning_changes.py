@@ -19,9 +19,11 @@ from torchmetrics import Metric
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, local_metrics, looking_on
 from lightning_avgpipe.strategy.loop import PipelineOptimization
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
+from lightning_avgpipe.strategy.rolling import RollingIterations
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.gradient_norm import norms_over_stages
@@ -34,6 +36,7 @@ __all__ = [
     "known_at_epoch_end",
     "observing",
     "optimizing",
+    "rolling",
     "scaling",
     "several_processes",
     "showing_reference",
@@ -105,6 +108,26 @@ def optimizing(trainer: pl.Trainer, optimization: PipelineOptimization) -> Itera
         yield
     finally:
         loop.automatic_optimization = optimization.detach()
+
+
+@contextlib.contextmanager
+def rolling(trainer: pl.Trainer, iterations: RollingIterations, batches: Batches) -> Iterator[None]:
+    """Within this context an epoch of training ends with nothing ahead, and a batch is moved once."""
+    module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
+    run, before_transfer = loop.run, module._on_before_batch_transfer
+
+    def run_epoch(*args: Any, **kwargs: Any) -> None:
+        run(*args, **kwargs)
+        iterations.leave()
+
+    def on_before_batch_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
+        return batch if batches.waits_for_its_turn else before_transfer(batch, dataloader_idx)
+
+    with (
+        replaced(loop, "run", run_epoch),
+        replaced(module, "_on_before_batch_transfer", on_before_batch_transfer),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -129,6 +129,7 @@ class StepLog:
         self._weight: float | None = None
         self._muted = False
         self._collected: list[_Entry] = []
+        self._into = self._collected
         self.listener: Callable[[str, Any], None] | None = None
         self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
 
@@ -152,15 +153,23 @@ class StepLog:
             )
 
     @contextlib.contextmanager
-    def micro_batch(self, size: int, position: tuple[int, int] = (0, 0), weight: float | None = None) -> Iterator[None]:
+    def micro_batch(
+        self,
+        size: int,
+        position: tuple[int, int] = (0, 0),
+        weight: float | None = None,
+        into: list[Any] | None = None,
+    ) -> Iterator[None]:
         """Within this context logged values belong to a micro-batch.
 
         Args:
             size: samples.
             position: pipeline and micro-batch. Values are put in this order, whenever they come.
             weight: what it counts in a mean; None: as many samples, or the ``batch_size`` that the step gives.
+            into: what collects, for :meth:`issue_collected`; None: the batch that has begun.
         """
         self._size, self._position, self._weight = size, position, weight
+        self._into = self._collected if into is None else into
         try:
             yield
         finally:
@@ -185,6 +194,11 @@ class StepLog:
         """A batch begins, or one for each pipeline: forget what was collected."""
         self._collected = []
         self.batch_values.begin(num_microbatches)
+
+    def issue_collected(self, entries: list[Any]) -> None:
+        """Log what micro-batches of a batch have collected elsewhere, once per name."""
+        self._collected = entries
+        self.issue()
 
     def issue(self, over_groups: bool = False) -> None:
         """Log what was collected, once per name; ``over_groups`` with what other groups have collected."""
@@ -261,7 +275,7 @@ class StepLog:
         # an override may log something else than the metric's value
         metric = returned[1] if returned is not None and _same_number(returned[0], value) else None
         entry = _Entry(fx, name, self._position, value, self._size or 1, given, options, metric, self._weight)
-        self._collected.append(entry)
+        self._into.append(entry)
 
 
 @dataclass(frozen=True)

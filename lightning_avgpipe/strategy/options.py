@@ -102,6 +102,7 @@ ALLOWED = {
         "outer_lr",
     ),
     "average_every": whole(1, 1_000_000, 4),
+    "rolling": flag(),
     "save_replicas": flag(),
     "save_distributed_checkpoint": flag(),
     "on_nonfinite": optional(choice("auto", "raise", "skip"), "no check"),
@@ -146,6 +147,7 @@ class Options:
     outer_lr: float | Literal["auto"]
     outer_optimizer: OuterOptimizer | None
     average_every: int
+    rolling: bool
     save_replicas: bool
     save_distributed_checkpoint: bool
     on_nonfinite: Literal["auto", "raise", "skip"] | None

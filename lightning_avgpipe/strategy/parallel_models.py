@@ -44,6 +44,7 @@ class ParallelModels:
         check: of the gradients before each step.
         observed: whether user code may look at the weights between steps.
         skipped: pipelines whose last batch had no loss, the same on every rank.
+        in_turn: lets pipelines end and step one after the other, with what steps one; None: they have ended together.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ParallelModels:
         self.check = GradientCheck(trainer, cluster, configuration.options.on_nonfinite, self)
         self.observed = True
         self.skipped: frozenset[int] = frozenset()
+        self.in_turn: Callable[[Callable[[int], object]], None] | None = None
         self._trainer = trainer
         self._cluster = cluster
         self._configuration = configuration
@@ -167,19 +169,27 @@ class ParallelModels:
 
         They log for pipeline 0. A batch that was skipped had no backward.
         """
-        precision = self._trainer.precision_plugin
-        if 0 not in self.skipped:
-            precision.post_backward(loss, self._module)
-        for n in range(1, count):
-            if n in self.skipped:
-                continue
-            assert self._ensemble is not None
-            with self._ensemble.placed(n), self._step_log.muted():
-                precision.post_backward(loss, self._module)
+        for n in range(count):
+            self.after_backward(n, loss)
+
+    def after_backward(self, number: int, loss: torch.Tensor) -> None:
+        """The same for one pipeline."""
+        if number in self.skipped:
+            return
+        if not number:
+            self._trainer.precision_plugin.post_backward(loss, self._module)
+            return
+        assert self._ensemble is not None
+        with self._ensemble.placed(number), self._step_log.muted():
+            self._trainer.precision_plugin.post_backward(loss, self._module)
+
+    def begin_accumulation(self) -> None:
+        """Gradients have been cleared."""
+        self._fed = 0
 
     def clear_gradients(self) -> None:
         """Lightning clears the gradients of pipeline 0; here go those of the others."""
-        self._fed = 0
+        self.begin_accumulation()
         if self._ensemble is not None:
             self._ensemble.clear_gradients()
 
@@ -204,15 +214,19 @@ class ParallelModels:
                     f"per step, but with {self.num_models} parallel models one evaluation serves the optimizers of "
                     "all; use an optimizer that evaluates it once, such as SGD or AdamW, or num_pipelines=1"
                 )
-            results.append(self.check.after(closure)())
+            results.append((closure if self.in_turn is not None else self.check.after(closure))())
             return results[-1]
 
         with _noticing(optimizer) as steps:
             result = own(optimizer, run, model, **kwargs)
-        if self._ensemble is not None:
+        if self._ensemble is not None and self.in_turn is not None:
+            ensemble = self._ensemble
+            self.in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
+            ensemble.mark(bool(self._trainer.is_last_batch))
+        elif self._ensemble is not None:
             with self._observers.activity("step"):
-                others = self._step_others(self._ensemble, results, kwargs)
-            if steps or others:
+                others = [self._step_other(self._ensemble, n, results, kwargs) for n in range(1, self._fed)]
+            if steps or any(others):
                 with self._observers.activity("averaging"):
                     self._ensemble.stepped(self._fed - len(self.check.left_out))
             if is_overridden("optimizer_step", self._module):  # whose code after the step may look
@@ -220,18 +234,17 @@ class ParallelModels:
             self._ensemble.mark(bool(self._trainer.is_last_batch))
         return result
 
-    def _step_others(self, ensemble: Ensemble, results: list[Any], kwargs: dict[str, Any]) -> bool:
-        """Step the optimizers of pipelines 1..; tells whether one has."""
+    def _step_other(self, ensemble: Ensemble, number: int, results: list[Any], kwargs: dict[str, Any]) -> bool:
+        """Step the optimizers of one of the pipelines 1..; tells whether one has."""
         precision = self._trainer.precision_plugin
         loss = next((result for result in results if result is not None), torch.zeros((), device=self._cluster.device))
+        closure = functools.partial(_done, None if number in self.skipped or number in self.check.left_out else loss)
         stepped = False
-        for n in range(1, self._fed):
-            closure = functools.partial(_done, None if n in self.skipped or n in self.check.left_out else loss)
-            with ensemble.placed(n), self._step_log.muted():
-                for made in ensemble.optimizers(n):
-                    with _noticing(made) as steps:
-                        precision.optimizer_step(made, model=self._module, closure=closure, **kwargs)
-                    stepped |= bool(steps)
+        with ensemble.placed(number), self._step_log.muted():
+            for made in ensemble.optimizers(number):
+                with _noticing(made) as steps:
+                    precision.optimizer_step(made, model=self._module, closure=closure, **kwargs)
+                stepped |= bool(steps)
         return stepped
 
     def finish_averaging_if_observed(self) -> None:

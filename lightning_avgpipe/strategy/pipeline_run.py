@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,6 +32,7 @@ from lightning_avgpipe.strategy.iteration import Iterations
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.strategy.loop import PipelineOptimization
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
+from lightning_avgpipe.strategy.rolling import RollingIterations
 from lightning_avgpipe.strategy.run import Own
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.training.deployment import Deployment
@@ -120,17 +122,29 @@ class PipelineRun:
             self.observers, self.models.tensors_beside,
         )  # fmt: skip
         self.state = DividedState(self._before, self.configuration, self.deployment, schedule_control, seed)
-        self.iterations = Iterations(
+        kind: Any = Iterations
+        if options.rolling and fitting:
+            kind = partial(RollingIterations, broken=self._break)
+        self.iterations = kind(
             trainer=trainer, cluster=cluster, configuration=self.configuration, deployment=self.deployment,
             batches=self.batches, splitter=self.splitter, models=self.models, step_log=self.step_log,
             schedule_control=schedule_control, observers=self.observers, state=self.state, announce=self._announce,
         )  # fmt: skip
+        if isinstance(self.iterations, RollingIterations):
+            self.models.in_turn = self.iterations.step_in_turn
+            self.state.settle = self.iterations.drain
+            self._undo.enter_context(changes.rolling(trainer, self.iterations, self.batches))
         if fitting and cluster.replicas is not None:
             request.refuse(options.verify, "with replicas each has but a share of the batch that counts")
         elif fitting:
             self._verifier = self.iterations.verifier = request.verifier(self._subject(), options.verify)
         self._adapt(fitting)
         self._undo.callback(give_back, self.deployment, self._connection, self.state)
+        self._undo.callback(lambda: self.iterations.leave(together=not self._connection.failed))
+
+    def _break(self) -> None:
+        """Some models have stepped and others have not: nothing is whole."""
+        self._connection.failed = True
 
     def _subject(self) -> Subject:
         return Subject(
@@ -226,6 +240,8 @@ class PipelineRun:
 
     def end_iteration(self) -> None:
         """What was asked for within the iteration comes now."""
+        if self.configuration.asked:
+            self.iterations.leave()
         changed = self.configuration.take_over(self.cluster)
         if "advance" in changed:
             self.iterations.schedule_control.fix(changed["advance"])

@@ -179,6 +179,11 @@ class ScheduleControl:
         if self._loaded is not None:
             self._controller.load_state_dict(self._loaded)
 
+    def measures(self, works: Sequence[Sequence[MicroBatch]], num_pipelines: int) -> bool:
+        """Whether the memory of such an iteration will be measured. The same on every rank."""
+        shape = self._shape(works[0], num_pipelines)
+        return len(works) == num_pipelines and (shape, self._chosen.get(shape, 0)) not in self._metered
+
     @contextlib.contextmanager
     def iteration(
         self,
@@ -205,7 +210,7 @@ class ScheduleControl:
         shape = self._shape(parts, num_pipelines)
         advance = self._chosen.get(shape, 0)
         self._take(plan, len(parts))
-        unmetered = len(works) == num_pipelines and (shape, advance) not in self._metered
+        unmetered = self.measures(works, num_pipelines)
         meter = self._meter(task, plan, works) if unmetered else None
         if unmetered:
             self._metered.add((shape, advance))

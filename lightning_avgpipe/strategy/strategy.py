@@ -158,6 +158,13 @@ class AvgPipeStrategy(ParallelStrategy):
         average_every: optimizer steps from one averaging to the next. In between the reference stays where it is, and
             evaluation and checkpoints use it as it is; training ends with an averaging, so that the module holds all of
             it. A resume goes on as if training had not ended.
+        rolling: whether a pipeline begins its next batch as soon as its own model has stepped, while others are still
+            at the batch before. The pipelines then never drain together, and two fill each other's idle time almost
+            wholly. Each model meets the reference alone, after its own step, in a fixed order, so results do not
+            depend on the timing; they are others than without rolling. The batches of one iteration are read ahead.
+            Hooks, logs, schedulers and checkpoints come as without; a validation, a checkpoint every n steps and the
+            end of an epoch let the pipelines drain. What a step reads must not be changed by a hook between two
+            batches. With one pipeline nothing changes.
         save_replicas: whether checkpoints hold the parallel models and their optimizers, so that training goes on with
             the same bits; else, or with another N, they start from the reference.
         save_distributed_checkpoint: whether each process writes its own part of a checkpoint, all at once into a
@@ -218,6 +225,7 @@ class AvgPipeStrategy(ParallelStrategy):
         outer_lr: float | Literal["auto"] = "auto",
         outer_optimizer: OuterOptimizer | None = None,
         average_every: Count = 1,
+        rolling: bool = False,
         save_replicas: bool = True,
         save_distributed_checkpoint: bool = False,
         on_nonfinite: Literal["auto", "raise", "skip"] | None = "auto",
@@ -241,7 +249,7 @@ class AvgPipeStrategy(ParallelStrategy):
             costs=costs, costs_cache=costs_cache, memory_limit=memory_limit, recompute=recompute,
             loss_reduction=loss_reduction, loss_weight=loss_weight, split_batch=split_batch, reader=reader,
             send_batch=send_batch, verify_copies=verify_copies, verify=verify, alpha=alpha, outer_lr=outer_lr,
-            outer_optimizer=outer_optimizer, average_every=average_every, save_replicas=save_replicas,
+            outer_optimizer=outer_optimizer, average_every=average_every, rolling=rolling, save_replicas=save_replicas,
             save_distributed_checkpoint=save_distributed_checkpoint, on_nonfinite=on_nonfinite,
             start_method=start_method, process_group_backend=process_group_backend,
             timeout=_DEFAULT_TIMEOUT if timeout is None else duration(timeout),
@@ -512,6 +520,8 @@ class AvgPipeStrategy(ParallelStrategy):
         checks.same_options([shared for _, shared in everywhere])
         checks.contents(module)
         if why is None:
+            if options.rolling and fitting:
+                checks.rolling(trainer, options, self.num_groups, self.world_size, tuned=self.tuner is not None)
             return PipelineRun(*parts, self._distributor)
         request.refuse(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
         return WholeRun(*parts, self._distributor)

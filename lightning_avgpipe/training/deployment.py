@@ -303,6 +303,11 @@ class Deployment:
             ensemble.place(0)
         return self._pipelines
 
+    @property
+    def pipelines(self) -> list[Pipeline]:
+        """Those of the parallel models, by number."""
+        return self._pipelines
+
     def _written(self) -> list[Tensor]:
         """Tensors in attributes and variables that training writes into, beside parameters and buffers."""
         keys = self.pipeline.graph("training_step").written
@@ -425,9 +430,13 @@ class Deployment:
         for optimizer in self._optimizers():
             move_state(optimizer, device)
 
-    def sum_copied_gradients(self) -> None:
-        """Where several stages use a parameter, each gets the gradient of all. Every process calls it."""
-        for pipeline in self._pipelines:
+    def sum_copied_gradients(self, number: int | None = None) -> None:
+        """Where several stages use a parameter, each gets the gradient of all. Every process calls it.
+
+        Args:
+            number: of one pipeline; None: all.
+        """
+        for pipeline in self._pipelines if number is None else self._pipelines[number : number + 1]:
             pipeline.copies("training_step").sum_gradients()
 
     def verify_copies(self) -> None:

@@ -1,0 +1,146 @@
+"""Foresight: what a step that runs before its turn finds, and what it must not look at."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.outside import outside, variable
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.objects import Objects, Variable
+from lightning_avgpipe.utils.patching import replaced
+
+__all__ = ["Foresight", "Progress", "as_it_will_be"]
+
+# What is known of the trainer only when the batch before has ended.
+_NOT_YET = (
+    "optimizers", "lr_scheduler_configs", "callback_metrics", "logged_metrics", "progress_bar_metrics", "is_last_batch",
+)  # fmt: skip
+_OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counters of a trainer as they will be in the next iteration.
+
+    Attributes:
+        values: objects, with the name of an attribute and its value.
+    """
+
+    values: tuple[tuple[Any, str, Any], ...]
+
+    @classmethod
+    def after_a_step(cls, trainer: pl.Trainer) -> Progress:
+        """Within the step of an iteration: in the ``training_step`` of the next one."""
+        loop = trainer.fit_loop.epoch_loop
+        batches, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
+        counted: list[tuple[Any, str]] = [(loop, "_batches_that_stepped")]
+        counted += [(p, name) for p in (batches.total, batches.current) for name in ("ready", "started")]
+        counted += [(p, name) for p in (batches.total, batches.current) for name in ("processed", "completed")]
+        counted += [(p, name) for p in (steps.total, steps.current) for name in ("ready", "completed")]
+        return cls(tuple((owner, name, getattr(owner, name) + 1) for owner, name in counted))
+
+
+@contextlib.contextmanager
+def as_it_will_be(trainer: pl.Trainer, progress: Progress | None) -> Iterator[None]:
+    """Within this context the trainer's counters are these; None: as they are."""
+    if progress is None:
+        yield
+        return
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in progress.values]
+    for owner, name, value in progress.values:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+class Foresight:
+    """Watches that steps which run ahead of their turn find what they would find then.
+
+    Args:
+        trainer: of the run.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._view: Any = None
+        self._modules: list[pl.LightningModule] = []
+        self._read: dict[str, Variable] = {}
+        self._held: dict[str, Objects] = {}
+
+    @contextlib.contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Within this context a step runs, which must not read of the trainer what is not known yet when it is ahead.
+
+        It never may, so that it does not depend on the timing whether it is refused.
+        """
+        if self._view is None:
+            self._view = _view(self._trainer)
+            modules = self._trainer.lightning_module.modules()
+            self._modules = [module for module in modules if isinstance(module, pl.LightningModule)]
+        with contextlib.ExitStack() as undo:
+            for module in self._modules:
+                undo.enter_context(replaced(module, "_trainer", self._view))
+                undo.enter_context(replaced(module, "optimizers", _refuse("optimizers()")))
+            yield
+
+    def begin(self, graph: CallGraph) -> None:
+        """From now on, and until the next call, hooks must not change what a step reads."""
+        module = self._trainer.lightning_module
+        if not self._read:
+            # models take turns in recurrent layers, which keep their weights in a list too
+            keys = [
+                key
+                for key, _ in graph.reads
+                if key[1] not in _OF_LIGHTNING and key not in graph.written and not key[1].startswith("_flat_weight")
+            ]
+            self._read = {".".join(filter(None, key)): variable(module, *key) for key in keys} | outside(module)
+        self._held = {name: Objects((held,), opaque=True) for name, held in self._read.items()}
+
+    def check(self) -> None:
+        """Hooks have been.
+
+        Raises:
+            ConfigurationError: they have changed something that steps read.
+        """
+        changed = [
+            name
+            for name, objects in self._held.items()
+            if any(not isinstance(found, nn.Parameter) for found in objects.changed())
+        ]
+        if changed:
+            raise ConfigurationError(
+                f"with rolling=True a hook of a batch has changed '{changed[0]}', which training_step reads, when "
+                "micro-batches of the next batch may have run already. Change it where the pipeline drains "
+                "(on_train_epoch_start, on_validation_epoch_end), let the step work it out of self.global_step, or "
+                "use rolling=False"
+            )
+
+
+def _view(trainer: pl.Trainer) -> Any:
+    """The same trainer, which refuses to tell what it does not know yet."""
+    kind = type(trainer)
+    refused = {name: property(_refuse(f"trainer.{name}")) for name in _NOT_YET}
+    view: Any = object.__new__(type(kind.__name__, (kind,), {**refused, "__module__": kind.__module__}))
+    object.__setattr__(view, "__dict__", vars(trainer))
+    return view
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ConfigurationError(
+            f"training_step reads {name}, which with rolling=True is not known yet when a part of the step runs, while "
+            "the batch before still goes on; read it in on_train_batch_start or on_train_batch_end, or use "
+            "rolling=False"
+        )
+
+    return refuse

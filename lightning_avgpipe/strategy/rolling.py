@@ -1,0 +1,422 @@
+"""Rolling iterations: a pipeline begins its next batch as soon as its own model is ready for it.
+
+::
+
+    process of stage 0     F0 F1   B0 B1 step F0 F1    B0 B1 step            pipeline 0
+                               F0 F1 .. B0 B1  step F0 F1 .. B0 B1 step      pipeline 1, in the time that 0 leaves
+
+Lightning works on batch t (a bundle: one for each pipeline). Within its optimization the pipelines end one after the
+other, 0 to N-1, in each process for its own stages, and nobody waits for another process:
+
+1. run whatever can run here, of all pipelines, until the lanes of pipeline n have no actions of t left;
+2. the hooks of a backward, the check of gradients, the hooks before a step and the optimizer's step, of model n alone;
+3. model n meets the reference (``elastic/staggered.py``);
+4. lanes of n get the actions of batch t+1, which run in steps 1 of later pipelines, and in the next optimization.
+
+What follows from that:
+
+- Updates come in the order (iteration, pipeline) on every stage, so the numbers do not depend on the timing.
+- An iteration is ahead by one at most, and no optimizer steps ahead. So between two optimizations hooks find models and
+  optimizers as they are after batch t; gradients, and buffers that a step changes, may be on their way.
+- Batch t+1 is read when pipeline 0 has stepped, at the same point of the program in all processes; its hooks on the way
+  to the device run then. All other hooks of t+1 run when Lightning comes to it, in the usual order.
+- A step that runs ahead sees the trainer's counters as they will be. What is not known yet (learning rates, metrics)
+  it must not read, and what a hook changes meanwhile that the step reads is an error: see ``Foresight``.
+- Where something is foreseen that needs everything whole (a validation, a checkpoint every n steps, the end of an epoch
+  or of training), nothing runs ahead. Where it is not, :meth:`RollingIterations.drain` throws away what has: no
+  optimizer has seen it, and buffers get their contents back. The batch stays, and runs again.
+- Iterations that are observed (timeline, first measurement of memory) run all pipelines to their end first, as without
+  rolling; the updates are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_avgpipe.engine.loss import loss_in
+from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, RollingPipelines
+from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.errors import ConfigurationError, StepChangedError
+from lightning_avgpipe.strategy.foresight import Foresight, Progress, as_it_will_be
+from lightning_avgpipe.strategy.iteration import Finish, Iterations, Works
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.random_streams import RandomKey
+from lightning_avgpipe.utils.torch_compat import version_of
+
+__all__ = ["RollingIterations"]
+
+_STEP = "training_step"
+
+
+@dataclass
+class _Iteration:
+    """A batch for each pipeline, on its way through the stages.
+
+    Attributes:
+        number: of its random numbers.
+        works: micro-batches by pipeline.
+        batches: on the device, by pipeline.
+        rest: other arguments of the step.
+        progress: the trainer's counters as they will be; None from the time on that they are.
+        begun: pipelines that have begun it.
+        outcomes: of all pipelines, if they ran without rolling.
+        entries: what steps have logged.
+        loss: what hooks of backwards are told.
+        first_loss: of a micro-batch that ran ahead, for a hook whose turn has not come.
+        kept: by pipeline, contents of buffers before it ran ahead.
+        finish: what the last stage does with results, if it rolls.
+    """
+
+    number: int
+    works: Works
+    batches: Sequence[Any]
+    rest: tuple[Any, ...]
+    progress: Progress | None
+    begun: set[int] = field(default_factory=set)
+    outcomes: list[Outcome] | None = None
+    entries: list[Any] = field(default_factory=list)
+    loss: Tensor | None = None
+    first_loss: Tensor | None = None
+    kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    finish: Finish | None = None
+
+    def __post_init__(self) -> None:
+        self._versions = [(t, version_of(t)) for t in tree.tensors(list(self.batches)) if not t.is_inference()]
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody has changed a batch."""
+        return any(version_of(tensor) != version for tensor, version in self._versions)
+
+
+@dataclass(kw_only=True)
+class RollingIterations(Iterations):
+    """Iterations that overlap.
+
+    Attributes:
+        broken: called when an iteration fails in which some models have stepped and others have not.
+    """
+
+    broken: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._rolling = RollingPipelines(self.cluster, _STEP)
+        self._now: _Iteration | None = None  # in which models step
+        self._next: _Iteration | None = None  # has been read ahead
+        self._foresight = Foresight(self.trainer)
+        self._checked = False
+
+    def train(self, batch: Any, *rest: Any) -> Any:
+        """Run a batch until pipeline 0 has ended it; without a step, until all have."""
+        if self.models.num_models == 1 or self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward:
+            return super().train(batch, *rest)
+        batches = self.batches.take(batch)
+        iteration, self._next = self._next, None
+        if iteration is None:
+            if self.zero_grad is not None and self.deployment.arrange(batches):
+                self.schedule_control.begin_again()
+            iteration = self._made(batches, rest, None)
+        elif iteration.batches[0] is not batch or iteration.changed:
+            raise StepChangedError(
+                "a batch that has been read ahead, and may have run in part, was changed or left out by a hook; with "
+                "rolling=True change batches in on_after_batch_transfer, or use rolling=False"
+            )
+        iteration.progress = None
+        self._clear_in_turn(iteration)
+        if iteration.begun:
+            self._foresight.check()
+            if [*self.observers]:
+                self._undo(iteration)
+        if not self._run_first(iteration):
+            return None
+        result: Any = {"loss": torch.zeros((), device=self.cluster.device)}
+        self._end(iteration, 0)
+        assert iteration.outcomes is not None
+        found = iteration.outcomes[0]
+        if found.results is not None:
+            result = self._merged(found.results, iteration.works[0])
+        if result is not None:
+            iteration.loss = loss_in(result)
+        steps = not self.trainer.fit_loop._should_accumulate()
+        self._after(iteration, 0, steps)
+        if not steps:
+            for n in range(1, len(iteration.works)):
+                self._end(iteration, n)
+                self._after(iteration, n, steps)
+            self._issue(iteration)
+        self._now = iteration if steps else None
+        return None if 0 in self.models.skipped else result
+
+    def step_in_turn(self, step: Callable[[int], object]) -> None:
+        """The optimizer of pipeline 0 has stepped: it goes on, the others end, step, and go on.
+
+        Args:
+            step: steps the optimizers of a pipeline.
+        """
+        iteration, self._now = self._now, None
+        ensemble = self.deployment.ensemble
+        if iteration is None or ensemble is None:  # nothing was trained
+            return
+        try:
+            for n in range(ensemble.size):
+                if 0 < n < self.models.stepping:
+                    if n < len(iteration.works):
+                        self._end(iteration, n)
+                        self._after(iteration, n, steps=True)
+                    step(n)
+                with self.observers.activity("averaging"):
+                    ensemble.end_turn(n)
+                self._go_on(n, iteration)
+            self._issue(iteration)
+            self._foresight.check()
+        except BaseException:
+            self.broken()
+            raise
+
+    def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
+        """As without rolling, when nothing is ahead."""
+        self.drain()
+        return super().evaluate(step, batch, *rest)
+
+    def drain(self) -> None:
+        """From now on nothing is ahead: models, buffers and channels are as after the last batch. Every process calls
+        it; what has run ahead runs again.
+        """
+        if self._next is not None:
+            self._undo(self._next)
+
+    def leave(self, together: bool = True) -> None:
+        """The epoch ends, or batches become others: what was read ahead is given up.
+
+        Args:
+            together: whether every process calls it; else the channels are used no more.
+        """
+        if self._next is not None:
+            self._undo(self._next, together)
+        self._next = None
+        self.batches.forget_ahead()
+
+    @property
+    def _pipelines(self) -> list[Pipeline]:
+        return self.deployment.pipelines
+
+    # -- an iteration ------------------------------------------------------------------------------------------------
+
+    def _made(self, batches: Sequence[Any], rest: tuple[Any, ...], progress: Progress | None) -> _Iteration:
+        works = [self.splitter.split(one, n) for n, one in enumerate(batches)]
+        return _Iteration(self._number(_STEP) + (progress is not None), works, batches, rest, progress)
+
+    def _clear_in_turn(self, iteration: _Iteration) -> None:
+        """Clear gradients where Lightning does; those of an iteration that is ahead have begun anew when it did."""
+        zero_grad = self.zero_grad
+        if zero_grad is None:
+            pass
+        elif not iteration.begun:
+            self.models.clear_gradients()
+            zero_grad()
+        else:
+            self.models.begin_accumulation()
+            with replaced(self._module, "optimizer_zero_grad", nothing):
+                zero_grad()
+        if iteration.first_loss is not None:
+            self.trainer.precision_plugin.pre_backward(iteration.first_loss, self._module)
+
+    def _run_first(self, iteration: _Iteration) -> bool:
+        """Let all pipelines begin that have not, or run all to the end; tells whether there is anything to run."""
+        works, module = iteration.works, self._module
+        context = self.trainer.precision_plugin.train_step_context
+        self.models.skipped, before = frozenset(), self._pipelines
+        if iteration.begun or self._rolls(iteration):
+            self.models.pipelines_for(_STEP, len(works))
+            if iteration.begun and any(p is not before for p, before in zip(self._pipelines, before, strict=False)):
+                raise ConfigurationError(
+                    f"a hook has changed which parameters of {type(module).__name__} are trained when micro-batches of "
+                    "the next batch had run already; with rolling=True do so in on_train_epoch_start"
+                )
+            self._begin_turns()
+            iteration.outcomes = iteration.outcomes or []
+            for n in range(len(works)):
+                if n not in iteration.begun:
+                    self._begin(iteration, n)
+            return True
+        finish = self._finish(works, None)
+        iteration.outcomes = self._run(_STEP, context, works, iteration.rest, finish)
+        iteration.begun = set(range(len(works)))
+        if not iteration.outcomes:
+            self.models.skipped = frozenset(iteration.begun)
+            return False
+        self._check_graph()
+        self._begin_turns()
+        return True
+
+    def _begin_turns(self) -> None:
+        assert self.deployment.ensemble is not None
+        self.deployment.ensemble.begin_turns()
+        self._foresight.begin(self.deployment.pipeline.graph(_STEP))
+
+    def _rolls(self, iteration: _Iteration) -> bool:
+        """Whether nobody wants to see this iteration alone, and the stages are there."""
+        ensemble = self.deployment.ensemble
+        return (
+            self._checked
+            and _STEP in self.deployment.pipeline.steps
+            and ensemble is not None
+            and ensemble.size == self.configuration.num_pipelines
+            and not self.deployment.replans
+            and not [*self.observers]
+            and not self.schedule_control.measures(iteration.works, self.configuration.num_pipelines)
+        )
+
+    def _check_graph(self) -> None:
+        """Refuse steps that change what pipelines share.
+
+        Raises:
+            ConfigurationError: names it.
+        """
+        graph = self.deployment.pipeline.graph(_STEP)
+        changed = dict.fromkeys([*graph.attributes, *graph.of_units, *(key for key, _ in graph.holders)])
+        names = [".".join(part for part in key if part) for key in changed]
+        if names or graph.batch_writes:
+            what = f"'{names[0]}'" if names else "its batch"
+            raise ConfigurationError(
+                f"{type(self._module).__name__}.{_STEP} changes {what}, but with rolling=True micro-batches of two "
+                "batches run at the same time, and would see it in an order that the timing decides; leave that to a "
+                "hook that looks at the outputs (on_train_batch_end), or use rolling=False"
+            )
+        self._checked = True
+
+    def _begin(self, iteration: _Iteration, n: int) -> None:
+        """Pipeline n begins; nothing runs yet."""
+        works = iteration.works
+        if iteration.finish is None:
+            iteration.finish = self._finish(works, None, partial(self._announce_loss, iteration))
+        task = Task(
+            partial(self._rolled, iteration, n),
+            [(part.data, *iteration.rest) for part in works[n]],
+            partial(iteration.finish, n),
+            RandomKey(self.state.seed, iteration.number, n),
+        )
+        self._rolling.begin(self._pipelines[n], self._schedule(works[n], True), task)
+        iteration.begun.add(n)
+
+    def _announce_loss(self, iteration: _Iteration, loss: Tensor) -> bool:
+        """Whether hooks are told of the first loss now; if it is ahead they are in their turn."""
+        if iteration.progress is not None:
+            iteration.first_loss = loss.detach()
+        return iteration.progress is None
+
+    def _rolled(self, iteration: _Iteration, n: int, i: int, *args: Any) -> Any:
+        """Call the step function with a micro-batch, wherever Lightning is."""
+        context = self.trainer.precision_plugin.train_step_context
+        with as_it_will_be(self.trainer, iteration.progress), replaced(self._module, "_current_fx_name", _STEP):
+            return self._micro_batch(_STEP, context, iteration.works, 0, n, i, *args, into=iteration.entries)
+
+    def _calling(self, step: str) -> AbstractContextManager[None]:
+        guards = step == _STEP and self.models.num_models > 1
+        return self._foresight.guarding() if guards else contextlib.nullcontext()
+
+    def _end(self, iteration: _Iteration, n: int) -> None:
+        """Run until a pipeline has ended."""
+        assert iteration.outcomes is not None and self.deployment.ensemble is not None
+        if n == len(iteration.outcomes):
+            try:
+                iteration.outcomes.append(self._rolling.finish(n))
+            finally:
+                self.deployment.ensemble.place(0)
+        if len(iteration.outcomes[n].skipped) == len(iteration.works[n]):
+            self.models.skipped |= {n}
+
+    def _after(self, iteration: _Iteration, n: int, steps: bool) -> None:
+        """What follows the backwards of a pipeline."""
+        if steps:
+            self.deployment.sum_copied_gradients(n)
+        loss = torch.zeros((), device=self.cluster.device) if iteration.loss is None else iteration.loss
+        self.models.after_backward(n, loss)
+        if steps:
+            self.models.check.look_at(n)
+
+    def _issue(self, iteration: _Iteration) -> None:
+        with self.trainer.precision_plugin.train_step_context():
+            self.step_log.issue_collected(iteration.entries)
+
+    # -- what runs ahead ---------------------------------------------------------------------------------------------
+
+    def _go_on(self, n: int, iteration: _Iteration) -> None:
+        """Pipeline n begins the next iteration, if that may be."""
+        if n == 0:
+            self._next = self._read_ahead(iteration)
+        if self._next is None or n >= len(self._next.works) or not self._rolls(self._next):
+            return
+        self._next.kept[n] = {name: tensor.detach().clone() for name, tensor in self._buffers(n).items()}
+        self._clear(n)
+        self._begin(self._next, n)
+
+    def _read_ahead(self, iteration: _Iteration) -> _Iteration | None:
+        """The next iteration; None if it must not begin before its turn. The same on every process."""
+        if not self._may_go_on():
+            return None
+        batches = self.batches.read_ahead()
+        if not batches:
+            return None
+        rest = tuple(index + 1 for index in iteration.rest)  # batch_idx, if the step takes it
+        return self._made(batches, rest, Progress.after_a_step(self.trainer))
+
+    def _may_go_on(self) -> bool:
+        trainer, loop, fetcher = self.trainer, self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        steps = trainer.global_step + 1
+        checkpoints = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        return not (
+            loop._num_ready_batches_reached()
+            or steps == trainer.max_steps
+            or trainer.should_stop
+            or trainer.received_sigterm
+            or loop._should_check_val_fx(fetcher)
+            or any(c._every_n_train_steps and steps % c._every_n_train_steps == 0 for c in checkpoints)
+            or self.configuration.asked
+            or self.deployment.replans
+            or [*self.observers]
+        )
+
+    def _buffers(self, n: int) -> dict[str, Tensor]:
+        """What a step of one model writes into, beside its parameters."""
+        assert self.deployment.ensemble is not None
+        return self.deployment.ensemble.buffers(n, self.deployment.pipeline.graph(_STEP).changed)
+
+    def _clear(self, n: int) -> None:
+        """Clear the gradients of one model."""
+        assert self.deployment.ensemble is not None
+        if n:
+            self.deployment.ensemble.clear_gradients(n)
+        else:
+            for optimizer in self.trainer.optimizers:
+                optimizer.zero_grad()
+
+    def _undo(self, iteration: _Iteration, together: bool = True) -> None:
+        """An iteration that is ahead has not begun: no optimizer has seen what it gave."""
+        begun, iteration.begun = sorted(iteration.begun), set()
+        if together and self.cluster.group.world_size > 1:
+            for n in begun:  # its messages are on their way
+                self._rolling.finish(n)
+        self._rolling.clear()
+        ensemble = self.deployment.ensemble
+        if ensemble is not None and begun:
+            ensemble.place(0)
+            for n in begun:
+                self._clear(n)
+        with torch.no_grad():
+            for n, kept in iteration.kept.items():
+                for name, tensor in self._buffers(n).items():
+                    tensor.copy_(kept[name])
+        iteration.kept, iteration.entries = {}, []
+        iteration.first_loss = iteration.finish = iteration.outcomes = None
