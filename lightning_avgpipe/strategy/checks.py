@@ -99,8 +99,8 @@ def rolling(running: pl.Trainer, given: Options, num_groups: int, world_size: in
         )
     if num_groups > 1:
         raise ConfigurationError(
-            f"rolling=True with {num_groups} groups of processes, which average together; use num_stages='auto' and "
-            f"num_pipelines, {use}"
+            f"rolling=True with {num_groups} groups of processes (of parallel models or replicas), which do a part of "
+            f"each step together; use num_stages='auto' and num_pipelines, {use}"
         )
     if tuned:
         raise ConfigurationError(f"rolling=True with AvgPipeTuner, which times iterations one by one; remove it, {use}")

@@ -22,7 +22,8 @@ __all__ = ["Foresight", "Progress", "as_it_will_be"]
 _NOT_YET = (
     "optimizers", "lr_scheduler_configs", "callback_metrics", "logged_metrics", "progress_bar_metrics", "is_last_batch",
 )  # fmt: skip
-_OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
+# Models take turns in recurrent layers, which keep their weights in lists too.
+_IGNORED = frozenset(vars(pl.LightningModule())) | {"_flat_weights", "_flat_weight_refs"}
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,7 @@ class Foresight:
         """From now on, and until the next call, hooks must not change what a step reads."""
         module = self._trainer.lightning_module
         if not self._read:
-            # models take turns in recurrent layers, which keep their weights in a list too
-            keys = [
-                key
-                for key, _ in graph.reads
-                if key[1] not in _OF_LIGHTNING and key not in graph.written and not key[1].startswith("_flat_weight")
-            ]
+            keys = [key for key, _ in graph.reads if key[1] not in _IGNORED and key not in graph.written]
             self._read = {".".join(filter(None, key)): variable(module, *key) for key in keys} | outside(module)
         self._held = {name: Objects((held,), opaque=True) for name, held in self._read.items()}
 

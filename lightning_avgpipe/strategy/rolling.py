@@ -39,6 +39,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -278,11 +279,18 @@ class RollingIterations(Iterations):
         )
 
     def _check_graph(self) -> None:
-        """Refuse steps that change what pipelines share.
+        """Refuse steps that change what pipelines share, and data that must not be read ahead.
 
         Raises:
             ConfigurationError: names it.
         """
+        loader = self.trainer.fit_loop._combined_loader
+        saving = [one for one in ([] if loader is None else loader.flattened) if isinstance(one, _Stateful)]
+        if saving:
+            raise ConfigurationError(
+                f"rolling=True reads ahead, but the {type(saving[0]).__name__} saves its position in checkpoints, "
+                "which would then be ahead of the training; use a dataloader without state_dict, or rolling=False"
+            )
         graph = self.deployment.pipeline.graph(_STEP)
         changed = dict.fromkeys([*graph.attributes, *graph.of_units, *(key for key, _ in graph.holders)])
         names = [".".join(part for part in key if part) for key in changed]
@@ -319,7 +327,7 @@ class RollingIterations(Iterations):
         """Call the step function with a micro-batch, wherever Lightning is."""
         context = self.trainer.precision_plugin.train_step_context
         with as_it_will_be(self.trainer, iteration.progress), replaced(self._module, "_current_fx_name", _STEP):
-            return self._micro_batch(_STEP, context, iteration.works, 0, n, i, *args, into=iteration.entries)
+            return self._micro_batch(_STEP, context, iteration.works, 0, 0, n, i, *args, into=iteration.entries)
 
     def _calling(self, step: str) -> AbstractContextManager[None]:
         guards = step == _STEP and self.models.num_models > 1

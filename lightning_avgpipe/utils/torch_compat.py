@@ -50,6 +50,7 @@ _MODULES = (
     Private("torch.nn.modules.dropout._DropoutNd", "draws in training, also if it is in evaluation mode now"),
     Private("torch.nn.modules.batchnorm._BatchNorm", "what depends on how a batch is split"),
     Private("torch.nn.RNNBase._flat_weights", "a list of parameters that recurrent layers build anew by themselves"),
+    Private("torch.nn.RNNBase._flat_weight_refs", "references to them, the same"),
     Private("torch.nn.MultiheadAttention._reset_parameters", "initialises what has no reset_parameters", "self"),
 )
 _STEPS = (

@@ -1,0 +1,378 @@
+"""Rolling iterations: the same numbers whatever runs ahead, and hooks that find what they would find without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.elastic.staggered import DEFAULT, StaggeredAveraging
+from lightning_avgpipe.engine.executor import Lane
+from lightning_avgpipe.errors import ConfigurationError
+from tests import processes
+from tests.driver import accumulate
+from tests.elastic.models import Batches, Models, Net, assert_equal, state, train
+from tests.models import loader
+from tests.strategy.test_resume import ResumableLoader
+from tests.trainers import pipeline
+
+
+def newest_first(lane: Lane) -> Any:
+    """As if everything that is ahead were quick, and all else slow."""
+    return -lane.task.key.iteration, lane.task.key.pipeline, lane.urgency()
+
+
+@pytest.fixture(params=["oldest first", "newest first"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether lanes run ahead as little as they can, or as much: in one process there is always something to run."""
+    if request.param == "newest first":
+        monkeypatch.setattr(Lane, "seniority", newest_first)
+    return request.param
+
+
+class Scaled(Net):
+    """A loss that depends on the trainer's counters."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw", dropout=0.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("counted", float(self.global_step + 100 * batch_idx), on_step=True, on_epoch=False)
+        return loss * (1 + self.global_step + 3 * batch_idx + 7 * self.trainer.fit_loop.epoch_loop.batch_idx)
+
+
+def in_turn(module: Any, batches: list[Any], num_pipelines: int) -> dict[str, Tensor]:
+    """What one process does without stages: the models take turns. Gives the reference."""
+    models = [copy.deepcopy(module) for _ in range(num_pipelines)]
+    reference = copy.deepcopy(module)
+    optimizers = [model.configure_optimizers() for model in models]
+    lists = [[p.detach() for p in model.parameters()] for model in models]
+    rule = StaggeredAveraging(
+        DEFAULT, lists, [p.detach() for p in reference.parameters()], 1 / num_pipelines, num_pipelines**0.5
+    )
+    for t in range(0, len(batches), num_pipelines):
+        for n, model in enumerate(models):
+            if t + n < len(batches):
+                number = t // num_pipelines
+                model.training_step = lambda part, i, model=model, number=number: model.loss(part) * (1 + 11 * number)
+                optimizers[n].zero_grad()
+                accumulate(model, batches[t + n], 2)
+                optimizers[n].step()
+            rule.end(n)
+    return dict(reference.named_parameters())
+
+
+@pytest.mark.parametrize(("num_pipelines", "num_stages"), [(2, 3), (3, 2), (2, 1)])
+def test_models_take_turns_as_in_a_plain_loop(order: str, num_pipelines: int, num_stages: int) -> None:
+    torch.manual_seed(3)
+    model = Scaled()
+    expected = copy.deepcopy(model)
+    data = [Net.example(8) for _ in range(7)]  # a ragged end
+    reference = in_turn(expected, data, num_pipelines)
+    train(model, Batches(data), num_stages, rolling=True, num_pipelines=num_pipelines)
+    assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, reference[name]), f"{name} differs"
+
+
+class Recorder(L.Callback):
+    """Hooks as they come, with the trainer's counters, logged values and what the module shows."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.weights: list[dict[str, Tensor]] = []
+        for name in ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end"):
+            setattr(self, name, lambda trainer, module, *rest, name=name: self.note(name, trainer, module))
+
+    def note(self, name: str, trainer: L.Trainer, module: L.LightningModule) -> None:
+        logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        self.calls.append((name, trainer.global_step, trainer.fit_loop.epoch_loop.batch_idx, logged))
+        if name != "on_before_optimizer_step":
+            self.weights.append({name: p.detach().clone() for name, p in module.named_parameters()})
+
+
+def run(
+    callbacks: Any = (), module: Callable[[], Any] = Scaled, size: int = 84, ckpt_path: Any = None, **options: Any
+) -> Any:
+    """Train two pipelines; the data ends raggedly."""
+    torch.manual_seed(3)
+    model, models = module(), Models()
+    strategy = {"num_pipelines": 2, "num_microbatches": 2, "rolling": True, **options.pop("strategy", {})}
+    options = {"max_epochs": 2, **options}
+    runner = pipeline(options.pop("num_stages", 2), strategy=strategy, callbacks=[models, *callbacks], **options)
+    validation = loader(Net, 16, 8) if "val_check_interval" in options else None
+    runner.fit(model, loader(Net, size, 8), validation, ckpt_path=ckpt_path)
+    return model, models, runner
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """The same models, reference and progress."""
+    for a, b in zip([*one[1].models, state(one[0])], [*other[1].models, state(other[0])], strict=True):
+        assert_equal(a, b)
+    assert one[2].global_step == other[2].global_step
+
+
+def test_hooks_find_the_same_whatever_runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorders = [Recorder(), Recorder()]
+    runs = [run([recorders[0]])]
+    monkeypatch.setattr(Lane, "seniority", newest_first)
+    runs.append(run([recorders[1]]))
+    assert_same(*runs)
+    assert recorders[0].calls == recorders[1].calls
+    for one, other in zip(recorders[0].weights, recorders[1].weights, strict=True):
+        assert_equal(one, other)
+    counted = [logged["counted"] for name, _, _, logged in recorders[0].calls if name == "on_train_batch_end"]
+    assert counted[:3] == [0.0, 101.0, 202.0]
+
+
+@pytest.mark.slow
+def test_hooks_come_as_without_rolling(order: str) -> None:
+    found = []
+    for rolling in (False, True):
+        recorder = Recorder()
+        run([recorder], strategy={"rolling": rolling})
+        seen = [(name, step, index) for name, step, index, _ in recorder.calls if name != "on_before_optimizer_step"]
+        found.append(seen)
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"val_check_interval": 2}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}]
+)
+def test_options_of_the_trainer_do_not_depend_on_what_runs_ahead(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = run(**options)
+    monkeypatch.setattr(Lane, "seniority", newest_first)
+    assert_same(one, run(**options))
+    if "val_check_interval" in options:  # after which all goes on as if there had been none
+        assert_same(one, run())
+
+
+class Interrupts(L.Callback):
+    """Something between two batches that nobody could foresee."""
+
+    def __init__(self, what: Callable[[L.Trainer], None], batches: tuple[int, ...] = (1, 2)) -> None:
+        self.what, self.batches = what, batches
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in self.batches:
+            self.what(trainer)
+
+
+@pytest.mark.slow
+def test_what_is_not_foreseen_leaves_no_trace(order: str, tmp_path: Path) -> None:
+    plain = run()
+    saving = Interrupts(lambda trainer: trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt"))
+    assert_same(plain, run([saving]))
+
+    foreseen = ModelCheckpoint(tmp_path / "foreseen", "{step}", every_n_train_steps=1, save_top_k=-1)
+    run([foreseen], enable_checkpointing=True)
+    for step in (2, 3):
+        one = torch.load(tmp_path / f"{step}.ckpt", weights_only=True)
+        other = torch.load(tmp_path / "foreseen" / f"step={step}.ckpt", weights_only=True)
+        assert_equal(one["state_dict"], other["state_dict"])
+        for a, b in zip(
+            one["AvgPipeStrategy"]["ensemble"]["models"],
+            other["AvgPipeStrategy"]["ensemble"]["models"],
+            strict=True,
+        ):
+            assert_equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 6])  # within an epoch, and at its end
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(order: str, step: int, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    through = run([saving], enable_checkpointing=True, module=lambda: Net("adamw"), size=96)
+    if step == 3:  # the data begins anew within the epoch, which has as many batches left
+        resumed = [run(ckpt_path=tmp_path / "step=3.ckpt", module=lambda: Net("adamw"), size=96) for _ in range(2)]
+        assert_same(*resumed)
+    else:
+        assert_same(through, run(ckpt_path=tmp_path / "step=6.ckpt", module=lambda: Net("adamw"), size=96))
+
+
+def test_training_that_is_stopped_or_reconfigured_drops_what_ran_ahead(order: str) -> None:
+    def stop(trainer: L.Trainer) -> None:
+        trainer.should_stop = True
+
+    model, _, runner = run([Interrupts(stop, (1,))])
+    assert runner.global_step == 2
+    expected = run(max_steps=2)
+    assert_equal(state(model), state(expected[0]))
+
+    def fewer(trainer: L.Trainer) -> None:
+        trainer.strategy.reconfigure(num_pipelines=1)  # type: ignore[attr-defined]
+
+    _, _, runner = run([Interrupts(fewer, (1,))], max_epochs=1)
+    assert runner.global_step == 2 + 7  # two of two batches, seven of one: none is lost, none comes twice
+
+
+def test_data_of_unknown_length_is_read_to_its_end(order: str) -> None:
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            torch.manual_seed(5)
+            return iter([Net.example(8) for _ in range(7)])
+
+    found = []
+    for data in (torch.utils.data.DataLoader(Stream(), batch_size=None), Batches(list(Stream()))):
+        torch.manual_seed(3)
+        model = Scaled()
+        train(model, data, 2, rolling=True)
+        found.append(state(model))
+    assert_equal(*found)
+
+
+def test_one_pipeline_is_trained_plainly() -> None:
+    found = []
+    for rolling in (False, True):
+        torch.manual_seed(3)
+        model = Net("adamw")
+        train(model, loader(Net, 48, 8), 2, num_pipelines=1, rolling=rolling)
+        found.append(state(model))
+    assert_equal(*found)
+
+
+def test_an_error_ahead_names_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lane, "seniority", newest_first)
+
+    class Failing(Scaled):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 2:
+                raise ValueError("the fuse has blown")
+            return super().training_step(batch, batch_idx)
+
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="the fuse has blown") as raised:
+        run([recorder], module=Failing)
+    assert raised.value.__notes__ == ["stage 0 of 2 (rank 0) failed in F0"]
+    assert recorder.calls[-1][:3] == ("on_before_optimizer_step", 1, 1)  # of pipeline 0, while 1 ended batch 1
+
+
+def test_a_gradient_that_is_no_number_ends_training_with_its_model() -> None:
+    data = [Net.example(8) for _ in range(6)]
+    data[3][0].fill_(float("nan"))
+    with pytest.raises(Exception, match=r"pipeline 1, batch_idx 1: .* With rolling=True other models"):
+        train(Scaled(), Batches(data), 2, rolling=True)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Changing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().training_step(batch, batch_idx)
+
+
+class ReadsRate(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+
+class ReadsOptimizers(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("lr", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+
+class Heated(Net):
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.temperature = 1.0
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.temperature
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.temperature *= 0.9
+
+
+class Clears(Net):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        pass
+
+
+class Measured(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        (Changing, "changes 'calls'"),
+        (ReadsRate, "reads trainer.optimizers"),
+        (ReadsOptimizers, r"reads optimizers\(\)"),
+        (Heated, "changed 'temperature'"),
+        (Clears, "Clears.on_before_zero_grad"),
+        (Measured, "a metric object in Measured"),
+    ],
+)
+def test_what_would_depend_on_the_timing_is_refused_by_name(module: Any, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        run(module=module)
+
+
+def test_data_whose_position_is_saved_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="the ResumableLoader saves its position"):
+        train(Net(), ResumableLoader(Net, 48, 8), 2, rolling=True)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"average_every": 2},
+        {"outer_optimizer": torch.optim.SGD},
+        {"on_nonfinite": "skip"},
+        {"verify": True},
+        {"reader": "first"},
+    ],
+)
+def test_options_that_models_would_follow_together_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"rolling=True with {next(iter(option))}="):
+        AvgPipeStrategy(rolling=True, num_pipelines=2, **option)
+
+
+# -- several processes -----------------------------------------------------------------------------------------------
+
+
+def fit(devices: int) -> Any:
+    torch.manual_seed(4)
+    model, recorder = Net("adamw", warm_up=True), Recorder()
+    strategy = {"num_pipelines": 3, "num_microbatches": 2, "rolling": True}
+    runner = pipeline(2, devices, strategy, callbacks=[recorder], gradient_clip_val=0.1, val_check_interval=2)
+    runner.fit(model, loader(Net, 64, 8), loader(Net, 16, 8))
+    return (
+        state(model),
+        [call[:3] for call in recorder.calls],
+        {k: float(v) for k, v in runner.callback_metrics.items()},
+    )
+
+
+def in_process(rank: int) -> Any:
+    torch.set_num_threads(1)
+    return fit(2)
+
+
+def test_two_processes_train_the_models_of_one(tmp_path: Path) -> None:
+    weights, calls, metrics = fit(1)
+    for found in processes.results(processes.run(2, in_process, folder=tmp_path)):
+        assert_equal(found[0], weights)
+        assert found[2] == metrics
+        told = [call for call in calls if call[0] != "on_before_backward"]
+        assert [call for call in found[1] if call[0] != "on_before_backward"] == told
