@@ -381,14 +381,14 @@ class Ensemble:
         """The models are about to step, one after the other, and each meets the reference alone. All have stepped as
         often; the reference is not shown.
         """
-        if self._turns is None:
+        if self._turns is None and self._mine:  # a process may have frozen stages only
             rate, alpha = self._elasticity.rate(self.total), self._elasticity.dilution(self.total)
             self._turns = StaggeredAveraging(DEFAULT, self._models(), self._centres(), alpha, rate)
 
     def end_turn(self, number: int) -> None:
         """The optimizers of model n have stepped: it meets the reference, and may begin its next iteration."""
-        assert self._turns is not None
-        self._turns.end(number)
+        if self._turns is not None:
+            self._turns.end(number)
 
     def buffers(self, number: int, names: Collection[str]) -> dict[str, Tensor]:
         """Of model n those of these names that are here, and under names of their own other tensors that steps write

@@ -115,6 +115,7 @@ class RollingIterations(Iterations):
         self._now: _Iteration | None = None  # in which models step
         self._next: _Iteration | None = None  # has been read ahead
         self._foresight = Foresight(self.trainer)
+        self._trained: frozenset[str] = frozenset()  # as the iteration began
         self._checked = False
 
     def train(self, batch: Any, *rest: Any) -> Any:
@@ -237,9 +238,12 @@ class RollingIterations(Iterations):
         works, module = iteration.works, self._module
         context = self.trainer.precision_plugin.train_step_context
         self.models.skipped, before = frozenset(), self._pipelines
+        if not iteration.begun and self._checked:
+            self._freeze(trains=True)
         if iteration.begun or self._rolls(iteration):
             self.models.pipelines_for(_STEP, len(works))
-            if iteration.begun and any(p is not before for p, before in zip(self._pipelines, before, strict=False)):
+            others = any(p is not before for p, before in zip(self._pipelines, before, strict=False))
+            if iteration.begun and (others or self._trained != self._trained_now):
                 raise ConfigurationError(
                     f"a hook has changed which parameters of {type(module).__name__} are trained when micro-batches of "
                     "the next batch had run already; with rolling=True do so in on_train_epoch_start"
@@ -264,6 +268,11 @@ class RollingIterations(Iterations):
         assert self.deployment.ensemble is not None
         self.deployment.ensemble.begin_turns()
         self._foresight.begin(self.deployment.pipeline.graph(_STEP))
+        self._trained = self._trained_now
+
+    @property
+    def _trained_now(self) -> frozenset[str]:
+        return self.deployment.pipeline.freezing(_STEP).trained
 
     def _rolls(self, iteration: _Iteration) -> bool:
         """Whether nobody wants to see this iteration alone, and the stages are there."""
@@ -341,7 +350,10 @@ class RollingIterations(Iterations):
                 iteration.outcomes.append(self._rolling.finish(n))
             finally:
                 self.deployment.ensemble.place(0)
-        if len(iteration.outcomes[n].skipped) == len(iteration.works[n]):
+        skipped = len(iteration.outcomes[n].skipped) == len(iteration.works[n])
+        if self.schedule_control.frozen and self.cluster.group.world_size > 1:
+            skipped = self.cluster.control_channel.publish(skipped)  # no gradient tells the first stages
+        if skipped:
             self.models.skipped |= {n}
 
     def _after(self, iteration: _Iteration, n: int, steps: bool) -> None:

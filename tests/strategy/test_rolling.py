@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -21,6 +21,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
 from tests.driver import accumulate
 from tests.elastic.models import Batches, Models, Net, assert_equal, state, train
+from tests.elastic.test_lightning import Finetuned
 from tests.models import loader
 from tests.strategy.test_resume import ResumableLoader
 from tests.trainers import pipeline
@@ -367,6 +368,33 @@ def fit(devices: int) -> Any:
 def in_process(rank: int) -> Any:
     torch.set_num_threads(1)
     return fit(2)
+
+
+def fit_frozen(devices: int, schedule: str) -> dict[str, Tensor]:
+    """The first stage has nothing to train in the first epoch."""
+    torch.manual_seed(4)
+    model = Finetuned()
+    unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-2)
+    strategy = {"num_pipelines": 2, "num_microbatches": 2, "rolling": True, "schedule": schedule}
+    runner = pipeline(2, devices, strategy, callbacks=[unfreezing])
+    runner.fit(model, loader(Finetuned, 56, 8))
+    return state(model)
+
+
+def frozen_in_process(rank: int) -> Any:
+    torch.set_num_threads(1)
+    return [fit_frozen(2, schedule) for schedule in ("1f1b", "zb_h1")]
+
+
+@pytest.mark.slow
+def test_stages_that_begin_to_train_and_split_backwards_roll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = processes.results(processes.run(2, frozen_in_process, folder=tmp_path))
+    for order in (Lane.seniority, newest_first):
+        monkeypatch.setattr(Lane, "seniority", order)
+        for i, schedule in enumerate(("1f1b", "zb_h1")):
+            expected = fit_frozen(1, schedule)
+            for found in results:
+                assert_equal(found[i], expected)
 
 
 def test_two_processes_train_the_models_of_one(tmp_path: Path) -> None:
