@@ -36,7 +36,7 @@ from lightning_avgpipe.errors import ScheduleError
 
 __all__ = ["DEFAULT", "RULES", "StaggeredAveraging"]
 
-DEFAULT = "tagged"
+DEFAULT = "scaled"  # nothing is pending at a drain; as for samples to a goal see docs/parallel_pipelines.md
 
 
 @dataclass(frozen=True)
