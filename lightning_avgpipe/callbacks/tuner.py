@@ -237,7 +237,7 @@ class AvgPipeTuner(Callback):
     def _tune(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> Setting:
         """Choose; returns for which setting the stages were planned."""
         run, found = _run(strategy), ""
-        cluster, schedule = run.cluster, run.configuration.options.schedule
+        cluster, schedule = run.cluster, str(run.configuration.options.schedule)  # setup() has refused others
         shows = trainer.progress_bar_callback is not None  # type: ignore[attr-defined]
         module = trainer.lightning_module
 

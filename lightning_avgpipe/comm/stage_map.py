@@ -4,6 +4,7 @@
 
     K = 4 stages on 2 processes      rank 1: stages 0, 2       rank 0: stages 1, 3
     the last stage is always on rank 0, and so are the loss, the loggers and the checkpoints
+    in the shape of a V               rank 1: stages 1, 2       rank 0: stages 0, 3
 
     K = 2 stages on 4 processes       group 0: stage 0 on rank 1, stage 1 on rank 0
                                       group 1: stage 0 on rank 3, stage 1 on rank 2
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.schedule.kinds import Placement
 
 __all__ = ["StageMap"]
 
@@ -33,15 +35,19 @@ class StageMap:
         reader: rank within each group of the process that reads the group's data.
         replicas: groups that train the same models, each on its share of the data; they are a *team*, and teams train
             other models. Groups of a team follow each other.
+        placement: how several stages are placed on each process: in a ``"loop"``, or there and back, as a ``"v"``.
     """
 
     num_stages: int
     layout: tuple[tuple[int, ...], ...] = ((0,),)
     reader: int = 0
     replicas: int = 1
+    placement: Placement = "loop"
 
     @classmethod
-    def on(cls, device_layout: DeviceLayout, num_stages: int, reader: int = 0) -> StageMap:
+    def on(
+        cls, device_layout: DeviceLayout, num_stages: int, reader: int = 0, placement: Placement = "loop"
+    ) -> StageMap:
         """Stages on the processes of devices.
 
         Raises:
@@ -63,7 +69,7 @@ class StageMap:
                 f"{size} of them, and there must be a whole number of replicas; use devices={replicas * size}, or "
                 "another number of replicas or stages"
             )
-        return cls(num_stages, layout, reader, replicas)
+        return cls(num_stages, layout, reader, replicas, placement)
 
     @property
     def group_size(self) -> int:
@@ -96,7 +102,8 @@ class StageMap:
 
     def ranks(self, stage: int) -> tuple[int, ...]:
         """The processes of a group that host a stage."""
-        return ((self.num_stages - 1 - stage) % self.group_size,)
+        back, rank = divmod(self.num_stages - 1 - stage, self.group_size)
+        return (self.group_size - 1 - rank if self.placement == "v" and back % 2 else rank,)
 
     def owner(self, stage: int) -> int:
         """The first of them, from which others get what the stage has."""

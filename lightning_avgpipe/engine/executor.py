@@ -41,6 +41,7 @@ class Lane:
         task: what the actions work on.
         place: puts the pipeline's model into the module.
         actions: what is left to do in this iteration.
+        turns: whose turn it is among the stages of its pipeline here, by stage, which they share; None: whoever can.
     """
 
     stage: Stage
@@ -51,16 +52,19 @@ class Lane:
     task: Task
     place: Callable[[], None] | None = None
     actions: deque[Action] = field(default_factory=deque)
+    turns: deque[int] | None = None
 
-    def begin(self, row: Sequence[Action], observers: Sequence[Observer] = ()) -> None:
+    def begin(self, row: Sequence[Action], observers: Sequence[Observer] = (), turns: deque[int] | None = None) -> None:
         """Take on one iteration's actions and post their receives."""
-        self.actions = deque(row)
+        self.actions, self.turns = deque(row), turns
         for direction, inbox in (("forward", self.values), ("backward", self.gradients)):
             if inbox is not None:
                 inbox.expect(sum(action.kind.consumes == direction for action in row), observers)
 
     def ready(self) -> bool:
-        """Whether the next action's input has arrived."""
+        """Whether the next action's input has arrived, and it is its turn."""
+        if self.turns is not None and self.turns[0] != self.stage.program.stage:
+            return False
         inbox = self._inbox()
         return inbox is None or inbox.ready()
 
@@ -78,6 +82,8 @@ class Lane:
             self.place()
         inbox = self._inbox()
         action = self.actions.popleft()
+        if self.turns is not None:
+            self.turns.popleft()
         message = inbox.get() if inbox is not None else None
         work = Work(self.stage.program.stage, self.task.key.pipeline, action, message, self.stage.results)
         do: Callable[[], Message | None] = partial(self._do, action, message)

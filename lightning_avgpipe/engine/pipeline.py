@@ -23,6 +23,7 @@ from lightning_avgpipe.engine.stage import Stage, Task, check_runnable
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule, num_forward_only
+from lightning_avgpipe.schedule.rules import check_hosted, turns_of
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
 
@@ -186,6 +187,7 @@ class Pipeline:
     def lanes(self, step: str, schedule: Schedule, task: Task, observers: Sequence[Observer] = ()) -> list[Lane]:
         """Those of this process, ready to begin an iteration."""
         lanes = []
+        turns = turns_of(schedule)
         self._of_units[step].begin()
         frozen = num_forward_only(schedule)
         for stage in self._stages[step]:
@@ -193,7 +195,7 @@ class Pipeline:
             # the first stage that trains has nobody to send gradients to
             to_previous = ends.to_previous if stage.program.stage > frozen else None
             lane = Lane(stage, ends.values, ends.to_next, ends.gradients, to_previous, task, self.place)
-            lane.begin(schedule.rows[stage.program.stage], observers)
+            lane.begin(schedule.rows[stage.program.stage], observers, turns.get(stage.program.stage))
             lanes.append(lane)
             stage.begin(schedule.rows[stage.program.stage], frozen)
         return lanes
@@ -280,9 +282,10 @@ def run_together(
     Raises:
         ScheduleError: a schedule has actions that stages cannot run.
     """
+    cluster = pipelines[0]._cluster
     for schedule in schedules:
         check_runnable(schedule)
-    cluster = pipelines[0]._cluster
+        check_hosted(schedule, cluster.stage_map.owners())
     context = IterationContext(cluster.waits, cluster.world.rank, tuple(observers))
     lanes = [
         lane

@@ -12,10 +12,11 @@ needs torch.
 
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.advance import first_advance, stepped_warm_up, uneven_steps
-from lightning_avgpipe.schedule.builders import build, check, from_warm_up, warm_up
+from lightning_avgpipe.schedule.builders import check, from_warm_up, warm_up
 from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.forward_only import forward_only, num_forward_only
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind
+from lightning_avgpipe.schedule.recipes import build
 from lightning_avgpipe.schedule.rules import peak_stash
 from lightning_avgpipe.schedule.sharing import InTurns, SideBySide
 from lightning_avgpipe.schedule.simulator import simulate

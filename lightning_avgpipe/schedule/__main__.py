@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_avgpipe.errors import AvgPipeError, ScheduleError
 from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, simulate
 from lightning_avgpipe.schedule.asynchronous import simulate_policy
-from lightning_avgpipe.schedule.builders import NAMES, ZERO_BUBBLE
+from lightning_avgpipe.schedule.recipes import RECIPES, devices_of
 from lightning_avgpipe.schedule.trace import chrome_trace
 from lightning_avgpipe.schedule.versions import POLICIES, Place, held
 
@@ -22,8 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the grid of a schedule, simulate it, and draw it where asked; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        schedule = build(options.schedule, options.stages, options.microbatches, options.advance)
+        devices = devices_of(options.schedule, options.stages, options.devices)
+        schedule = build(options.schedule, options.stages, options.microbatches, options.advance, devices)
         costs = StageCosts.uniform(options.stages, options.forward, options.backward, options.send, options.latency)
+        costs = costs.on(schedule.devices)
         timeline = _simulated(options, schedule, costs)
         print(schedule)
         print(summary(schedule, timeline))
@@ -71,10 +73,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m lightning_avgpipe.schedule",
         description="Print a schedule as a grid (one row per stage), simulate it on equal stages, and draw it.",
     )
-    parser.add_argument("schedule", choices=(*NAMES, *ZERO_BUBBLE), help="advance_forward with --advance 0 is 1f1b")
+    parser.add_argument("schedule", choices=(*RECIPES, "forward"), help="advance_forward with --advance 0 is 1f1b")
     parser.add_argument("--stages", type=int, default=4, metavar="K", help="number of stages (default: 4)")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="per iteration (default: 8)")
     parser.add_argument("--advance", type=int, default=0, metavar="H", help="of advance_forward (default: 0)")
+    parser.add_argument(
+        "--devices", type=int, metavar="D", help="of interleaved and bfs, with K/D stages each (default: K/2)"
+    )
     parser.add_argument("--pipelines", type=int, default=1, metavar="N", help="parallel ones (default: 1)")
     parser.add_argument(
         "--iterations", type=int, default=1, metavar="T", help="that follow one another without a drain (default: 1)"

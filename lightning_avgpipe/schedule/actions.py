@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,8 +41,10 @@ class Schedule:
         num_microbatches: M.
         rows: one row of actions per stage, shape ``(num_stages, any)``.
         warm_up: the warm-up that the rows were built from, shape ``(num_stages,)``; empty for rows made by hand.
+        turns: where a process hosts several stages that take turns in an order of their own: for each such process,
+            whose turn it is, by stage, one entry for each action. Empty: what is most urgent goes first.
     Raises:
-        ScheduleError: another number of rows or warm-ups than of stages.
+        ScheduleError: another number of rows or warm-ups than of stages; turns that are not those of the rows.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Schedule:
     rows: tuple[tuple[Action, ...], ...]
     # Not read off the rows: with w = M - 1 and with w = M they are the same.
     warm_up: tuple[int, ...] = ()
+    turns: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.num_stages:
@@ -59,6 +63,37 @@ class Schedule:
                 f"{len(self.warm_up)} warm-ups for {self.num_stages} stages; give one per stage, or none for rows "
                 "made by hand"
             )
+        found = Counter(stage for turns in self.turns for stage in turns)
+        if self.turns and found != Counter({k: len(row) for k, row in enumerate(self.rows) if row}):
+            raise ScheduleError(
+                f"turns has {dict(sorted(found.items()))} entries of stages, but the rows of actions have "
+                f"{ {k: len(row) for k, row in enumerate(self.rows)} }; give one entry for each action"
+            )
+        if self.turns and sum(len(set(turns)) for turns in self.turns) > self.num_stages:
+            raise ScheduleError("turns has a stage on two processes; give each stage to one")
+
+    @classmethod
+    def of_orders(cls, name: str, num_microbatches: int, orders: Sequence[Sequence[tuple[int, Action]]]) -> Schedule:
+        """From what each process does, one action after another.
+
+        Args:
+            name: how it was built.
+            num_microbatches: M.
+            orders: of each process the actions, each with its stage.
+        """
+        num_stages = 1 + max(stage for order in orders for stage, _ in order)
+        rows = tuple(
+            tuple(action for order in orders for stage, action in order if stage == k) for k in range(num_stages)
+        )
+        turns = tuple(tuple(stage for stage, _ in order) for order in orders)
+        return cls(name, num_stages, num_microbatches, rows, turns=turns)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Which process each stage is on, shape ``(K,)``, where they take turns; else each has its own."""
+        if not self.turns:
+            return tuple(range(self.num_stages))
+        return tuple(next(d for d, turns in enumerate(self.turns) if k in turns) for k in range(self.num_stages))
 
     def __iter__(self) -> Iterator[tuple[Action, ...]]:
         return iter(self.rows)

@@ -21,19 +21,20 @@ from lightning_avgpipe.errors import DeadlockError, ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.forward_only import num_forward_only
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
-from lightning_avgpipe.schedule.rules import Event, course, courses, in_words, needs, results, trains, urgency
+from lightning_avgpipe.schedule.rules import Event, course, courses, in_words, needs, results, trains, turns_of, urgency
 
-__all__ = ["NAMES", "ZERO_BUBBLE", "build", "check", "check_sizes", "from_warm_up", "warm_up"]
+__all__ = ["NAMES", "ZERO_BUBBLE", "check", "check_sizes", "formula", "from_warm_up", "warm_up"]
 
 NAMES = ("advance_forward", "1f1b", "afab", "forward")
+LOOPED = ("interleaved", "bfs", "zbv", "dualpipev")  # of several stages on each process, see ``recipes``
 ZERO_BUBBLE = {
     "zb_h1": 1,
     "zb_h2": 2,
 }  # how many forwards ahead of, and weight gradients behind, its neighbour a stage is
 
 
-def build(name: str, num_stages: int, num_microbatches: int, advance: int = 0) -> Schedule:
-    """Build a schedule by name.
+def formula(name: str, num_stages: int, num_microbatches: int, advance: int = 0) -> Schedule:
+    """A schedule that a warm-up makes, by name.
 
     The zero-bubble schedules split backwards. From its first action to its last, the first stage of K equal ones is
     idle for so long, with forwards f, halves i and w, free links and enough micro-batches; and so many are stashed on
@@ -78,7 +79,9 @@ def warm_up(name: str, num_stages: int, num_microbatches: int, advance: int = 0)
     """
     check_sizes(num_stages, num_microbatches)
     if name not in NAMES:
-        raise ScheduleError(f"unknown schedule {name!r}; use one of {', '.join(map(repr, (*NAMES, *ZERO_BUBBLE)))}")
+        raise ScheduleError(
+            f"unknown schedule {name!r}; use one of {', '.join(map(repr, (*NAMES, *ZERO_BUBBLE, *LOOPED)))}"
+        )
     if not isinstance(advance, int) or advance < 0:
         raise ScheduleError(f"advance={advance!r}: must be an integer of at least 0; 0 is 1F1B")
     if name in ("afab", "forward"):
@@ -148,14 +151,18 @@ def check(schedule: Schedule) -> None:
     """
     _check_complete(schedule)
     left = [deque(row) for row in schedule.rows]
+    turns = turns_of(schedule)
     happened: set[Event] = set()
     moved = True
     while moved:
         moved = False
         for k, rest in enumerate(left):
-            while rest and needs(rest[0], k, schedule.num_stages) <= happened:
+            mine = turns.get(k)
+            while rest and (mine is None or mine[0] == k) and needs(rest[0], k, schedule.num_stages) <= happened:
                 happened |= results(rest.popleft(), k, schedule.num_stages)
                 moved = True
+                if mine is not None:
+                    mine.popleft()
     stuck = [f"stage {k} at {rest[0]}" for k, rest in enumerate(left) if rest]
     if stuck:
         used = {action.kind for row in schedule.rows for action in row}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_avgpipe.errors import ScheduleError
@@ -117,6 +118,12 @@ class StageCosts:
         halves = (input_s, weight_s) if any(input_s + weight_s) else ()
         whole = seconds[BACKWARD] if any(seconds[BACKWARD]) else tuple(map(sum, zip(input_s, weight_s, strict=True)))
         return cls(seconds[FORWARD], whole, send_s("forward"), send_s("backward"), latency_s, *halves)
+
+    def on(self, devices: Sequence[int]) -> StageCosts:
+        """The same where stages are on these devices, shape ``(K,)``: messages within a device take no time."""
+        apart = [here != there for here, there in itertools.pairwise(devices)]
+        hops = {name: getattr(self, name) for name in ("send_forward_s", "send_backward_s", "latency_s")}
+        return replace(self, **{n: [s * far for s, far in zip(of, apart, strict=True)] for n, of in hops.items()})
 
     @property
     def num_stages(self) -> int:

@@ -31,7 +31,12 @@ def forward_only(schedule: Schedule, stages: int) -> Schedule:
         return schedule
     rows = [tuple(a for a in row if a.kind in COURSES[0]) for row in schedule.rows[:stages]]
     ahead = (schedule.num_microbatches,) * stages + schedule.warm_up[stages:] if schedule.warm_up else ()
-    return replace(schedule, rows=(*rows, *schedule.rows[stages:]), warm_up=ahead)
+    left: list[tuple[int, ...]] = []
+    for turns in schedule.turns:  # of what is left the order stays
+        actions = {stage: iter(schedule.rows[stage]) for stage in turns}
+        kept = [k for k in turns if next(actions[k]).kind in COURSES[0] or k >= stages]
+        left.append(tuple(kept))
+    return replace(schedule, rows=(*rows, *schedule.rows[stages:]), warm_up=ahead, turns=tuple(left))
 
 
 def num_forward_only(schedule: Schedule) -> int:

@@ -16,8 +16,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BACKWARD", "COURSES", "FORWARD", "INPUT_GRADIENT", "KINDS", "WEIGHT_GRADIENT", "Direction", "Kind"]
+__all__ = [
+    "BACKWARD",
+    "COURSES",
+    "FORWARD",
+    "INPUT_GRADIENT",
+    "KINDS",
+    "WEIGHT_GRADIENT",
+    "Direction",
+    "Kind",
+    "Placement",
+]
 
+Placement = Literal[
+    "loop", "v"
+]  # of several stages on each process: stage k after k - 1 on the next, or there and back
 Direction = Literal["forward", "backward"]  # in which a message travels: to the stage after, or to the one before
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-from lightning_avgpipe.schedule.actions import Action
+from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.kinds import COURSES, Direction, Kind
 
 __all__ = [
     "Event",
+    "check_hosted",
     "course",
     "courses",
     "in_words",
@@ -18,6 +21,7 @@ __all__ = [
     "results",
     "sender",
     "trains",
+    "turns_of",
     "urgency",
 ]
 
@@ -83,6 +87,29 @@ def course(found: Collection[Kind], training: bool) -> tuple[Kind, ...]:
 def trains(row: Iterable[Action]) -> bool:
     """Whether there are backwards."""
     return any(action.kind is not COURSES[0][0] for action in row)
+
+
+def turns_of(schedule: Schedule, iterations: int = 1) -> dict[int, deque[int]]:
+    """For each stage that takes turns: whose turn it is and will be on its process; one deque for each process."""
+    return {stage: turns for turns in [deque(of * iterations) for of in schedule.turns] for stage in set(turns)}
+
+
+def check_hosted(schedule: Schedule, owners: Sequence[int]) -> None:
+    """Check that stages which take turns are on one process.
+
+    Args:
+        schedule: of all stages.
+        owners: the process of each stage, shape ``(K,)``.
+    Raises:
+        ScheduleError: they are not.
+    """
+    for turns in schedule.turns:
+        if len({owners[stage] for stage in turns}) > 1:
+            hosted = ", ".join(f"stage {stage} on rank {owners[stage]}" for stage in sorted(set(turns)))
+            raise ScheduleError(
+                f"the stages {', '.join(map(str, sorted(set(turns))))} take turns in the schedule {schedule.name!r}, "
+                f"but they are on several processes: {hosted}; use num_stages and devices that put them on one"
+            )
 
 
 def peak_stash(rows: Iterable[Iterable[Action]]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ iteration first, then the lowest pipeline.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_avgpipe.schedule.actions import Action
@@ -55,6 +56,7 @@ class SimulatedLane:
         stage: k.
         device: serves it; None: one that serves no other lane, so that nobody decides when an action begins.
         pieces: of an action of each kind; on a device that serves lanes in turns, or no other lane, one.
+        turns: whose turn it is on its device, by stage; None: it takes none.
         iterations: so many follow one another; the micro-batches of all of them are numbered through.
 
     Attributes:
@@ -70,7 +72,7 @@ class SimulatedLane:
 
     __slots__ = (
         "arrivals", "begin_s", "device", "length", "others", "pieces", "pipeline", "receivers", "row", "spans",
-        "stage", "waits",
+        "stage", "turns", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -80,8 +82,10 @@ class SimulatedLane:
         stage: int,
         device: Sharing | None,
         pieces: Mapping[Kind, Pieces],
+        turns: deque[int] | None = None,
         iterations: int = 1,
     ) -> None:
+        self.turns = turns
         self.row, self.pipeline, self.stage, self.device, self.pieces = row, pipeline, stage, device, pieces
         self.length = len(row)
         self.others: Sequence[SimulatedLane] = ()
@@ -144,11 +148,26 @@ class InTurns:
         """Begin what may begin; when something ends, if that is not known yet."""
         if self._running is not None or not self._waiting:
             return None
-        _, lane = heapq.heappop(self._waiting)
+        lane = self._next()
+        if lane is None:
+            return None
         ((seconds, _),) = lane.pieces[lane.action.kind]
         lane.begin_s = now
         self._running = lane
         return now + seconds
+
+    def _next(self) -> SimulatedLane | None:
+        """The most urgent lane whose turn it is."""
+        if self._waiting[0][-1].turns is None:
+            return heapq.heappop(self._waiting)[-1]
+        for entry in sorted(self._waiting):
+            lane = entry[-1]
+            if lane.turns is not None and lane.turns[0] == lane.stage:
+                lane.turns.popleft()
+                self._waiting.remove(entry)
+                heapq.heapify(self._waiting)
+                return lane
+        return None
 
 
 class SideBySide:

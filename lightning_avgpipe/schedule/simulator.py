@@ -24,7 +24,7 @@ from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.builders import check
 from lightning_avgpipe.schedule.costs import Costs, Pieces
 from lightning_avgpipe.schedule.kinds import KINDS, Direction, Kind
-from lightning_avgpipe.schedule.rules import peak_stash, receiver, sender
+from lightning_avgpipe.schedule.rules import peak_stash, receiver, sender, turns_of
 from lightning_avgpipe.schedule.sharing import InTurns, Sharing, SideBySide, SimulatedLane, SimulatedLink
 from lightning_avgpipe.schedule.timeline import Span, Timeline, Transfer
 
@@ -43,8 +43,8 @@ def simulate(
     Args:
         schedules: of each pipeline, or of the only one: every action once per stage. All begin at once.
         costs: seconds per action and message.
-        devices: of each stage, shape ``(K,)``; default: stage k on device k.
-        sharing: how a device serves several lanes.
+        devices: of each stage, shape ``(K,)``; default: as stages take turns, else stage k on device k.
+        sharing: how a device serves several lanes. Side by side they take no turns.
         iterations: how many follow one another without a drain.
     Returns:
         The timeline of all iterations.
@@ -59,7 +59,7 @@ def simulate(
         if costs.num_stages != schedule.num_stages:
             raise ScheduleError(f"costs for {costs.num_stages} stages, but the schedule has {schedule.num_stages}")
         check(schedule)  # so every row is played to its end
-    simulation = Simulation(schedules, costs, devices or range(costs.num_stages), sharing, iterations)
+    simulation = Simulation(schedules, costs, devices or schedules[0].devices, sharing, iterations)
     simulation.run()
     return simulation.timeline()
 
@@ -192,8 +192,9 @@ def _lanes(
     ]
     serving = {device: sharing() for device in devices if len(schedules) * devices.count(device) > 1}
     lanes = [
-        SimulatedLane(schedule.rows[k], n, k, serving.get(devices[k]), pieces[k], iterations)
+        SimulatedLane(schedule.rows[k], n, k, serving.get(devices[k]), pieces[k], turns.get(k), iterations)
         for n, schedule in enumerate(schedules)
+        for turns in [turns_of(schedule, iterations)]
         for k in stages
     ]
     for lane in lanes if iterations > 1 else ():

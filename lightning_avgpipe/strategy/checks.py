@@ -19,7 +19,9 @@ from torchmetrics import Metric
 from lightning_avgpipe.capture.units import split_units
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.errors import ConfigurationError, ScheduleError
+from lightning_avgpipe.schedule.own import of_function
+from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.utils.packages import check_callbacks
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ __all__ = [
     "rolling",
     "same_checkpoint",
     "same_options",
+    "schedule",
     "split_points",
     "stages",
     "trainer",
@@ -222,6 +225,18 @@ def optimizers(model: pl.LightningModule, found: Sequence[Optimizer]) -> None:
                 f"{type(model).__name__}.configure_optimizers returns LBFGS, which evaluates its closure several times "
                 "per step; a pipeline evaluates it once. Use an optimizer without closure, such as SGD or AdamW"
             )
+
+
+def schedule(given: Options, num_stages: int, hosts: int) -> None:
+    """Check that a schedule fits the stages, of which so many processes host all; one's own is tried at every size."""
+    try:
+        if not isinstance(given.schedule, str):
+            for count in range(1, given.microbatches(num_stages) + 1):  # the last batch may be small
+                of_function(given.schedule, num_stages, count)
+        elif given.schedule != "auto":
+            devices_of(given.schedule, num_stages, hosts)
+    except ScheduleError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def stages(wanted: int, now: int, layout: DeviceLayout) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -59,13 +60,15 @@ class Connection:
             options: of the strategy.
         """
         self.layout, several = layout, layout.world_size > 1
+        checks.schedule(options, num_stages, layout.group_size(num_stages))
         if several:
             self.failed = False
             self.backend = self.backend or device_backend(None, device)
             checks.backend(self.backend, device)
         if self.cluster is None:
-            reader = layout.group_size(num_stages) - 1 if several and options.reader == "first" else 0
-            stage_map = StageMap.on(layout, num_stages, reader)
+            stage_map = StageMap.on(layout, num_stages, placement=options.placement)
+            if several and options.reader == "first":
+                stage_map = replace(stage_map, reader=stage_map.owner(0))
             between = None if port_of(device).is_host or not several else device_backend(self.backend, device)
             network = ProcessGroups(rank, device, options.timeout, between)
             self.cluster = Cluster(stage_map, rank, device, options.timeout, network, layout.sharing > 1, parent.deaths)

@@ -16,6 +16,9 @@ from lightning_avgpipe.elastic.averaging import Elasticity, OuterOptimizer
 from lightning_avgpipe.engine.weighting import LossWeight
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, parse_limit
+from lightning_avgpipe.schedule.kinds import Placement
+from lightning_avgpipe.schedule.own import Builder
+from lightning_avgpipe.schedule.recipes import RECIPES
 from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.utils.allowed import (
     Allowed,
@@ -67,7 +70,10 @@ ALLOWED = {
     "replicas": whole(1, 1024, 2),
     "processes_per_device": whole(1, 64, 2),
     "num_microbatches": whole(1, 1_000_000, 16, "auto"),
-    "schedule": choice("advance_forward", "1f1b", "afab", "zb_h1", "zb_h2"),
+    "schedule": either(
+        choice(*RECIPES, "auto"),
+        Allowed("a function (num_stages, num_microbatches) -> a row of actions for each stage", "'1f1b'", callable),
+    ),
     "advance": whole(0, 1_000_000, 1, "auto"),
     "split_points": optional(names("names of submodules", "['layers.4']"), "balanced stages"),
     "costs": choice("measured", "flops"),
@@ -129,7 +135,7 @@ class Options:
     replicas: int
     processes_per_device: int
     num_microbatches: int | Literal["auto"]
-    schedule: str
+    schedule: str | Builder
     advance: int | Literal["auto"]
     split_points: Sequence[str] | None
     costs: Literal["measured", "flops"]
@@ -168,8 +174,21 @@ class Options:
     @property
     def shared(self) -> dict[str, Any]:
         """Those that must be the same in all processes, and can be compared."""
-        own = {"costs_cache", "loss_weight", "split_batch", "outer_optimizer", "timeout"}
+        own = {
+            "" if isinstance(self.schedule, str) else "schedule",
+            "costs_cache",
+            "loss_weight",
+            "split_batch",
+            "outer_optimizer",
+            "timeout",
+        }
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in own}
+
+    @property
+    def placement(self) -> Placement:
+        """How several stages are placed on each process."""
+        name = self.schedule if isinstance(self.schedule, str) else ""
+        return RECIPES[name].placement if name in RECIPES else "loop"
 
     @property
     def elasticity(self) -> Elasticity:

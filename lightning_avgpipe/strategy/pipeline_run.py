@@ -119,7 +119,7 @@ class PipelineRun:
         )
         schedule_control = ScheduleControl(
             options.schedule, options.advance, cluster, self.memory_per_stage, module, lambda: trainer.optimizers,
-            self.observers, self.models.tensors_beside,
+            self.observers, self.models.tensors_beside, not options.recompute,
         )  # fmt: skip
         self.state = DividedState(self._before, self.configuration, self.deployment, schedule_control, seed)
         kind: Any = Iterations

@@ -115,7 +115,7 @@ class Rehearsal:
     def prepare(self, num_microbatches: int) -> None:
         """Make the stages, as the first iteration of training would."""
         self.captured = num_microbatches
-        setting = Setting(self.captured, schedule=self.pipeline.configuration.options.schedule)
+        setting = Setting(self.captured, schedule=str(self.pipeline.configuration.options.schedule))
         with contextlib.suppress(_Prepared):
             self._step(setting, self._trials(setting))
 

@@ -45,6 +45,9 @@ from lightning_avgpipe.schedule import (
     uneven_steps,
 )
 from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
+from lightning_avgpipe.schedule.choice import SAFEST, fastest
+from lightning_avgpipe.schedule.own import Builder, of_function
+from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 
@@ -74,13 +77,14 @@ class ScheduleControl:
     something else than an iteration.
 
     Args:
-        name: of the schedule.
+        given: name of the schedule, or a function that builds it.
         advance: h, or ``"auto"``. Alone a process has nothing to overlap: there ``"auto"`` is 0.
         cluster: who hosts what.
         memory_limit: bytes that no stage may exceed, as of when it is called.
         module: that is trained.
         optimizers: that step it, as of when it is called.
         beside: what parallel models have of their own that are not in the module, as of when it is called.
+        splits: whether stages can split their backwards, as far as that is known.
 
     Attributes:
         peaks: stage -> bytes at its peak, as measured last; of all stages, on all ranks.
@@ -89,7 +93,7 @@ class ScheduleControl:
 
     def __init__(
         self,
-        name: str,
+        given: str | Builder,
         advance: int | Literal["auto"],
         cluster: Cluster,
         memory_limit: Callable[[], float],
@@ -97,13 +101,16 @@ class ScheduleControl:
         optimizers: Callable[[], Sequence[Optimizer]],
         observers: Observers,
         beside: Callable[[], Sequence[Tensor]] = list,
+        splits: bool = True,
     ) -> None:
+        self._splits = splits
         self.peaks: dict[int, int] = {}
         self._observers = observers
         self._beside = beside
-        self._name = name
+        self._given = given
+        self._built: dict[tuple[int, int, int], Schedule] = {}
         self._fixed = 0 if advance == "auto" else advance
-        self._adapts = advance == "auto" and name == "advance_forward" and cluster.group.world_size > 1
+        self._adapts = advance == "auto" and given == "advance_forward" and cluster.group.world_size > 1
         self._cluster = cluster
         self._memory_limit = memory_limit
         self._module = module
@@ -158,7 +165,7 @@ class ScheduleControl:
         self._of_plan = self._number + 1
         for known in (
             self.peaks, self._chosen, self._metered, self._largest, self._footprints, self._decided, self._too_large,
-            self._measured, self._recent,
+            self._measured, self._recent, self._built,
         ):  # fmt: skip
             known.clear()  # type: ignore[attr-defined]
 
@@ -168,9 +175,12 @@ class ScheduleControl:
 
     def _take(self, plan: Plan, num_microbatches: int) -> None:
         """The first iteration knows the plan, and its costs what to begin with."""
-        if plan is self._plan or not self._adapts:
+        if plan is self._plan or not (self._adapts or self._given == "auto"):
             return
         self._plan, start = plan, 0
+        self._built.clear()
+        if not self._adapts:
+            return
         if plan.measured:
             costs = stage_costs(plan, self.frozen)
             self._steps = uneven_steps(costs)
@@ -281,11 +291,43 @@ class ScheduleControl:
         return IterationShape(len(parts), num_pipelines, self._cluster.stage_map.num_stages, elements.bit_length())
 
     def _schedule_of(self, shape: IterationShape, advance: int) -> Schedule:
-        if not self._adapts:
-            schedule = build(self._name, shape.num_stages, shape.num_microbatches, self._fixed)
-        else:
-            schedule = from_warm_up(self._warm_up(shape, advance), shape.num_microbatches, self._name)
-        return forward_only(schedule, self.frozen)
+        if self._adapts:
+            schedule = from_warm_up(self._warm_up(shape, advance), shape.num_microbatches, str(self._given))
+            return forward_only(schedule, self.frozen)
+        key = shape.num_stages, shape.num_microbatches, self._fixed
+        if key not in self._built:
+            self._built[key] = self._build(*key)
+        return forward_only(self._built[key], self.frozen)
+
+    def _build(self, num_stages: int, num_microbatches: int, advance: int) -> Schedule:
+        if not isinstance(self._given, str):
+            return of_function(self._given, num_stages, num_microbatches)
+        if self._given == "auto":
+            return self._choose(num_stages, num_microbatches)
+        hosts = self._cluster.stage_map.group_size
+        return build(self._given, num_stages, num_microbatches, advance, devices_of(self._given, num_stages, hosts))
+
+    def _choose(self, num_stages: int, num_microbatches: int) -> Schedule:
+        """The same on every rank: all know the plan. The first iteration, before there is one, needs least memory."""
+        plan = self._plan
+        if plan is None or plan.forecast is None:
+            return build(SAFEST, num_stages, num_microbatches)
+        planned = peak_stash(build(SAFEST, num_stages, plan.forecast.num_microbatches))
+        most, needs = self._limit, [stage.memory for stage in plan.stages]
+        # micro-batches of a batch in fewer parts are larger
+        larger = plan.forecast.num_microbatches / num_microbatches
+
+        def fits(schedule: Schedule) -> bool:
+            return all(
+                need.held + (need.stash + need.boundary) * larger * now / before <= most
+                for need, now, before in zip(needs, peak_stash(schedule), planned, strict=True)
+            )
+
+        owners = self._cluster.stage_map.owners()
+        chosen = fastest(stage_costs(plan, self.frozen), num_microbatches, owners, fits, self._splits)
+        if self._cluster.rank == 0:
+            _log.info("schedule %s from now on, for %d micro-batches", chosen.name, num_microbatches)
+        return chosen
 
     def _warm_up(self, shape: IterationShape, advance: int) -> tuple[int, ...]:
         return stepped_warm_up(self._steps, shape.num_microbatches, advance)

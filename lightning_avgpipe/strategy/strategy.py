@@ -102,7 +102,13 @@ class AvgPipeStrategy(ParallelStrategy):
             forwards, then all backwards), or one that fills idle time with weight gradients: ``"zb_h1"`` (idle for a
             third of 1F1B's time, where both halves of a backward take as long as a forward) or ``"zb_h2"`` (hardly
             idle, with twice the micro-batches in flight). Weights are the same bit for bit. A stage that cannot split
-            its backwards (``recompute``, checkpoints, compiled modules) runs them whole, and says so.
+            its backwards (``recompute``, checkpoints, compiled modules) runs them whole, and says so. With several
+            stages on each process: ``"interleaved"`` (1F1B) or ``"bfs"`` (breadth first), idle for half of 1F1B's time
+            with two; with exactly two, of which the second ones are placed in reverse: ``"zbv"``, hardly idle with
+            1F1B's memory, or ``"dualpipev"``. ``"auto"``: the first iteration is 1F1B; then the fastest by simulation
+            with the plan's costs, of all but the last two, that fits ``memory_limit``. A function ``(num_stages,
+            num_microbatches)`` that returns a row of actions for each stage, such as ``"F0 F1 B0 B1"``, is a schedule
+            of your own; it is checked for deadlocks before training.
         advance: h of advance forward propagation: stage k starts ``(K-1-k) * (1+h)`` forwards ahead of its first
             backward. 0 is 1F1B; a larger value hides slow links at the price of memory. ``"auto"``: adapted while
             training runs. It starts with what measured costs ask for (with unequal stages, each stage ahead of the
@@ -207,7 +213,10 @@ class AvgPipeStrategy(ParallelStrategy):
         replicas: Count = 1,
         processes_per_device: Count = 1,
         num_microbatches: Count | Literal["auto"] = "auto",
-        schedule: Literal["advance_forward", "1f1b", "afab", "zb_h1", "zb_h2"] = "advance_forward",
+        schedule: Literal[
+            "advance_forward", "1f1b", "afab", "zb_h1", "zb_h2", "interleaved", "bfs", "zbv", "dualpipev", "auto"
+        ]
+        | Callable[[int, int], Any] = "advance_forward",
         advance: Natural | Literal["auto"] = "auto",
         split_points: list[str] | None = None,
         costs: Literal["measured", "flops"] = "measured",
@@ -386,8 +395,8 @@ class AvgPipeStrategy(ParallelStrategy):
         return self.device_layout.devices_of_replica if wanted == "auto" else wanted
 
     @property
-    def schedule(self) -> str:
-        """The schedule of training."""
+    def schedule(self) -> str | Callable[[int, int], Any]:
+        """The schedule of training: its name, or the function that builds it."""
         return self._options.schedule
 
     @property
@@ -730,6 +739,7 @@ class AvgPipeStrategy(ParallelStrategy):
             checks.trainer(module.trainer, self.world_size, wanted.num_pipelines)
             stages = self.num_stages if num_stages is None else num_stages
             checks.stages(stages, self.num_stages, self.device_layout)
+            checks.schedule(self._options, stages, self.device_layout.group_size(stages))
             checks.split_points(module, wanted.split_points, stages)
         self._configuration.ask(changes)
         if self._configuration.in_iteration:

@@ -19,7 +19,9 @@ from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.errors import MemoryShortage, PeerError, StageError
 from lightning_avgpipe.schedule import Action, Schedule, build
-from lightning_avgpipe.schedule.kinds import FORWARD
+from lightning_avgpipe.schedule.kinds import FORWARD, WEIGHT_GRADIENT
+from lightning_avgpipe.schedule.recipes import RECIPES
+from lightning_avgpipe.schedule.rules import turns_of
 from lightning_avgpipe.utils.random_streams import RandomKey
 from tests.threads import Blown, Injector, results, run
 
@@ -40,6 +42,9 @@ class Adding:
         self.last: dict[int, torch.Tensor] = {}
 
     def perform(self, action: Action, task: Task, message: Message | None) -> Message | None:
+        if action.kind is WEIGHT_GRADIENT:
+            assert message is None and action.micro_batch in self.last
+            return None
         return (self._forward if action.kind is FORWARD else self._backward)(action.micro_batch, message)
 
     def _forward(self, i: int, message: Message | None) -> Message | None:
@@ -73,12 +78,13 @@ def iterate(cluster: Cluster, schedule: Schedule = SCHEDULE, pipelines: int = 1,
     cluster.transport.widen(pipelines)
     lanes = []
     for n in range(pipelines):
+        turns = turns_of(schedule)
         for stage in cluster.stages:
             ends = cluster.transport.ends(n, stage)
             adding: Any = Adding(stage, schedule.num_stages)
             task = Task(lambda i: None, [], key=RandomKey(0, pipeline=n))
             lane = Lane(adding, ends.values, ends.to_next, ends.gradients, ends.to_previous, task)
-            lane.begin(schedule.rows[stage], observers)
+            lane.begin(schedule.rows[stage], observers, turns.get(stage))
             lanes.append(lane)
     execute(lanes, IterationContext(cluster.waits, cluster.world.rank, tuple(observers)))
     return lanes
@@ -101,6 +107,36 @@ def test_each_lane_follows_its_row_and_values_go_forth_and_back(name: str, layou
     assert rows == {(n, k): [str(action) for action in schedule.rows[k]] for n in range(2) for k in range(4)}
     assert {i: float(value) for i, value in stages[3].results.items()} == {i: 100 * i + 4 for i in range(6)}
     assert {i: float(gradient) for i, gradient in stages[0].last.items()} == dict.fromkeys(range(6), 4.0)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "bfs", "zbv", "dualpipev"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_stages_of_a_process_act_in_the_order_of_the_schedule(name: str, processes: int) -> None:
+    schedule = build(name, 4, 6)
+    stage_map = StageMap.on(DeviceLayout(processes), 4, placement=RECIPES[name].placement)
+
+    def work(cluster: Cluster) -> Any:
+        order = Sequence()
+        return iterate(cluster, schedule, 2, [order]) and order.found
+
+    for rank, found in enumerate(results(run(stage_map, work))):
+        for n in range(2):
+            turns = [of for of in schedule.turns if stage_map.owner(of[0]) == rank]
+            for of in turns:
+                rows = {stage: iter(schedule[stage]) for stage in set(of)}
+                expected = [(stage, str(next(rows[stage]))) for stage in of]
+                assert [place for place in found[n] if place[0] in of] == expected
+
+
+class Sequence(Observer):
+    """Notes what a process does, for each pipeline."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, list[tuple[int, str]]] = {}
+
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        self.found.setdefault(work.pipeline, []).append((work.stage, str(work.action)))
+        return do()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +12,89 @@ from torch.utils.data import DataLoader
 
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
-from tests.models import MLP, LSTMStack, Regression, TinyTransformer
-from tests.trainers import assert_defaults_equal_accumulation, trainer
+from lightning_avgpipe.schedule import StageCosts, build, peak_stash, simulate
+from lightning_avgpipe.schedule.choice import fastest
+from tests import processes
+from tests.models import MLP, ConvNet, LSTMStack, Regression, TinyTransformer, loader
+from tests.trainers import assert_defaults_equal_accumulation, pipeline, trainer
 
 
-@pytest.mark.parametrize(("model", "schedule"), [(TinyTransformer, "zb_h1"), (LSTMStack, "zb_h2")])
-def test_weights_equal_accumulation_bit_for_bit(model: type[Regression], schedule: str) -> None:
+def backwards_first(num_stages: int, num_microbatches: int) -> list[str]:
+    """1F1B with a single micro-batch in flight."""
+    return [" ".join(f"F{i} B{i}" for i in range(num_microbatches))] * num_stages
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        (TinyTransformer, "zb_h1"), (LSTMStack, "zb_h2"), (ConvNet, "interleaved"), (MLP, "bfs"), (LSTMStack, "zbv"),
+        (MLP, "dualpipev"), (MLP, "auto"), (MLP, backwards_first),
+    ],
+)  # fmt: skip
+def test_weights_equal_accumulation_bit_for_bit(model: type[Regression], schedule: Any) -> None:
     torch.manual_seed(1)
-    assert_defaults_equal_accumulation(model(), model.example(8), 3, schedule=schedule, num_microbatches=4)
+    assert_defaults_equal_accumulation(model(), model.example(8), 4, schedule=schedule, num_microbatches=4)
+
+
+def fit(rank: int, schedule: str, num_stages: int) -> dict[str, Any]:
+    """Train in several processes, the last batch of an epoch being small."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = MLP("adamw", depth=6)
+    options: dict[str, Any] = {"costs": "flops", "num_microbatches": 4, "schedule": schedule, "reader": "first"}
+    runner = pipeline(num_stages, 2, options, max_epochs=2, accelerator="cpu")
+    runner.fit(model, loader(MLP, 19, 8), loader(MLP, 8, 4))
+    metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
+    return {"weights": {name: value.clone() for name, value in model.state_dict().items()}, "metrics": metrics}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved", "bfs", "zbv", "dualpipev", "auto"])
+def test_two_processes_train_the_weights_of_1f1b(schedule: str, tmp_path: Path) -> None:
+    num_stages = 2 if schedule == "zb_h1" else 4
+    for name in (schedule, "1f1b"):
+        (tmp_path / name).mkdir()
+    found, expected = (processes.run(2, fit, name, num_stages, folder=tmp_path / name) for name in (schedule, "1f1b"))
+    for ours, plain in zip(found, expected, strict=True):
+        assert ours.error is None and plain.error is None, ours.error or plain.error
+        assert ours.result["metrics"] == plain.result["metrics"]
+        for name, weight in plain.result["weights"].items():
+            assert torch.equal(weight, ours.result["weights"][name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "zbv", "num_stages": 3}, "schedule='zbv' with num_stages=3 on 1 process: it needs two stages"),
+        ({"schedule": lambda k, m: ["F0 B0"] * k, "num_microbatches": 2}, "stage 0 has 2 actions and misses B1, F1"),
+        ({"schedule": lambda k, m: ["B0 F0"] * k, "num_microbatches": 1}, "no action can start any more"),
+        ({"schedule": "zigzag"}, "schedule='zigzag': must be one of .*'dualpipev', 'auto', or a function"),
+        ({"schedule": "zbv", "advance": 1}, "advance=1 has no meaning for schedule='zbv'"),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused_before_training(options: dict[str, Any], message: str) -> None:
+    class Untouched(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise AssertionError
+
+    with pytest.raises(ConfigurationError, match=message):
+        fitter = trainer(strategy=AvgPipeStrategy(**{"num_stages": 2, **options}))
+        fitter.fit(Untouched(), DataLoader([MLP.example(8)], batch_size=None))
+
+
+def test_auto_takes_what_is_fastest_and_fits_the_memory() -> None:
+    costs, everything = StageCosts.uniform(4, 1, 2), lambda schedule: True
+    assert fastest(costs, 8, range(4), everything).name == "zb_h1"  # as fast as zb_h2, which ends a step later
+    assert fastest(costs, 8, range(4), lambda schedule: max(peak_stash(schedule)) <= 4).name == "zb_h1"
+    assert fastest(costs, 8, range(4), lambda schedule: peak_stash(schedule)[3] <= 1).name == "1f1b"
+    assert fastest(costs, 8, range(4), everything, splits=False).name == "1f1b"
+    assert fastest(costs, 8, (1, 0, 1, 0), everything, splits=False).name == "interleaved"
+    assert fastest(costs, 8, range(4), lambda schedule: False).name == "1f1b"
+    slow = StageCosts.uniform(4, 1, 2, send_s=2)
+    assert (
+        simulate(fastest(slow, 8, range(4), everything), slow).iteration_s
+        < simulate(build("1f1b", 4, 8), slow).iteration_s * 0.9
+    )
 
 
 def weights(schedule: str, accumulate: int, num_pipelines: int, precision: Any) -> dict[str, torch.Tensor]:

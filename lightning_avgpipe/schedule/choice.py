@@ -1,0 +1,57 @@
+"""The choice: of the schedules that processes can run, the fastest by simulation that fits the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.schedule.actions import Schedule
+from lightning_avgpipe.schedule.advance import first_advance, stepped_warm_up, uneven_steps
+from lightning_avgpipe.schedule.builders import from_warm_up
+from lightning_avgpipe.schedule.costs import StageCosts
+from lightning_avgpipe.schedule.recipes import RECIPES, build, devices_of
+from lightning_avgpipe.schedule.simulator import simulate
+
+__all__ = ["SAFEST", "fastest"]
+
+SAFEST = "1f1b"  # needs least memory
+_LEAST_GAIN = 0.01  # of the time of a simpler schedule
+
+
+def fastest(
+    costs: StageCosts,
+    num_microbatches: int,
+    devices: Sequence[int],
+    fits: Callable[[Schedule], bool],
+    splits: bool = True,
+) -> Schedule:
+    """Simulate what can run on stages that are in a loop, and take the simplest of the fastest.
+
+    Args:
+        costs: of the stages.
+        num_microbatches: M.
+        devices: of each stage, shape ``(K,)``.
+        fits: whether a schedule fits the memory. The first, 1F1B, is taken if none does.
+        splits: whether stages can split their backwards.
+    """
+    best, best_s = build(SAFEST, costs.num_stages, num_microbatches), float("inf")
+    for schedule in _candidates(costs, num_microbatches, len(set(devices)), splits):
+        if fits(schedule):
+            seconds = simulate(schedule, costs, () if schedule.turns else devices).iteration_s
+            if seconds < best_s * (1 - _LEAST_GAIN):
+                best, best_s = schedule, seconds
+    return best
+
+
+def _candidates(costs: StageCosts, num_microbatches: int, hosts: int, splits: bool) -> Iterator[Schedule]:
+    num_stages, steps = costs.num_stages, uneven_steps(costs)
+    yield build(SAFEST, num_stages, num_microbatches)
+    if hosts == num_stages:  # of stages that share a process the formula knows nothing
+        ahead = stepped_warm_up(steps, num_microbatches, first_advance(steps, num_microbatches, costs))
+        yield from_warm_up(ahead, num_microbatches, "advance_forward")
+    for name in ("interleaved", "bfs", "zb_h1", "zb_h2", "afab"):
+        if (splits or not name.startswith("zb")) and RECIPES[name].placement == "loop":
+            try:
+                yield build(name, num_stages, num_microbatches, 0, devices_of(name, num_stages, hosts))
+            except ScheduleError:  # it does not fit so many stages on each process
+                continue

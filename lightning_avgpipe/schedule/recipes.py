@@ -1,0 +1,134 @@
+"""Recipes: every schedule that has a name, what it needs of processes, and what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.schedule.actions import Schedule
+from lightning_avgpipe.schedule.builders import check_sizes, formula
+from lightning_avgpipe.schedule.interleaved import breadth_first, interleaved
+from lightning_avgpipe.schedule.kinds import Placement
+from lightning_avgpipe.schedule.vshaped import dualpipev, zbv
+
+__all__ = ["RECIPES", "TRAINING", "Recipe", "build", "devices_of"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a schedule is built, and what it costs on equal stages and free links.
+
+    Attributes:
+        title: for people.
+        build: makes it of K, M, D processes and an advance.
+        needs: stages on each process: one or more, several in a loop, or two in the shape of a V.
+        idle: seconds for which a process is, from the first action of all to the last; f, b = i + w are the times of
+            all actions of a process on one micro-batch, and v = K/D.
+        stash: micro-batches that a process stashes at most, of 1/v of its layers each.
+        source: where it is from.
+    """
+
+    title: str
+    build: Callable[[int, int, int, int], Schedule]
+    needs: Literal["any", "loop", "v"]
+    idle: str
+    stash: str
+    source: str
+
+    @property
+    def placement(self) -> Placement:
+        """How stages are placed on processes."""
+        return "v" if self.needs == "v" else "loop"
+
+
+def _of_formula(name: str) -> Callable[[int, int, int, int], Schedule]:
+    return lambda num_stages, num_microbatches, _, advance: formula(name, num_stages, num_microbatches, advance)
+
+
+def _of_devices(make: Callable[[int, int, int], Schedule]) -> Callable[[int, int, int, int], Schedule]:
+    return lambda num_stages, num_microbatches, num_devices, _: make(num_stages, num_microbatches, num_devices)
+
+
+_ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, Qi et al., ICLR 2024"
+RECIPES = {
+    "advance_forward": Recipe(
+        "Advance forward propagation", _of_formula("advance_forward"), "any", "(K-1)(f+b)", "1 + (K-1-k)(1+h)",
+        "AvgPipe, Chen et al., PPoPP 2023, section 4",
+    ),
+    "1f1b": Recipe(
+        "1F1B", _of_formula("1f1b"), "any", "(K-1)(f+b)", "K-k",
+        "DAPPLE, Fan et al., PPoPP 2021; Narayanan et al., arXiv:2104.04473",
+    ),
+    "afab": Recipe(
+        "All forwards, then all backwards", _of_formula("afab"), "any", "(K-1)(f+b)", "M",
+        "GPipe, Huang et al., arXiv:1811.06965",
+    ),
+    "zb_h1": Recipe("ZB-H1", _of_formula("zb_h1"), "any", "(K-1)(f+i-w)", "K", f"{_ZERO_BUBBLE}, section 2"),
+    "zb_h2": Recipe("ZB-H2", _of_formula("zb_h2"), "any", "(K-1)(f+i-2w)", "2K-1", f"{_ZERO_BUBBLE}, section 2"),
+    "interleaved": Recipe(
+        "Interleaved 1F1B", _of_devices(interleaved), "loop", "(D-1)(f+b)/v", "(v+1)D - 2d - 1",
+        "Narayanan et al., arXiv:2104.04473, section 2.2",
+    ),
+    "bfs": Recipe(
+        "Looped breadth-first", _of_devices(breadth_first), "loop", "(D-1)(f+b)/v", "vM",
+        "Breadth-First Pipeline Parallelism, Lamy-Poirier, arXiv:2211.05953",
+    ),
+    "zbv": Recipe(
+        "ZB-V", _of_devices(zbv), "v", "(D-1)f/2, where f = i = w", "2D",
+        "Pipeline Parallelism with Controllable Memory, Qi et al., arXiv:2405.15362",
+    ),
+    "dualpipev": Recipe(
+        "DualPipeV", _of_devices(dualpipev), "v", "Df/2, where f = i = w", "2D+1",
+        "DeepSeek-V3, arXiv:2412.19437: DualPipe, cut in half",
+    ),
+}  # fmt: skip
+TRAINING = tuple(RECIPES)
+
+
+def devices_of(name: str, num_stages: int, hosts: int | None = None) -> int:
+    """On how many processes a schedule runs.
+
+    Args:
+        name: of the schedule.
+        num_stages: K.
+        hosts: processes that the stages are on; None: as many as suit the schedule best. Where all stages are on one
+            process, it does what several would, in turns.
+    Raises:
+        ScheduleError: the schedule does not fit the stages of so many processes.
+    """
+    needs = RECIPES[name].needs if name in RECIPES else "any"
+    if needs == "any":
+        return hosts or num_stages
+    fitting = num_stages // 2 if needs == "v" or hosts is None else hosts
+    found = f"schedule={name!r} with num_stages={num_stages} on {hosts or fitting} process{'es' * ((hosts or 2) > 1)}"
+    if needs == "v" and (num_stages % 2 or hosts not in (None, 1, fitting)):
+        use = f"use num_stages={2 * hosts}" if hosts and hosts > 1 else "use an even number of stages"
+        raise ScheduleError(f"{found}: it needs two stages on each process; {use}")
+    if needs == "loop" and (num_stages % fitting or num_stages < 2 * fitting):
+        use = f"use num_stages={2 * (hosts or 1)} or another multiple of it"
+        raise ScheduleError(f"{found}: it needs the same number of stages on each process, and several; {use}")
+    return fitting
+
+
+def build(
+    name: str, num_stages: int, num_microbatches: int, advance: int = 0, num_devices: int | None = None
+) -> Schedule:
+    """Build a schedule by name.
+
+    Args:
+        name: of ``RECIPES``, or ``"forward"`` (no backwards: evaluation).
+        num_stages: K, at least 1.
+        num_microbatches: M, at least 1.
+        advance: h of ``"advance_forward"``; 0 is 1F1B, a large one AFAB on all stages but the last. The other names
+            have none and ignore it.
+        num_devices: processes that stages are on, for schedules of several stages on each; None: two stages on each.
+    Raises:
+        ScheduleError: a size or name that is none, or stages that do not fit the processes.
+    """
+    if name not in RECIPES:
+        return formula(name, num_stages, num_microbatches, advance)
+    check_sizes(num_stages, num_microbatches)
+    devices = devices_of(name, num_stages, num_devices)
+    return RECIPES[name].build(num_stages, num_microbatches, devices, advance)
