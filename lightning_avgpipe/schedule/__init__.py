@@ -16,6 +16,7 @@ from lightning_avgpipe.schedule.builders import check, from_warm_up, warm_up
 from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.forward_only import forward_only, num_forward_only
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind
+from lightning_avgpipe.schedule.own import of_function
 from lightning_avgpipe.schedule.recipes import build
 from lightning_avgpipe.schedule.rules import peak_stash
 from lightning_avgpipe.schedule.sharing import InTurns, SideBySide
@@ -43,6 +44,7 @@ __all__ = [
     "forward_only",
     "from_warm_up",
     "num_forward_only",
+    "of_function",
     "peak_stash",
     "simulate",
     "stepped_warm_up",

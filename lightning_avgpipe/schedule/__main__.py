@@ -11,11 +11,14 @@ from pathlib import Path
 from lightning_avgpipe.errors import AvgPipeError, ScheduleError
 from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, simulate
 from lightning_avgpipe.schedule.asynchronous import simulate_policy
+from lightning_avgpipe.schedule.gallery import text
 from lightning_avgpipe.schedule.recipes import RECIPES, devices_of
 from lightning_avgpipe.schedule.trace import chrome_trace
 from lightning_avgpipe.schedule.versions import POLICIES, Place, held
 
 __all__ = ["main", "summary"]
+
+_COLUMNS = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         costs = costs.on(schedule.devices)
         timeline = _simulated(options, schedule, costs)
         print(schedule)
+        if options.text:
+            print(text(timeline, min(_COLUMNS, max(1, round(timeline.iteration_s)))))
         print(summary(schedule, timeline))
         if options.policy is not None:
             places = [Place(k, options.stages, options.microbatches) for k in range(options.stages)]
@@ -80,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices", type=int, metavar="D", help="of interleaved and bfs, with K/D stages each (default: K/2)"
     )
+    parser.add_argument("--text", action="store_true", help="draw it with letters as well")
     parser.add_argument("--pipelines", type=int, default=1, metavar="N", help="parallel ones (default: 1)")
     parser.add_argument(
         "--iterations", type=int, default=1, metavar="T", help="that follow one another without a drain (default: 1)"

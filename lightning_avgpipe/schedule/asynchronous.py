@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_avgpipe.schedule.actions import Action
-from lightning_avgpipe.schedule.builders import build
 from lightning_avgpipe.schedule.costs import StageCosts
+from lightning_avgpipe.schedule.recipes import build
 from lightning_avgpipe.schedule.simulator import simulate
 from lightning_avgpipe.schedule.timeline import Timeline
 from lightning_avgpipe.schedule.versions import Place, WeightPolicy

@@ -24,9 +24,10 @@ class Recipe:
         title: for people.
         build: makes it of K, M, D processes and an advance.
         needs: stages on each process: one or more, several in a loop, or two in the shape of a V.
-        idle: seconds for which a process is, from the first action of all to the last; f, b = i + w are the times of
-            all actions of a process on one micro-batch, and v = K/D.
-        stash: micro-batches that a process stashes at most, of 1/v of its layers each.
+        idle: by how many seconds an iteration is longer than what one process does in it; f and b = i + w are what a
+            process takes for one micro-batch, with all of its v = K/D stages. ZB-V's and DualPipeV's for f = i = w, and
+            about so.
+        stash: micro-batches that process d, or stage k, stashes at most; each of its stages counts.
         source: where it is from.
     """
 
@@ -54,33 +55,33 @@ def _of_devices(make: Callable[[int, int, int], Schedule]) -> Callable[[int, int
 _ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, Qi et al., ICLR 2024"
 RECIPES = {
     "advance_forward": Recipe(
-        "Advance forward propagation", _of_formula("advance_forward"), "any", "(K-1)(f+b)", "1 + (K-1-k)(1+h)",
+        "Advance forward propagation", _of_formula("advance_forward"), "any", "(K-1) (f+b)", "1 + (K-1-k) (1+h)",
         "AvgPipe, Chen et al., PPoPP 2023, section 4",
     ),
     "1f1b": Recipe(
-        "1F1B", _of_formula("1f1b"), "any", "(K-1)(f+b)", "K-k",
+        "1F1B", _of_formula("1f1b"), "any", "(K-1) (f+b)", "K-k",
         "DAPPLE, Fan et al., PPoPP 2021; Narayanan et al., arXiv:2104.04473",
     ),
     "afab": Recipe(
-        "All forwards, then all backwards", _of_formula("afab"), "any", "(K-1)(f+b)", "M",
+        "All forwards, then all backwards", _of_formula("afab"), "any", "(K-1) (f+b)", "M",
         "GPipe, Huang et al., arXiv:1811.06965",
     ),
-    "zb_h1": Recipe("ZB-H1", _of_formula("zb_h1"), "any", "(K-1)(f+i-w)", "K", f"{_ZERO_BUBBLE}, section 2"),
-    "zb_h2": Recipe("ZB-H2", _of_formula("zb_h2"), "any", "(K-1)(f+i-2w)", "2K-1", f"{_ZERO_BUBBLE}, section 2"),
+    "zb_h1": Recipe("ZB-H1", _of_formula("zb_h1"), "any", "(K-1) (f+i-w)", "K", f"{_ZERO_BUBBLE}, section 2"),
+    "zb_h2": Recipe("ZB-H2", _of_formula("zb_h2"), "any", "(K-1) (f+i-w)", "2 K - 1", f"{_ZERO_BUBBLE}, section 2"),
     "interleaved": Recipe(
-        "Interleaved 1F1B", _of_devices(interleaved), "loop", "(D-1)(f+b)/v", "(v+1)D - 2d - 1",
+        "Interleaved 1F1B", _of_devices(interleaved), "loop", "(D-1) (f+b)/v", "(v+1) D - 2 d - 1",
         "Narayanan et al., arXiv:2104.04473, section 2.2",
     ),
     "bfs": Recipe(
-        "Looped breadth-first", _of_devices(breadth_first), "loop", "(D-1)(f+b)/v", "vM",
+        "Looped breadth-first", _of_devices(breadth_first), "loop", "(D-1) (f+b)/v", "v M",
         "Breadth-First Pipeline Parallelism, Lamy-Poirier, arXiv:2211.05953",
     ),
     "zbv": Recipe(
-        "ZB-V", _of_devices(zbv), "v", "(D-1)f/2, where f = i = w", "2D",
+        "ZB-V", _of_devices(zbv), "v", "(D-1) f/2", "2 D",
         "Pipeline Parallelism with Controllable Memory, Qi et al., arXiv:2405.15362",
     ),
     "dualpipev": Recipe(
-        "DualPipeV", _of_devices(dualpipev), "v", "Df/2, where f = i = w", "2D+1",
+        "DualPipeV", _of_devices(dualpipev), "v", "D f/2", "2 D + 1",
         "DeepSeek-V3, arXiv:2412.19437: DualPipe, cut in half",
     ),
 }  # fmt: skip

@@ -88,7 +88,7 @@ def test_options_on_the_command_line_go_over_those_of_the_file(
         ("num_stages=-1", r'"num_stages"'),
         ("num_pipelines=0", r'"num_pipelines"'),
         ("advance=-1", r'"advance"'),
-        ("schedule=2f2b", r'"schedule".*Literal\[.advance_forward., .1f1b., .afab.\]'),
+        ("schedule=2f2b", r'"schedule".*Literal\[.advance_forward., .1f1b., .afab., .*.auto.\]'),
         ("loss_reduction=max", r'"loss_reduction"'),
         ("split_points=[1]", r'"split_points"'),
         ("split_batch=no.such.function", r'"split_batch"'),

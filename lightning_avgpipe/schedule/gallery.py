@@ -1,0 +1,74 @@
+"""The gallery: every schedule on four processes, drawn with letters, with what it costs and where it is from.
+
+``python -m lightning_avgpipe.schedule.gallery docs/schedules.md`` writes it into a page, between two marks.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lightning_avgpipe.schedule.costs import StageCosts
+from lightning_avgpipe.schedule.recipes import RECIPES, build
+from lightning_avgpipe.schedule.simulator import simulate
+from lightning_avgpipe.schedule.timeline import Timeline
+
+__all__ = ["BEGIN", "END", "gallery", "text", "written"]
+
+BEGIN, END = "<!-- the gallery begins -->", "<!-- the gallery ends -->"
+_DEVICES, _MICROBATCHES = 4, 8
+
+
+def text(timeline: Timeline, columns: int) -> str:
+    """A row of letters for each process; of two stages the second's are small, of more the micro-batch is not shown.
+
+    Args:
+        timeline: of one pipeline.
+        columns: how wide the rows are.
+    """
+    per_s = columns / timeline.iteration_s if timeline.iteration_s else 0.0
+    rows = []
+    for device in timeline.rows:
+        stages = timeline.stages_of(device)
+        cells = ["."] * columns
+        for span in timeline.spans:
+            if span.stage not in stages:
+                continue
+            symbol = span.action.kind.symbol
+            letter = symbol.lower() if stages.index(span.stage) % 2 else symbol
+            begin, end = ((s - timeline.begin_s) * per_s for s in (span.begin_s, span.end_s))
+            for column in range(round(begin), round(end)):
+                cells[column] = letter
+        rows.append(f"{','.join(map(str, stages)):>7} | {''.join(cells).rstrip('.')}")
+    return "\n".join(rows)
+
+
+def gallery() -> str:
+    """All schedules, as Markdown. Forwards and both halves of backwards take a third of a stage's time each."""
+    sections = []
+    for name, recipe in RECIPES.items():
+        each = 1 if recipe.needs == "any" else 2
+        num_stages = each * _DEVICES
+        advance = 1 if name == "advance_forward" else 0
+        schedule = build(name, num_stages, _MICROBATCHES, advance)
+        timeline = simulate(schedule, StageCosts.uniform(num_stages, 1, 2))
+        of = " of half a process" if each > 1 else ""
+        sections.append(
+            f'### {recipe.title}: `"{name}"`\n\n'
+            f"```\n{text(timeline, round(timeline.iteration_s))}\n```\n\n"
+            f"An iteration is longer than a process's work by `{recipe.idle}`: here {timeline.bubble_fraction:.1%} of "
+            f"the time is idle.\nStashed are `{recipe.stash}` micro-batches{of}.\n"
+            f"Source: {recipe.source}.\n"
+        )
+    return "\n".join(sections)
+
+
+def written(page: str) -> str:
+    """A page with the gallery as it is now between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{gallery()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(written(path.read_text()))
