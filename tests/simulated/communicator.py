@@ -54,6 +54,7 @@ class Communicator(dist.ProcessGroup):
         super().__init__(rank, size)
         self._host = host
         self._rank = rank
+        self._name = ""
         self._stream: Any = None
         self._counts: Counter[tuple[int, int]] = Counter()  # of transfers from one rank to another
 
@@ -106,6 +107,14 @@ class Communicator(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return NAME
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        """By which torch.distributed knows it."""
+        return self._name
 
     def _tag(self, source: int, target: int) -> int:
         self._counts[source, target] += 1

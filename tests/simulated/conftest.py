@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.processes import free_port
 from tests.simulated import build
 from tests.simulated.process import SimulatedProcess
 
@@ -36,19 +35,3 @@ def simulated(library: Path) -> Iterator[Callable[..., Any]]:
     process = SimulatedProcess(library)
     yield process
     process.close()
-
-
-@pytest.fixture
-def two_simulated(library: Path) -> Iterator[Callable[..., list[Any]]]:
-    """Calls a function in two processes, as a launcher such as torchrun would."""
-    ranks = [SimulatedProcess(library) for _ in range(2)]
-
-    def call(function: Callable[..., Any], *args: Any) -> list[Any]:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-        for rank, process in enumerate(ranks):
-            process.begin(function, *args, LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE="2", **address)
-        return [process.end() for process in ranks]
-
-    yield call
-    for process in ranks:
-        process.close()

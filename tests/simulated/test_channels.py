@@ -13,11 +13,13 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import NetworkInbox, NetworkOutbox, Pair, Wire
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Edge, Party, Route
+from lightning_avgpipe.comm.stage_map import StageMap
 from tests.simulated import device
 from tests.simulated.communicator import Communicator
-from tests.threads import LIMIT_S, Hub, Injector, MemoryGroup
+from tests.threads import LIMIT_S, TIMEOUT, Hub, Injector, MemoryGroup, MemoryNetwork
 
 Simulated = Callable[..., Any]
 
@@ -144,3 +146,28 @@ def streams_of_a_host_channel() -> bool:
 
 def test_what_moves_on_the_host_takes_no_stream(simulated: Simulated) -> None:
     assert simulated(streams_of_a_host_channel)
+
+
+# -- waits -----------------------------------------------------------------------------------------------------------
+
+
+def in_a_thread() -> tuple[float, int, list[str]]:
+    """What a process computes while it waits, on a stream of its device; and which device that was."""
+    cluster = Cluster(StageMap(1), 0, sim(1), TIMEOUT, MemoryNetwork(Hub(Injector()), 0))
+    found: list[Any] = []
+
+    def collective() -> None:
+        found.extend([x + 1, torch.get_device_module("sim").current_device()])
+
+    with device.reported() as report:
+        torch.get_device_module("sim").set_device(1)
+        with torch.Stream(device=sim(1)):
+            x = torch.ones(4, device=sim(1))
+            cluster.waits.run(collective, "waits for the other processes in a sum")
+            total = float((found[0] * 2).sum())
+        torch.get_device_module("sim").set_device(0)
+    return total, found[1], list(report.errors)
+
+
+def test_what_waits_in_a_thread_is_on_the_callers_device_and_stream(simulated: Simulated) -> None:
+    assert simulated(in_a_thread) == (16.0, 1, [])
