@@ -737,6 +737,8 @@ class AvgPipeStrategy(ParallelStrategy):
             )
         if module is not None:
             checks.trainer(module.trainer, self.world_size, wanted.num_pipelines)
+            if wanted.rolling:
+                checks.rolling(module.trainer, wanted, self.num_groups, self.world_size, tuned=False)
             stages = self.num_stages if num_stages is None else num_stages
             checks.stages(stages, self.num_stages, self.device_layout)
             checks.schedule(self._options, stages, self.device_layout.group_size(stages))

@@ -329,6 +329,12 @@ def test_what_would_depend_on_the_timing_is_refused_by_name(module: Any, named: 
         run(module=module)
 
 
+def test_more_pipelines_later_are_refused_for_the_same_reasons() -> None:
+    more = Interrupts(lambda trainer: trainer.strategy.reconfigure(num_pipelines=2))  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match="a metric object in Measured"):
+        run([more], module=Measured, strategy={"num_pipelines": 1})
+
+
 def test_data_whose_position_is_saved_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="the ResumableLoader saves its position"):
         train(Net(), ResumableLoader(Net, 48, 8), 2, rolling=True)
