@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import parallel_pipelines, statistical_efficiency, tuning
+from benchmarks import parallel_pipelines, scale, statistical_efficiency, tuning
 from benchmarks.engine import summary
 from benchmarks.predictors import random_profile
 from benchmarks.schedules import table
@@ -207,3 +207,11 @@ def test_averaging_without_a_barrier_learns_about_as_much_from_a_sample_as_with_
     for rule in ("tagged", "staggered"):
         assert samples[rule, 1.0] < 1.5 * samples["elastic", 1.0]
     assert (tmp_path / "p.png").exists()
+
+
+@pytest.mark.parametrize(("gbit", "best"), [(1, {"advance", "avgpipe"}), (2400, {"ddp"})])
+def test_pipelines_are_for_slow_links_where_a_model_fits_a_device(gbit: float, best: set[str]) -> None:
+    found = list(scale.ways(scale.MODELS[0], 8, gbit))
+    assert min(found, key=lambda way: way.batch_s).kind in best
+    assert max(way.bytes for way in found) <= scale.MEMORY
+    assert {way.stages * way.replicas for way in found} == {8}
