@@ -27,10 +27,10 @@ from lightning_avgpipe.utils import torch_compat
 torch_compat.check()
 
 # isort: split
-from lightning_avgpipe.callbacks import AvgPipeTuner, PipelineTimeline
+from lightning_avgpipe.callbacks import AdaptiveFreezing, AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
-__all__ = ["AvgPipeStrategy", "AvgPipeTuner", "PipelineTimeline"]
+__all__ = ["AdaptiveFreezing", "AvgPipeStrategy", "AvgPipeTuner", "PipelineTimeline"]
 __version__ = "0.1.0"
 
 AvgPipeStrategy.register_strategies(importlib.import_module(f"{packages.FIRST}.strategies").StrategyRegistry)

@@ -1,6 +1,7 @@
 """Lightning callbacks."""
 
+from lightning_avgpipe.callbacks.freezing import AdaptiveFreezing
 from lightning_avgpipe.callbacks.timeline import PipelineTimeline
 from lightning_avgpipe.callbacks.tuner import AvgPipeTuner
 
-__all__ = ["AvgPipeTuner", "PipelineTimeline"]
+__all__ = ["AdaptiveFreezing", "AvgPipeTuner", "PipelineTimeline"]

@@ -10,7 +10,7 @@ from lightning_avgpipe.utils.versions import check_second
 check_second()
 
 # isort: split
-from lightning_avgpipe.callbacks import AvgPipeTuner, PipelineTimeline
+from lightning_avgpipe.callbacks import AdaptiveFreezing, AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
-__all__ = ["AvgPipeStrategy", "AvgPipeTuner", "PipelineTimeline"]
+__all__ = ["AdaptiveFreezing", "AvgPipeStrategy", "AvgPipeTuner", "PipelineTimeline"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner, PipelineTimeline
+from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy, AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.strategy.options import ALLOWED, Options
 from lightning_avgpipe.utils.durations import duration
@@ -71,7 +71,7 @@ def test_a_copied_strategy_has_the_same_options(again: Any) -> None:
     assert strategy.num_pipelines == 2
 
 
-@pytest.mark.parametrize("kind", [AvgPipeStrategy, AvgPipeTuner, PipelineTimeline])
+@pytest.mark.parametrize("kind", [AvgPipeStrategy, AvgPipeTuner, PipelineTimeline, AdaptiveFreezing])
 def test_the_help_of_each_option_says_what_is_allowed(kind: Any) -> None:
     helps = {p.arg_name: p.description for p in docstring_parser.parse(kind.__doc__).params}
     own = inspect.signature(kind).parameters.keys() - LIGHTNINGS

@@ -1,0 +1,308 @@
+"""A callback that freezes a model from its first layer on, while it is fine-tuned."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy.pipeline_run import PipelineRun
+from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
+from lightning_avgpipe.utils.allowed import check, choice, documented, flag, names, number, optional, whole
+from lightning_avgpipe.utils.option_types import Count
+from lightning_avgpipe.utils.packages import adopted
+
+__all__ = ["AdaptiveFreezing", "by_gradient_norms", "by_schedule", "repeated_blocks"]
+
+_FEWEST_BLOCKS = 3
+_FINEST = 10_000  # alpha is a fraction with such a denominator: of 1/3 of 12 layers nobody expects 5
+
+_ALLOWED = {
+    "alpha": number(0, 1, 0.33),
+    "mode": choice("schedule", "gradient_norm"),
+    "layers": optional(names("names of submodules, or patterns of such", "['encoder.layer.*']"), "the repeated blocks"),
+    "before": optional(
+        names("names of submodules and parameters, or patterns of such", "['embeddings']"),
+        "the submodules that are registered before the layers",
+    ),
+    "every_n_epochs": whole(1, 1_000_000, 1),
+    "replan": flag(),
+}
+
+
+def by_schedule(layers: int, alpha: float, step: int) -> int:
+    """How many of the layers are frozen at a step: ``ceil(L (1 - (1 - alpha)^T))``.
+
+    Source: PipeTransformer, He et al., ICML 2021, section 3.1.
+    """
+    return math.ceil(layers * (1 - (1 - _fraction(alpha)) ** step))
+
+
+def by_gradient_norms(frozen: int, alpha: float, norms: Sequence[float]) -> int:
+    """How many of the layers are frozen next, where those with the smallest gradients have converged.
+
+    ``min(ceil(F + alpha (L - F)), l)`` with F the layers that are frozen, and l the number of the layer, counted from
+    1, whose gradient is the smallest of those that are not.
+
+    Args:
+        frozen: F.
+        alpha: share of the others that may be frozen at once.
+        norms: of the layers' gradients, shape ``(L,)``.
+    Source: PipeTransformer, He et al., ICML 2021, section 3.1.
+    """
+    if frozen == len(norms):
+        return frozen
+    most = math.ceil(frozen + _fraction(alpha) * (len(norms) - frozen))
+    return min(most, 1 + min(range(frozen, len(norms)), key=lambda layer: norms[layer]))
+
+
+def _fraction(alpha: float) -> Fraction:
+    return Fraction(alpha).limit_denominator(_FINEST)
+
+
+def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
+    """Paths of neighbouring submodules of one type, at least three: of several such rows that with most parameters."""
+    best: tuple[int, tuple[str, ...]] = 0, ()
+    for path, parent in module.named_modules():
+        for _, row in itertools.groupby(parent.named_children(), key=lambda child: type(child[1])):
+            children = [(name, child) for name, child in row if any(True for _ in child.parameters())]
+            size = sum(p.numel() for _, child in children for p in child.parameters())
+            if len(children) >= _FEWEST_BLOCKS and size > best[0]:
+                best = size, tuple(f"{path}.{name}" if path else name for name, _ in children)
+    return best[1]
+
+
+@documented(_ALLOWED)
+class AdaptiveFreezing(Callback):
+    """Freezes the first layers of a model, more of them from epoch to epoch, while the others are fine-tuned.
+
+    A layer is frozen with all before it, at the begin of an epoch. Its normalisation and dropout are in eval mode from
+    then on. Optimizers, their groups and schedulers stay as they are: what is frozen has no gradient, and is not
+    stepped. With ``strategy="avgpipe"`` stages of which everything is frozen run forwards only. A checkpoint remembers
+    what is frozen, and a run that resumes goes on with the same bits.
+
+    Args:
+        alpha: share of the layers that are still trained which is frozen at each step.
+        mode: ``"schedule"``: after T steps ``ceil(L (1 - (1 - alpha)^T))`` of L layers are frozen.
+            ``"gradient_norm"``: as many as alpha allows, but none behind that with the smallest gradient in the last
+            batch of the epoch before.
+        layers: names of submodules, or patterns of such, in the order of the step; None: the longest row of
+            neighbouring submodules of one type, by parameters.
+        before: what the step uses before the layers, and is frozen with the first of them; parameters that are tied to
+            others, which are trained, stay trained. None: submodules that are registered before the layers.
+        every_n_epochs: epochs from one step to the next; the first comes after so many.
+        replan: whether ``strategy="avgpipe"`` plans the stages again, with measured costs, when more is frozen.
+            Weights and optimizer states move, and no number changes.
+
+    Attributes:
+        num_frozen: layers that are frozen.
+        paths: of all layers, once training begins.
+
+    Raises:
+        ConfigurationError: an argument that cannot work, no layers, nothing that would stay trained, or a strategy for
+            which this is not known to work.
+
+    Source: PipeTransformer, He et al., ICML 2021, section 3.1.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.33,
+        mode: Literal["schedule", "gradient_norm"] = "schedule",
+        layers: list[str] | None = None,
+        before: list[str] | None = None,
+        every_n_epochs: Count = 1,
+        replan: bool = False,
+    ) -> None:
+        given = {
+            "alpha": alpha, "mode": mode, "layers": layers, "before": before, "every_n_epochs": every_n_epochs,
+            "replan": replan,
+        }  # fmt: skip
+        check(_ALLOWED, given, "AdaptiveFreezing")
+        self._alpha = alpha
+        self._mode = mode
+        self._layers = layers
+        self._before = before
+        self._every_n_epochs = every_n_epochs
+        self._replan = replan
+        self.num_frozen = 0
+        self.paths: tuple[str, ...] = ()
+        self._first: tuple[str, ...] = ()  # paths of modules and parameters before the layers
+        self._norms: list[float] = []  # of the layers, in the last batch of an epoch
+        self._epoch = 0  # in which a step was made last
+        self._squares: dict[str, float] = {}
+
+    @adopted
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what cannot work before training starts."""
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        if not isinstance(strategy, (AvgPipeStrategy, SingleDeviceStrategy)):
+            raise ConfigurationError(
+                f"AdaptiveFreezing freezes while training runs, and {type(strategy).__name__} is not known to follow; "
+                "use Trainer(strategy='avgpipe'), or one device"
+            )
+        if isinstance(strategy, AvgPipeStrategy) and strategy.whole is not None:
+            raise ConfigurationError(
+                f"AdaptiveFreezing: {type(pl_module).__name__} {strategy.whole}, so its steps run whole, and no stage "
+                "has less to do; remove the callback"
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The module is built by now."""
+        self.paths = _found(pl_module, self._layers, "layers") if self._layers else repeated_blocks(pl_module)
+        if not self.paths:
+            raise ConfigurationError(
+                f"AdaptiveFreezing: {type(pl_module).__name__} has no row of {_FEWEST_BLOCKS} or more neighbouring "
+                "submodules of one type; name its layers, for example layers=['encoder.layer.*']"
+            )
+        self._first = (
+            _found(pl_module, self._before, "before") if self._before else _registered_before(self.paths[0], pl_module)
+        )
+        last = _parameters(pl_module, (*self._first, *self.paths))
+        if not any(p.requires_grad and name not in last for name, p in pl_module.named_parameters()):
+            raise ConfigurationError(
+                f"AdaptiveFreezing: with {self.paths[-1]!r} and all before it frozen nothing of "
+                f"{type(pl_module).__name__} would be trained; leave the last layers out of layers=[...]"
+            )
+        strategy = trainer.strategy
+        if self._replan and isinstance(strategy, AvgPipeStrategy) and isinstance(strategy.run, PipelineRun):
+            points = strategy.run.configuration.options.split_points
+            if points is not None:
+                raise ConfigurationError(
+                    f"AdaptiveFreezing(replan=True) plans the stages again, but split_points={list(points)} say where "
+                    "they begin; remove one of the two"
+                )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What a checkpoint says is frozen is so again."""
+        self._freeze(pl_module)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Freeze more, if it is time; what is frozen stays in eval mode."""
+        epoch, before = trainer.current_epoch, self.num_frozen
+        if epoch > self._epoch and epoch % self._every_n_epochs == 0:
+            self._epoch = epoch
+            if self._mode == "schedule":
+                step = epoch // self._every_n_epochs
+                self.num_frozen = max(before, by_schedule(len(self.paths), self._alpha, step))
+            elif self._norms:
+                self.num_frozen = by_gradient_norms(before, self._alpha, self._norms)
+        self._freeze(pl_module)
+        if self.num_frozen == before:
+            return
+        rank_zero_info(
+            f"AdaptiveFreezing: from epoch {epoch} on {self.num_frozen} of {len(self.paths)} layers are frozen, up to "
+            f"{self.paths[self.num_frozen - 1]!r}"
+        )
+        strategy = trainer.strategy
+        if self._replan and isinstance(strategy, AvgPipeStrategy) and isinstance(strategy.run, PipelineRun):
+            strategy.run.deployment.replan()
+
+    def _freeze(self, module: pl.LightningModule) -> None:
+        if not self.num_frozen:
+            return
+        frozen = (*self._first, *self.paths[: self.num_frozen])
+        found = _parameters(module, frozen)
+        for name, parameter in module.named_parameters():
+            if name in found:
+                parameter.requires_grad_(False)
+        for inner in _modules(module, frozen):
+            inner.training = False
+
+    # -- gradients of the last batch of an epoch ---------------------------------------------------------------------
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Of parallel models each calls it."""
+        if self._mode != "gradient_norm" or not trainer.is_last_batch:
+            return
+        for name, parameter in pl_module.named_parameters():
+            if parameter.grad is not None:
+                square = float(torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)) ** 2
+                self._squares[name] = self._squares.get(name, 0.0) + square
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """All processes get to know the norms, before a checkpoint is written."""
+        if self._mode != "gradient_norm" or not trainer.is_last_batch:
+            return
+        squares, self._squares = self._squares, {}
+        strategy = trainer.strategy
+        parts = [squares]
+        if isinstance(strategy, AvgPipeStrategy) and isinstance(strategy.run, PipelineRun):
+            parts = strategy.cluster.world.exchange_objects(squares)
+        inside = [_parameters(pl_module, [path]) for path in self.paths]
+        names = [name for name, _ in pl_module.named_parameters()]
+        # a copy of a tied parameter has the gradient of all, and counts once
+        squared = {name: max(part.get(name, 0.0) for part in parts) for name in names}
+        self._norms = [math.sqrt(sum(squared[name] for name in names if name in layer)) for layer in inside]
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint remembers."""
+        return {"num_frozen": self.num_frozen, "epoch": self._epoch, "norms": list(self._norms)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a run was saved."""
+        self.num_frozen, self._epoch = state_dict["num_frozen"], state_dict["epoch"]
+        self._norms = list(state_dict["norms"])
+
+
+def _found(module: nn.Module, patterns: Sequence[str], option: str) -> tuple[str, ...]:
+    """Paths that fit, the outermost ones, in the order of the module."""
+    known = [name for name, _ in module.named_modules() if name]
+    if option == "before":
+        known += [name for name, _ in module.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "use names of named_modules()"
+            raise ConfigurationError(
+                f"AdaptiveFreezing: {option}: {pattern!r} fits nothing in {type(module).__name__}; {hint}"
+            )
+    fitting = [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return tuple(name for name in fitting if not any(name.startswith(f"{other}.") for other in fitting))
+
+
+def _registered_before(path: str, module: nn.Module) -> tuple[str, ...]:
+    """Submodules that come before this one in a module that holds it, however deep."""
+    found: list[str] = []
+    parts = path.split(".")
+    for depth, part in enumerate(parts):
+        parent = module.get_submodule(".".join(parts[:depth]))
+        siblings = [name for name, _ in parent.named_children()]
+        found += [".".join([*parts[:depth], name]) for name in siblings[: siblings.index(part)]]
+    return tuple(found)
+
+
+def _is_within(name: str, paths: Sequence[str]) -> bool:
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
+
+
+def _parameters(module: nn.Module, paths: Sequence[str]) -> frozenset[str]:
+    """Names of the parameters that are found under these paths only; of a tied one the first."""
+    outside = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if not _is_within(name, paths)}
+    return frozenset(name for name, p in module.named_parameters() if id(p) not in outside)
+
+
+def _modules(module: nn.Module, paths: Sequence[str]) -> Iterator[nn.Module]:
+    """The same of modules."""
+    every = list(module.named_modules(remove_duplicate=False))
+    outside = {id(inner) for name, inner in every if not _is_within(name, paths)}
+    return (inner for _, inner in every if id(inner) not in outside)

@@ -1,0 +1,196 @@
+"""The callback that freezes layers: how many, which, and that training stays what it is on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor, nn
+
+from lightning_avgpipe import AdaptiveFreezing
+from lightning_avgpipe.callbacks.freezing import by_gradient_norms, by_schedule, repeated_blocks
+from lightning_avgpipe.errors import ConfigurationError
+from tests import processes
+from tests.models import MLP, Regression, loader
+from tests.trainers import pipeline, trainer
+
+SIZE, MICRO_BATCHES, EPOCHS = 8, 4, 4
+
+
+class FineTuned(Regression):
+    """An embedding that is tied to nothing, five blocks, and a head."""
+
+    example = staticmethod(MLP.example)
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.encoder = nn.Module()
+        self.encoder.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Tanh()) for _ in range(5)
+        )
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.encoder.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": self.encoder.parameters()},
+            {"params": [*self.embed.parameters(), *self.head.parameters()]},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "alpha", "expected"),
+    [
+        (12, 1 / 5, [3, 5, 6, 8, 9, 9, 10, 10]),
+        (12, 1 / 3, [4, 7, 9, 10, 11, 11, 12, 12]),
+        (12, 1 / 2, [6, 9, 11, 12, 12, 12, 12, 12]),
+        (24, 1 / 3, [8, 14, 17, 20, 21, 22, 23, 24]),
+    ],
+)
+def test_the_schedule_is_that_of_the_paper(layers: int, alpha: float, expected: list[int]) -> None:
+    assert [by_schedule(layers, alpha, step) for step in range(1, 9)] == expected
+    assert by_schedule(layers, alpha, 0) == 0
+
+
+def test_no_layer_behind_that_with_the_smallest_gradient_is_frozen() -> None:
+    norms = [0.1, 0.4, 0.3, 0.2, 0.5, 0.6]
+    assert by_gradient_norms(0, 0.5, norms) == 1  # the first is the smallest
+    assert by_gradient_norms(1, 0.5, norms) == 4  # 1 + 5/2, and the fourth is the smallest of the others
+    assert by_gradient_norms(1, 1 / 5, norms) == 2  # alpha allows no more
+    assert by_gradient_norms(6, 0.5, norms) == 6
+
+
+def test_the_layers_are_the_longest_row_of_one_type() -> None:
+    assert repeated_blocks(FineTuned()) == tuple(f"encoder.blocks.{i}" for i in range(5))
+    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))) == ()
+
+
+def fit(
+    rank: int = 0,
+    make: Any = pipeline,
+    freezing: dict[str, Any] | None = None,
+    path: Path | None = None,
+    **options: Any,
+) -> tuple[FineTuned, AdaptiveFreezing]:
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    module, callback = FineTuned(), AdaptiveFreezing(**{"alpha": 0.4, **(freezing or {})})
+    size, options = SIZE, {"max_epochs": EPOCHS, "callbacks": [callback], **options}
+    if make is pipeline:
+        options["strategy"] = {"num_microbatches": MICRO_BATCHES, **options.get("strategy", {})}
+    else:
+        size, options["accumulate_grad_batches"] = SIZE // MICRO_BATCHES, MICRO_BATCHES
+    resumed = options.pop("ckpt_path", None)
+    runner = make(**options)
+    runner.fit(module, loader(FineTuned, 2 * SIZE, size), loader(FineTuned, SIZE, SIZE), ckpt_path=resumed)
+    if path is not None:
+        runner.save_checkpoint(path)
+    return module, callback
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("mode", ["schedule", "gradient_norm"])
+def test_what_is_frozen_in_stages_is_what_is_frozen_on_one_device(mode: str) -> None:
+    expected, plainly = fit(make=trainer, freezing={"mode": mode})
+    found, callback = fit(num_stages=3, freezing={"mode": mode, "replan": True})
+    assert callback.num_frozen == plainly.num_frozen > 0
+    assert_same(expected.state_dict(), found.state_dict())
+    frozen = [name for name, p in found.named_parameters() if not p.requires_grad]
+    assert frozen == [name for name, p in expected.named_parameters() if not p.requires_grad]
+    assert (
+        frozen[:2] == ["embed.weight", "embed.bias"] and f"encoder.blocks.{callback.num_frozen - 1}.0.weight" in frozen
+    )
+    if mode == "schedule":
+        assert callback.num_frozen == by_schedule(5, 0.4, EPOCHS - 1)
+
+
+def in_processes(rank: int, mode: str, path: Path) -> int:
+    return fit(rank, freezing={"mode": mode, "replan": True}, path=path, devices=2)[1].num_frozen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["schedule", "gradient_norm"])
+def test_all_processes_freeze_the_same(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    first, second = processes.results(processes.run(2, in_processes, mode, path, folder=tmp_path))
+    expected, callback = fit(make=trainer, freezing={"mode": mode})
+    assert first == second == callback.num_frozen > 0
+    assert_same(expected.state_dict(), torch.load(path, weights_only=True)["state_dict"])
+
+
+@pytest.mark.parametrize("mode", [pytest.param("schedule", marks=pytest.mark.slow), "gradient_norm"])
+def test_a_run_that_resumes_goes_on_with_the_same_bits(mode: str, tmp_path: Path) -> None:
+    whole, callback = fit(freezing={"mode": mode})
+    fit(freezing={"mode": mode}, path=tmp_path / "half.ckpt", max_epochs=2)
+    resumed, other = fit(freezing={"mode": mode}, ckpt_path=tmp_path / "half.ckpt")
+    assert other.num_frozen == callback.num_frozen > 0
+    assert_same(whole.state_dict(), resumed.state_dict())
+
+
+def test_frozen_layers_are_in_eval_mode_also_after_a_validation() -> None:
+    seen: list[list[bool]] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append([block[1].training for block in pl_module.encoder.blocks])
+
+    callback = AdaptiveFreezing(alpha=0.4)
+    runner = pipeline(2, callbacks=[callback, Looks()], max_epochs=2, val_check_interval=1)
+    runner.fit(FineTuned(dropout=0.5), loader(FineTuned, 2 * SIZE, SIZE), loader(FineTuned, SIZE, SIZE))
+    assert seen == [[True] * 5] * 2 + [[False] * 2 + [True] * 3] * 2
+
+
+class Tied(FineTuned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+def test_a_tied_parameter_stays_trained() -> None:
+    module = Tied()
+    pipeline(2, callbacks=[AdaptiveFreezing(alpha=0.4)]).fit(module, loader(FineTuned, SIZE, SIZE))
+    assert module.embed.weight.requires_grad and not module.embed.bias.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": 0}, "alpha=0: must be a number above 0, at most 1"),
+        ({"mode": "never"}, "mode='never': must be one of 'schedule', 'gradient_norm'"),
+        (
+            {"layers": ["encoder.blocs.*"]},
+            r"layers: 'encoder.blocs.\*' fits nothing in FineTuned; did you mean 'encoder",
+        ),
+        ({"layers": ["embed", "encoder", "head"]}, "frozen nothing of FineTuned would be trained"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit(freezing=options)
+
+
+def test_fixed_stages_cannot_be_planned_again() -> None:
+    with pytest.raises(ConfigurationError, match=r"split_points=\['encoder.blocks.2'\] say where they begin"):
+        fit(freezing={"replan": True}, strategy={"split_points": ["encoder.blocks.2"]})
+
+
+def test_a_config_may_name_it() -> None:
+    callbacks = [{"class_path": "lightning_avgpipe.AdaptiveFreezing", "init_args": {"alpha": 0.2, "replan": True}}]
+    args = {"trainer": {"strategy": "avgpipe", "accelerator": "cpu", "devices": 1, "callbacks": callbacks}}
+    cli = LightningCLI(FineTuned, run=False, save_config_callback=None, args=args)
+    assert any(isinstance(callback, AdaptiveFreezing) for callback in cli.trainer.callbacks)
