@@ -2,7 +2,7 @@
 
 Usage::
 
-    python -m benchmarks.coverage [--source transformers] [--kind "causal language model"] [--only Llama] [--again]
+    python -m benchmarks.coverage [--source timm lightly] [--kind "causal language model"] [--only Llama] [--again]
 
 Each architecture runs in a process of its own, with a time limit. What was found is appended to ``coverage.jsonl``, so
 that an interrupted run goes on where it was; ``--again refused`` tries once more what had this outcome. ``--first``
@@ -17,10 +17,17 @@ import random
 import re
 from pathlib import Path
 
+import benchmarks.coverage.stand_ins  # noqa: F401  (first: others import torchvision)
 from benchmarks.coverage.runner import Results, run
 from benchmarks.coverage.table import write
 
-SOURCES = {"transformers": "benchmarks.coverage.transformers_source"}
+SOURCES = {
+    name: f"benchmarks.coverage.{name}_source"
+    for name in (
+        "transformers", "timm", "torchvision", "diffusers", "geometric", "segmentation", "monai", "x_transformers",
+        "lightning", "lightly", "anomalib", "forecasting",
+    )
+}  # fmt: skip
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -41,10 +48,15 @@ def main() -> None:
     options = parser.parse_args()
     results = Results(options.results)
     for name in options.source:
-        source = importlib.import_module(SOURCES[name]).Source()
+        try:
+            source = importlib.import_module(SOURCES[name]).Source()
+            found = list(source.cases())
+        except ImportError as error:
+            print(f"{name} is left out: {error}")
+            continue
         cases = [
             (case, wanted)
-            for case in source.cases()
+            for case in found
             if re.search(options.kind or "", case.kind)
             and re.search(options.only or "", case.name)
             and (case.first or not options.first)

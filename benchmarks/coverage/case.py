@@ -1,34 +1,53 @@
-"""What is tried: a model of a library, with a batch for it."""
+"""What is tried: a module of a library, with data for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
 
-__all__ = ["Case", "Source"]
+__all__ = ["STEPS", "Case", "Example", "Source", "example", "loader_of", "loss_of"]
+
+STEPS, RATE = 3, 0.05
+
+
+@dataclass(frozen=True)
+class Example:
+    """Something that trains.
+
+    Attributes:
+        module: a LightningModule.
+        data: a loader of batches of so many samples; the same samples in the same order, whatever their number.
+        size: samples of a batch.
+        parts: micro-batches; 1: what the strategy makes of a batch that it cannot split.
+    """
+
+    module: L.LightningModule
+    data: Callable[[int], Iterable[Any]]
+    size: int
+    parts: int
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model.
+    """One module.
 
     Attributes:
         name: unique in its source.
         kind: what the model is for, such as ``causal language model``.
         first: whether no case before has the same body; with another head it is tried once more.
-        candidates: each makes the model and a batch, a dict of its keyword arguments that can be split along the first
-            dimension; the first candidate counts that trains without stages.
-        loss: what training minimises, given what the model returned.
+        candidates: each makes an example; the first one counts that trains without stages.
     """
 
     name: str
     kind: str
     first: bool
-    candidates: Sequence[Callable[[], tuple[nn.Module, dict[str, Any]]]]
-    loss: Callable[[Any], Any] = lambda output: output["loss"] if isinstance(output, dict) else output[0]
+    candidates: Sequence[Callable[[], Example]]
 
 
 class Source(Protocol):
@@ -39,3 +58,55 @@ class Source(Protocol):
 
     def cases(self) -> Iterator[Case]:
         """All that is tried, in order."""
+
+
+def loss_of(output: Any) -> Any:
+    """What models call their loss."""
+    return output["loss"] if isinstance(output, dict) else output[0]
+
+
+class Subject(L.LightningModule):
+    """What anybody would write around a model."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss: Tensor = self.loss(self.model(**batch))
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=RATE, momentum=0.9)
+
+
+def example(
+    model: nn.Module, batch: dict[str, Any], parts: int | None = None, loss: Callable[[Any], Any] = loss_of
+) -> Example:
+    """A model and a batch of its keyword arguments: tensors, and lists of samples.
+
+    Args:
+        parts: micro-batches; None is one for each sample.
+        loss: what training minimises, given what the model returned.
+    """
+    size = len(next(value for value in batch.values() if isinstance(value, Tensor | list)))
+    samples = [
+        {key: value[i] if isinstance(value, Tensor | list) else value for key, value in batch.items()}
+        for i in range(size)
+    ]
+    lists = {key for key, value in batch.items() if isinstance(value, list)}
+    collate = (lambda found: collated(found, lists)) if lists else default_collate
+    return Example(Subject(model, loss), loader_of(samples, collate), size, size if parts is None else parts)
+
+
+def loader_of(samples: Sequence[Any], collate: Callable[[list[Any]], Any] = default_collate) -> Callable[[int], Any]:
+    """A loader for as many steps as are made, all with these samples."""
+    return lambda size: DataLoader([*samples] * STEPS, batch_size=size, collate_fn=collate)
+
+
+def collated(samples: list[dict[str, Any]], lists: set[str]) -> dict[str, Any]:
+    """A batch, in which these are lists."""
+    stacked = default_collate([{k: v for k, v in sample.items() if k not in lists} for sample in samples])
+    return {**stacked, **{key: [sample[key] for sample in samples] for key in samples[0] if key in lists}}

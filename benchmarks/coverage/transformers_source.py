@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from benchmarks.coverage.case import Case
+from benchmarks.coverage.case import Case, Example, example
 
 BATCH, LENGTH, VOCABULARY, LABELS, IMAGE, SECONDS = 4, 16, 128, 3, 32, 4000
 
@@ -63,7 +63,7 @@ class Source:
                         yield Case(name, kind, first, [partial(made, name, kind, *rule) for rule in rules])
 
 
-def made(name: str, kind: str, rule: Callable[[Any], None], variant: bool) -> tuple[nn.Module, dict[str, Any]]:
+def made(name: str, kind: str, rule: Callable[[Any], None], variant: bool) -> Example:
     """A model and a batch for it; the variant has larger images, other axes of features, or text alone."""
     cls = getattr(transformers, name)
     config = cls.config_class()
@@ -86,7 +86,7 @@ def made(name: str, kind: str, rule: Callable[[Any], None], variant: bool) -> tu
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return model, batch_for(model, kind, variant)
+    return example(model, batch_for(model, kind, variant))
 
 
 # What no rule finds, by type of configuration.

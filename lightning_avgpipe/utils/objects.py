@@ -429,5 +429,7 @@ def _dict_type(cls: type) -> type[dict[Any, Any]]:
 
 @functools.cache
 def _slots(cls: type) -> frozenset[str]:
-    members = {n for base in cls.__mro__ for n, m in vars(base).items() if isinstance(m, types.MemberDescriptorType)}
+    # What a type written in C calls members may be for reading only, and a new object each time (numpy's dtype).
+    bases = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
+    members = {n for base in bases for n, m in base.items() if isinstance(m, types.MemberDescriptorType)}
     return frozenset(members) if cls.__module__.partition(".")[0] not in sys.stdlib_module_names else frozenset()

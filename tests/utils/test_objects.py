@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 
@@ -108,3 +109,16 @@ def test_what_leads_back_into_itself_ends() -> None:
     with Objects([holder]).restored():
         holder.me.append(1)
     assert holder.me == [holder]
+
+
+def test_members_of_types_written_in_c_are_left_alone() -> None:
+    class Encoder:
+        def __init__(self) -> None:
+            self.kind = np.dtype("U300")  # its size is a new number each time that it is read, and nobody can set it
+            self.seen = 0
+
+    encoder = Encoder()
+    with Objects((encoder,)).restored():
+        encoder.seen = 1
+    assert encoder.seen == 0
+    assert not Objects((encoder.kind,)).changed()
