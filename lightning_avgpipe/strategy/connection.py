@@ -61,8 +61,8 @@ class Connection:
         """
         self.layout, several = layout, layout.world_size > 1
         checks.schedule(options, num_stages, layout.group_size(num_stages))
+        self.failed = False
         if several:
-            self.failed = False
             self.backend = self.backend or device_backend(None, device)
             checks.backend(self.backend, device)
         if self.cluster is None:

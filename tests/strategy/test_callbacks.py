@@ -221,6 +221,15 @@ def test_a_checkpoint_is_written_on_an_exception(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 2
 
 
+def test_a_run_after_one_that_failed_saves_checkpoints(tmp_path: Path) -> None:
+    runner = pipeline(max_epochs=1, callbacks=[ModelCheckpoint(tmp_path)], enable_checkpointing=True)
+    with pytest.raises(ValueError, match="enough"):
+        runner.fit(Failing(), loader(MLP, 32, 8))
+    runner.fit(MLP(), loader(MLP, 32, 8))
+    (path,) = tmp_path.glob("*.ckpt")
+    assert torch.load(path, weights_only=True)["global_step"] == runner.global_step
+
+
 @pytest.mark.parametrize("moment", ["setup", "prepare_data", "on_fit_start"])
 def test_a_run_that_fails_before_training_leaves_what_a_run_before_it_saved(moment: str, tmp_path: Path) -> None:
     model = MLP()
