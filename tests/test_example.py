@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIG = EXAMPLES.parent / "configs" / "language_model.yaml"
 
 
+@pytest.mark.slow  # as the README's first snippet: tests/test_readme.py
 def test_the_example_trains_in_two_processes_and_writes_a_sample(tmp_path: Path) -> None:
     out = run(
         tmp_path, EXAMPLES / "language_model.py", "--max_steps", 20, "--layers", 2, "--width", 32,

@@ -15,10 +15,11 @@ BUILDING_S = 600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first of these tests builds the device."""
+    """The first of these tests builds the device, which takes longer than all of them."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(BUILDING_S))
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
