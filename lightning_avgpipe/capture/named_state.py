@@ -40,6 +40,7 @@ class NamedState:
         self.changes = Changes(module, batch)
         self.rewritten: set[str] = set()
         self._module = module
+        self._parameters = {name for name, _ in module.named_parameters()}
         self._owned = owned
         self._names = {id(b): name for name, b in self.buffers.items()}
 
@@ -66,15 +67,15 @@ class NamedState:
 
     def of_tensors(self, tensors: Mapping[str, Tensor]) -> Before:
         """The state of these tensors, by full name."""
-        return [(n, t, t.detach().clone() if n in self.buffers else t.detach()) for n, t in tensors.items()]
+        return [(n, t, t.detach() if n in self._parameters else t.detach().clone()) for n, t in tensors.items()]
 
     def changed(self, state: Before) -> list[str]:
         """Names of what has changed since: written into, or in another way."""
-        moved = {name for name, p, before in state if name not in self.buffers and address(p) != address(before)}
+        moved = {name for name, p, before in state if name in self._parameters and address(p) != address(before)}
         self.changes.keep((name, before) for name, _, before in state if name in moved)
         self.rewritten |= self.changes.written | moved
-        # Compared by value: batch normalisation changes its statistics and does not say so.
-        buffers = ((name, b, self.buffer(name), before) for name, b, before in state if name in self.buffers)
+        # Compared by value: batch normalisation changes its statistics and does not say so. Some are made by the step.
+        buffers = ((name, b, self.buffer(name), before) for name, b, before in state if name not in self._parameters)
         other = {name for name, b, now, before in buffers if now is not b or not torch.equal(b, before)}
         found = self.changes.written | moved | other
         order = dict.fromkeys(name for name, _, _ in state)

@@ -340,9 +340,60 @@ class Scales(Net):
         return self.layers[3](self.layers[2](x)).square().mean()
 
 
+class Bias(nn.Module):
+    """A table in a buffer that is not there before the first call; no value goes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, width: int) -> Tensor:
+        if self.table is None:
+            self.register_buffer("table", torch.arange(width).float().unsqueeze(0) / width, persistent=False)
+        return self.table[:, -width:]
+
+
+class Biases(Net):
+    """A unit that makes a buffer is called before each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = Bias()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x + self.bias(WIDTH))
+        return x.square().mean()
+
+
+class Largest(nn.Module):
+    """What it makes of the first values that it sees stays in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.register_buffer("scale", x.detach().abs().max().reshape(1), persistent=False)
+        return x * self.scale
+
+
+class Largests(Net):
+    """It is called before two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = Largest()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.largest(self.layers[0](x)))
+        return self.layers[3](self.largest(self.layers[2](x))).square().mean()
+
+
 MODELS = [
     KeyValueSharing, HiddenStates, Penalties, Outputs, Posterior, StateObject, StaticCache, ReadsCache, Lasting,
-    HiddenParameter, Positions, Scales,
+    HiddenParameter, Positions, Scales, Biases,
 ]  # fmt: skip
 SAMPLES = [torch.randn(3, WIDTH) for _ in range(3)]
 
@@ -403,6 +454,12 @@ def test_every_legal_cut_gives_the_same_gradients(model: Callable[[], Net], apar
             assert (expected is None) == (other is None), (cuts, name)
             if expected is not None:
                 torch.testing.assert_close(other, expected, rtol=1e-6, atol=1e-7, msg=f"{cuts} {name}")
+
+
+def test_a_buffer_that_a_unit_makes_of_values_keeps_its_calls_on_one_stage() -> None:
+    graph = graph_of(Largests())
+    first, second = (node.index for node in graph.nodes if node.name == "largest")
+    assert all(graph.obstacles[p] is not None for p in range(first + 1, second + 1))
 
 
 def test_only_what_is_read_travels() -> None:
