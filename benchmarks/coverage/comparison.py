@@ -46,20 +46,21 @@ def compare(case: Case, stages: Sequence[int], costs: str) -> Iterator[tuple[int
         train without stages) and ``reason``; of what trained, ``exact``: bit for bit, and ``seconds``.
     """
     warnings.simplefilter("ignore")
-    make, expected, reason = None, {}, ""
+    make, reason = None, ""
+    expected, begun, draws = dict[str, Tensor](), dict[str, Tensor](), False
     with tempfile.TemporaryDirectory() as folder:
         for candidate in case.candidates:
             make = partial(_anew, candidate)
             try:
                 expected = plain(make, folder, 0)
+                begun = state_of(make().module, torch.zeros(len(expected["loss"])))
+                draws = different(begun, expected, plain(make, folder, 1), exact=True) != ""
                 break
             except Exception as error:
                 make, reason = None, reason or f"{type(error).__name__}: {error}"
         if make is None:
             yield from ((number, {"status": "plain", "reason": shortened(reason)}) for number in stages)
             return
-        begun = state_of(make().module, torch.zeros(len(expected["loss"])))
-        draws = different(begun, expected, plain(make, folder, 1), exact=True) != ""
         for number in stages:
             yield number, compared(make, number, costs, folder, begun, expected, draws)
 
