@@ -30,7 +30,7 @@ def library(pytestconfig: pytest.Config) -> Path:
     return build.built(pytestconfig.cache.mkdir("simulated"))  # type: ignore[union-attr]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # what the tests of a file break on purpose, those of the next one do not find
 def simulated(library: Path) -> Iterator[Callable[..., Any]]:
     """Calls a function of a module, with arguments, where the device is; gives what it returns."""
     process = SimulatedProcess(library)
