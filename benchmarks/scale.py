@@ -44,7 +44,7 @@ LINKS = {"1 Gbit/s": 1, "10 Gbit/s": 10, "25 Gbit/s": 25, "100 Gbit/s": 100, "PC
          "NVLink": 2400}  # fmt: skip
 KINDS = ("ddp", "fsdp", "1f1b", "advance", "avgpipe")
 _OTHERS = ("ddp", "fsdp", "1f1b")  # what users have without this package
-_ADVANCES = (0, 1, 2, 4)
+_ADVANCES = (0, 1, 3)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Way:
 
 def ways(model: Model, devices: int, gbit: float) -> Iterator[Way]:
     """All that fit the memory."""
-    for stages in (k for k in (1, 2, 4, 8, 16, 32) if k <= devices and model.layers % k == 0):
+    for stages in (k for k in (1, 2, 4, 8, 16, 32, 48) if k <= devices and model.layers % k == 0):
         replicas = devices // stages
         for sequences in (1, 2, 4) if stages > 1 else (1, 2, 4, 8, 16):
             count = model.batch // (replicas * sequences)
