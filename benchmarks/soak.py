@@ -53,9 +53,10 @@ class Printing(L.Callback):
 def show(trainer: L.Trainer, when: str) -> None:
     process = psutil.Process()
     threads = min(process.num_threads() for _ in range(LOOKS))  # one that has ended takes a moment to leave
+    files = min(process.num_fds() for _ in range(LOOKS))  # as does one that closes
     listening = sum(connection.status == "LISTEN" for connection in process.net_connections("tcp"))
     print(
-        f"rank {trainer.global_rank}, {when}: {threads} threads, {process.num_fds()} files, "
+        f"rank {trainer.global_rank}, {when}: {threads} threads, {files} files, "
         f"{listening} listening, {process.memory_info().rss / 2**20:.1f} MiB",
         flush=True,
     )

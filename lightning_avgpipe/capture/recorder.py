@@ -21,6 +21,7 @@ from lightning_avgpipe.capture.outermost import Outermost
 from lightning_avgpipe.capture.provenance import Provenance
 from lightning_avgpipe.capture.questions import Questions
 from lightning_avgpipe.capture.random_use import DrawWatch, random_bits
+from lightning_avgpipe.capture.saved_tensors import tensors_of
 from lightning_avgpipe.capture.shared_objects import SharedObjects
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.capture.units import Units
@@ -77,7 +78,7 @@ class Recorder(StepTracer):
         self.module = module
         self.units = Units(module, units, ignore)
         self._device = device
-        self._in_units = {id(t) for path in units for t in _tensors_of(module.get_submodule(path))}
+        self._in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
         self._buffers_seen: set[str] = set()  # by glue
         self.mutable = set(foresight.mutable)
         self.mutations = Mutations(module, foresight.mutable, lambda: len(self.nodes), ignore)
@@ -385,15 +386,11 @@ class Recorder(StepTracer):
 
     def visiting(self) -> Any:
         """What lies outside of units is on the device while the step is captured."""
-        return Visit([t for t in _tensors_of(self.module) if id(t) not in self._in_units], self._device)
+        return Visit([t for t in tensors_of(self.module) if id(t) not in self._in_units], self._device)
 
     def _visit(self, module: nn.Module) -> Any:
-        return self._visiting(_tensors_of(module))
+        return self._visiting(tensors_of(module))
 
     def _visiting(self, tensors: Sequence[Tensor]) -> Any:
         named = [(self.state.name_of(t) or "", t) for t in tensors]
         return self.state.changes.visiting(Visit(tensors, self._device), named)
-
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
