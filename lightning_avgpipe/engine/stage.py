@@ -472,8 +472,13 @@ def check_runnable(schedule: Schedule) -> None:
     """Check that stages can run a schedule, before any of them begins.
 
     Raises:
-        ScheduleError: it has a kind of actions that stages have no handler for.
+        ScheduleError: it has a kind of actions that stages have no handler for, or several lines of stages.
     """
+    if schedule.lines > 1:
+        raise ScheduleError(
+            f"the schedule {schedule.name!r} has {schedule.lines} lines of stages, each with weights of its own, which "
+            "can be simulated only; use another schedule for training"
+        )
     kinds = dict.fromkeys(action.kind for row in schedule.rows for action in row)
     strange = [f"{kind.name} ({kind})" for kind in kinds if kind not in _HANDLERS]
     if strange:

@@ -43,6 +43,8 @@ class Schedule:
         warm_up: the warm-up that the rows were built from, shape ``(num_stages,)``; empty for rows made by hand.
         turns: where a process hosts several stages that take turns in an order of their own: for each such process,
             whose turn it is, by stage, one entry for each action. Empty: what is most urgent goes first.
+        lines: of stages that pass messages on among themselves: the rows of one after those of the other. Line l treats
+            the micro-batches i with ``i % lines == l``.
     Raises:
         ScheduleError: another number of rows or warm-ups than of stages; turns that are not those of the rows.
     """
@@ -54,10 +56,13 @@ class Schedule:
     # Not read off the rows: with w = M - 1 and with w = M they are the same.
     warm_up: tuple[int, ...] = ()
     turns: tuple[tuple[int, ...], ...] = ()
+    lines: int = 1
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.num_stages:
             raise ScheduleError(f"{len(self.rows)} rows for {self.num_stages} stages; give one row per stage")
+        if self.num_stages % self.lines:
+            raise ScheduleError(f"{self.num_stages} stages are not {self.lines} lines of the same length")
         if self.warm_up and len(self.warm_up) != self.num_stages:
             raise ScheduleError(
                 f"{len(self.warm_up)} warm-ups for {self.num_stages} stages; give one per stage, or none for rows "
@@ -73,20 +78,32 @@ class Schedule:
             raise ScheduleError("turns has a stage on two processes; give each stage to one")
 
     @classmethod
-    def of_orders(cls, name: str, num_microbatches: int, orders: Sequence[Sequence[tuple[int, Action]]]) -> Schedule:
+    def of_orders(
+        cls, name: str, num_microbatches: int, orders: Sequence[Sequence[tuple[int, Action]]], lines: int = 1
+    ) -> Schedule:
         """From what each process does, one action after another.
 
         Args:
             name: how it was built.
             num_microbatches: M.
             orders: of each process the actions, each with its stage.
+            lines: of stages.
         """
         num_stages = 1 + max(stage for order in orders for stage, _ in order)
         rows = tuple(
             tuple(action for order in orders for stage, action in order if stage == k) for k in range(num_stages)
         )
         turns = tuple(tuple(stage for stage, _ in order) for order in orders)
-        return cls(name, num_stages, num_microbatches, rows, turns=turns)
+        return cls(name, num_stages, num_microbatches, rows, turns=turns, lines=lines)
+
+    @property
+    def length(self) -> int:
+        """Stages of each line."""
+        return self.num_stages // self.lines
+
+    def micro_batches(self, stage: int) -> range:
+        """Those that a stage treats."""
+        return range(stage // self.length, self.num_microbatches, self.lines)
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -158,8 +158,8 @@ def check(schedule: Schedule) -> None:
         moved = False
         for k, rest in enumerate(left):
             mine = turns.get(k)
-            while rest and (mine is None or mine[0] == k) and needs(rest[0], k, schedule.num_stages) <= happened:
-                happened |= results(rest.popleft(), k, schedule.num_stages)
+            while rest and (mine is None or mine[0] == k) and needs(rest[0], k, schedule.length) <= happened:
+                happened |= results(rest.popleft(), k, schedule.length)
                 moved = True
                 if mine is not None:
                     mine.popleft()
@@ -174,10 +174,10 @@ def check(schedule: Schedule) -> None:
 
 def _check_complete(schedule: Schedule) -> None:
     """Every stage treats every micro-batch in full, and once."""
-    numbers, training = range(schedule.num_microbatches), any(map(trains, schedule.rows))
+    training = any(map(trains, schedule.rows))
     first = num_forward_only(schedule)
     for stage, row in enumerate(schedule.rows):
-        both = training and stage >= first
+        numbers, both = schedule.micro_batches(stage), training and stage >= first
         usual = [{Action(kind, i) for kind in kinds for i in numbers} for kinds in courses(both)]
         count = Counter(row)
         if len(count) == len(row) and count.keys() in usual:

@@ -52,13 +52,17 @@ def gallery() -> str:
         advance = 1 if name == "advance_forward" else 0
         schedule = build(name, num_stages, _MICROBATCHES, advance)
         timeline = simulate(schedule, StageCosts.uniform(num_stages, 1, 2))
-        of = " of half a process" if each > 1 else ""
+        of = " of half a process" if each > recipe.lines else ""
+        where = f" {recipe.where}" if recipe.where else ""
+        only = "It has the model twice, half of the micro-batches for each; it is simulated only.\n" * (
+            recipe.lines > 1
+        )
         sections.append(
             f'### {recipe.title}: `"{name}"`\n\n'
             f"```\n{text(timeline, round(timeline.iteration_s))}\n```\n\n"
-            f"An iteration is longer than a process's work by `{recipe.idle}`: here {timeline.bubble_fraction:.1%} of "
-            f"the time is idle.\nStashed are `{recipe.stash}` micro-batches{of}.\n"
-            f"Source: {recipe.source}.\n"
+            f"An iteration is longer than a process's work by `{recipe.idle}`{where}: here "
+            f"{timeline.bubble_fraction:.1%} of the time is idle.\nStashed are `{recipe.stash}` micro-batches{of}.\n"
+            f"{only}Source: {recipe.source}.\n"
         )
     return "\n".join(sections)
 

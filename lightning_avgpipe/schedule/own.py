@@ -57,6 +57,11 @@ def of_function(function: Builder, num_stages: int, num_microbatches: int) -> Sc
             f"{made.num_stages} and {made.num_microbatches}"
         )
     check(made)
+    if made.lines > 1:
+        raise ScheduleError(
+            f"{name}({num_stages}, {num_microbatches}) has {made.lines} lines of stages, each with weights of its own, "
+            "which can be simulated only; give a schedule of one line"
+        )
     if not any(map(trains, made.rows)):
         raise ScheduleError(f"{name}({num_stages}, {num_microbatches}) has no backwards, and trains nothing")
     return made

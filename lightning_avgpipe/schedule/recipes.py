@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Schedule
+from lightning_avgpipe.schedule.bidirectional import chimera
 from lightning_avgpipe.schedule.builders import check_sizes, formula
 from lightning_avgpipe.schedule.interleaved import breadth_first, interleaved
 from lightning_avgpipe.schedule.kinds import Placement
@@ -29,6 +30,8 @@ class Recipe:
             about so.
         stash: micro-batches that process d, or stage k, stashes at most; each of its stages counts.
         source: where it is from.
+        where: the condition of ``idle``; empty if there is none.
+        lines: of stages, each with a model of its own; what has several can be simulated, and not trained with.
     """
 
     title: str
@@ -37,6 +40,8 @@ class Recipe:
     idle: str
     stash: str
     source: str
+    where: str = ""
+    lines: int = 1
 
     @property
     def placement(self) -> Placement:
@@ -84,8 +89,12 @@ RECIPES = {
         "DualPipeV", _of_devices(dualpipev), "v", "D f/2", "2 D + 1",
         "DeepSeek-V3, arXiv:2412.19437: DualPipe, cut in half",
     ),
+    "chimera": Recipe(
+        "Chimera", _of_devices(chimera), "v", "(D-2) b", "D", "Chimera, Li and Hoefler, SC 2021, arXiv:2107.06925",
+        "with M = D and b = 2 f", 2,
+    ),
 }  # fmt: skip
-TRAINING = tuple(RECIPES)
+TRAINING = tuple(name for name, recipe in RECIPES.items() if recipe.lines == 1)
 
 
 def devices_of(name: str, num_stages: int, hosts: int | None = None) -> int:

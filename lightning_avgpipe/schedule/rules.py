@@ -30,32 +30,33 @@ _STEP: dict[Direction | None, int] = {"forward": 1, "backward": -1, None: 0}
 Event = tuple[int, Kind | Direction, int]  # a stage has run this kind on a micro-batch, or has been sent this message
 
 
-def sender(kind: Kind, stage: int, num_stages: int) -> int | None:
+def sender(kind: Kind, stage: int, length: int) -> int | None:
     """The stage whose message an action waits for; None: it waits for none."""
-    return _neighbour(stage, -_STEP[kind.consumes], num_stages)
+    return _neighbour(stage, -_STEP[kind.consumes], length)
 
 
-def receiver(kind: Kind, stage: int, num_stages: int) -> int | None:
+def receiver(kind: Kind, stage: int, length: int) -> int | None:
     """The stage that an action sends a message to; None: it sends none."""
-    return _neighbour(stage, _STEP[kind.produces], num_stages)
+    return _neighbour(stage, _STEP[kind.produces], length)
 
 
-def _neighbour(stage: int, step: int, num_stages: int) -> int | None:
-    return stage + step if step and 0 <= stage + step < num_stages else None
+def _neighbour(stage: int, step: int, length: int) -> int | None:
+    """The stage so many steps on, in a line of so many stages; None: it is not in the same line."""
+    return stage + step if step and (stage + step) // length == stage // length else None
 
 
-def needs(action: Action, stage: int, num_stages: int) -> set[Event]:
+def needs(action: Action, stage: int, length: int) -> set[Event]:
     """What must have happened before an action, besides the actions before it in its row."""
     events: set[Event] = {(stage, kind, action.micro_batch) for kind in action.kind.after}
-    if action.kind.consumes is not None and sender(action.kind, stage, num_stages) is not None:
+    if action.kind.consumes is not None and sender(action.kind, stage, length) is not None:
         events.add((stage, action.kind.consumes, action.micro_batch))
     return events
 
 
-def results(action: Action, stage: int, num_stages: int) -> set[Event]:
+def results(action: Action, stage: int, length: int) -> set[Event]:
     """What has happened after an action."""
     events: set[Event] = {(stage, action.kind, action.micro_batch)}
-    there = receiver(action.kind, stage, num_stages)
+    there = receiver(action.kind, stage, length)
     if action.kind.produces is not None and there is not None:
         events.add((there, action.kind.produces, action.micro_batch))
     return events

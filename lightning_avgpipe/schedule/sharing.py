@@ -58,6 +58,7 @@ class SimulatedLane:
         pieces: of an action of each kind; on a device that serves lanes in turns, or no other lane, one.
         turns: whose turn it is on its device, by stage; None: it takes none.
         iterations: so many follow one another; the micro-batches of all of them are numbered through.
+        count: M.
 
     Attributes:
         row: its actions in all iterations.
@@ -84,13 +85,13 @@ class SimulatedLane:
         pieces: Mapping[Kind, Pieces],
         turns: deque[int] | None = None,
         iterations: int = 1,
+        count: int = 0,
     ) -> None:
         self.turns = turns
         self.row, self.pipeline, self.stage, self.device, self.pieces = row, pipeline, stage, device, pieces
         self.length = len(row)
         self.others: Sequence[SimulatedLane] = ()
         if iterations > 1:
-            count = 1 + max(action.micro_batch for action in row)
             self.row = [Action(kind, t * count + i) for t in range(iterations) for kind, i in row]
         self.waits: dict[Kind, Direction] = {}
         self.receivers: dict[Kind, tuple[SimulatedLane, SimulatedLink]] = {}

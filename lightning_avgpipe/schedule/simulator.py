@@ -91,7 +91,7 @@ class Simulation:
         self._devices = tuple(devices)
         self._sizes = [schedule.num_microbatches for schedule in schedules]
         self.lanes = _lanes(schedules, costs, self._devices, sharing, iterations)
-        self._links = _connect(self.lanes, costs)
+        self._links = _connect(self.lanes, costs, schedules[0].length)
         # time, serial number (so that nothing else is compared), device and its version, or lane: when it may go on, or
         # if its device serves no other lane when its action ends
         self._events: list[tuple[float, int, Sharing | SimulatedLane, int]] = []
@@ -192,7 +192,16 @@ def _lanes(
     ]
     serving = {device: sharing() for device in devices if len(schedules) * devices.count(device) > 1}
     lanes = [
-        SimulatedLane(schedule.rows[k], n, k, serving.get(devices[k]), pieces[k], turns.get(k), iterations)
+        SimulatedLane(
+            schedule.rows[k],
+            n,
+            k,
+            serving.get(devices[k]),
+            pieces[k],
+            turns.get(k),
+            iterations,
+            schedule.num_microbatches,
+        )
         for n, schedule in enumerate(schedules)
         for turns in [turns_of(schedule, iterations)]
         for k in stages
@@ -202,15 +211,15 @@ def _lanes(
     return lanes
 
 
-def _connect(lanes: Sequence[SimulatedLane], costs: Costs) -> dict[tuple[Direction, int], SimulatedLink]:
+def _connect(lanes: Sequence[SimulatedLane], costs: Costs, length: int) -> dict[tuple[Direction, int], SimulatedLink]:
     """Tell lanes where messages come from and go to; returns the links by direction and hop."""
     links: dict[tuple[Direction, int], SimulatedLink] = {}
     by_place = {(lane.pipeline, lane.stage): lane for lane in lanes}
     for lane in lanes:
         for kind in lane.pieces:
-            if kind.consumes is not None and sender(kind, lane.stage, costs.num_stages) is not None:
+            if kind.consumes is not None and sender(kind, lane.stage, length) is not None:
                 lane.waits[kind] = kind.consumes
-            there = receiver(kind, lane.stage, costs.num_stages)
+            there = receiver(kind, lane.stage, length)
             if kind.produces is not None and there is not None:
                 receiving = by_place[lane.pipeline, there]
                 if all(action.kind.consumes != kind.produces for action in receiving.row):

@@ -18,7 +18,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, parse_limit
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.own import Builder
-from lightning_avgpipe.schedule.recipes import RECIPES
+from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
 from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.utils.allowed import (
     Allowed,
@@ -71,7 +71,7 @@ ALLOWED = {
     "processes_per_device": whole(1, 64, 2),
     "num_microbatches": whole(1, 1_000_000, 16, "auto"),
     "schedule": either(
-        choice(*RECIPES, "auto"),
+        choice(*TRAINING, "auto"),
         Allowed("a function (num_stages, num_microbatches) -> a row of actions for each stage", "'1f1b'", callable),
     ),
     "advance": whole(0, 1_000_000, 1, "auto"),

@@ -7,12 +7,17 @@ import pytest
 from lightning_avgpipe.engine.stage import check_runnable
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule import Action, Kind, Schedule, build
-from lightning_avgpipe.schedule.recipes import RECIPES
+from lightning_avgpipe.schedule.recipes import TRAINING
 
 
 def test_stages_can_run_every_schedule_that_can_be_built() -> None:
-    for name in RECIPES:
+    for name in TRAINING:
         check_runnable(build(name, 4, 4))
+
+
+def test_lines_of_stages_are_simulated_only() -> None:
+    with pytest.raises(ScheduleError, match=r"'chimera' has 2 lines of stages, .* can be simulated only"):
+        check_runnable(build("chimera", 4, 4))
 
 
 def test_a_schedule_with_another_kind_of_actions_is_refused() -> None:

@@ -31,10 +31,12 @@ def test_formulas_of_idleness_and_memory_are_true(name: str) -> None:
     recipe = RECIPES[name]
     for devices in (2, 4):
         v, m, h = 1 if recipe.needs == "any" else 2, 4 * devices, 1 if name == "advance_forward" else 0
+        f, few = v // recipe.lines, devices if recipe.where else m
         schedule = build(name, v * devices, m, h, devices)
-        timeline = simulate(schedule, StageCosts.uniform(v * devices, 1, 2))
-        names = {"K": v * devices, "D": devices, "M": m, "v": v, "h": h, "f": v, "i": v, "w": v, "b": 2 * v}
-        idle = timeline.iteration_s - 3 * v * m
+        costs = StageCosts.uniform(v * devices, 1, 2)
+        timeline = simulate(schedule, costs)
+        names = {"K": v * devices, "D": devices, "M": m, "v": v, "h": h, "f": f, "i": f, "w": f, "b": 2 * f}
+        idle = simulate(build(name, v * devices, few, h, devices), costs).iteration_s - 3 * f * few
         assert idle == pytest.approx(value(recipe.idle, **names), abs=1 if name == "dualpipev" else 1e-9)
         found = stashed(schedule) if schedule.turns else timeline.peak_stash
         assert list(found) == [value(recipe.stash, k=d, d=d, **names) for d in range(devices)]
@@ -46,4 +48,4 @@ def test_the_command_draws_every_schedule(name: str, tmp_path: Path, capsys: pyt
     assert main([name, "--stages", "4", "--microbatches", "4", "--text", "--output", str(picture)]) == 0
     assert picture.stat().st_size > 0
     out = capsys.readouterr().out
-    assert "stage 3 | F0" in out and " | FF" in out and "iteration " in out
+    assert "stage 0 | F0" in out and " | F" in out and "iteration " in out

@@ -11,7 +11,7 @@ from lightning_avgpipe.schedule import FORWARD, Action, Schedule, StageCosts, Ti
 from lightning_avgpipe.schedule.own import of_function, parse
 from lightning_avgpipe.schedule.recipes import RECIPES, devices_of
 
-SEVERAL = ("interleaved", "bfs", "zbv", "dualpipev")
+SEVERAL = ("interleaved", "bfs", "zbv", "dualpipev", "chimera")
 SIZES = list(itertools.product(range(1, 5), (2, 3, 4), range(1, 13)))  # processes, stages on each, micro-batches
 
 
@@ -48,6 +48,10 @@ def drawn(timeline: Timeline) -> list[str]:
 def test_every_size_is_complete_and_finishes(name: str) -> None:
     for devices, each, num_microbatches in SIZES:
         if RECIPES[name].needs == "v" and each != 2:
+            continue
+        if RECIPES[name].lines > num_microbatches:
+            with pytest.raises(ScheduleError, match="needs two at least, not 1"):
+                build(name, devices * each, num_microbatches, 0, devices)
             continue
         schedule = build(name, devices * each, num_microbatches, 0, devices)
         check(schedule)
@@ -99,6 +103,40 @@ def test_dualpipev_pairs_a_forward_of_one_stage_with_a_backward_of_the_other() -
     schedule = build("dualpipev", 8, 16)
     assert simulate(schedule, thirds(8)).iteration_s == 6 * 16 + 4
     assert max(stashed(schedule)) <= 9
+
+
+def test_in_chimera_micro_batches_go_both_ways() -> None:
+    schedule = build("chimera", 8, 4)
+    assert schedule.devices == (0, 1, 2, 3, 3, 2, 1, 0) and schedule.length == 4
+    assert [list(schedule.micro_batches(k)) for k in (0, 3, 4, 7)] == [[0, 2], [0, 2], [1, 3], [1, 3]]
+    assert drawn(simulate(schedule, StageCosts.uniform(8, 1, 1))) == [
+        "FF.fbfbB.B",
+        ".FfFfbBbB.",
+        ".fFfFBbBb.",
+        "ff.FBFBb.b",
+    ]
+    assert stashed(schedule) == [3, 4, 4, 3]
+
+
+@pytest.mark.parametrize("devices", [2, 4, 6, 8])
+def test_chimera_is_idle_for_d_minus_2_of_equal_actions_and_with_longer_backwards_for_as_many_of_them(
+    devices: int,
+) -> None:
+    for num_microbatches in (devices, 2 * devices, 4 * devices):
+        schedule = build("chimera", 2 * devices, num_microbatches)
+        timeline = simulate(schedule, StageCosts.uniform(2 * devices, 1, 1))
+        assert timeline.iteration_s == 2 * num_microbatches + devices - 2
+        assert max(stashed(schedule)) <= devices
+    timeline = simulate(build("chimera", 2 * devices, devices), thirds(2 * devices))
+    assert timeline.iteration_s == 3 * devices + 2 * (devices - 2)
+
+
+def test_lines_of_stages_do_not_disturb_each_other_over_several_iterations() -> None:
+    timeline = simulate(build("chimera", 4, 4), thirds(4), iterations=3)
+    assert len(timeline.spans) == 3 * 4 * 4
+    assert {(s.iteration, s.action.micro_batch % 2, s.stage // 2) for s in timeline.spans} == {
+        (t, line, line) for t in range(3) for line in range(2)
+    }
 
 
 @pytest.mark.parametrize(
@@ -160,3 +198,12 @@ def test_a_function_may_give_rows_as_text() -> None:
 def test_what_a_function_gives_is_checked(function: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         of_function(function, 2, 1)  # type: ignore[arg-type]
+
+
+def test_a_function_may_not_give_several_lines_of_stages() -> None:
+    with pytest.raises(ScheduleError, match=r"both\(4, 4\) has 2 lines of stages, .* simulated only"):
+
+        def both(num_stages: int, num_microbatches: int) -> Schedule:
+            return build("chimera", num_stages, num_microbatches)
+
+        of_function(both, 4, 4)
