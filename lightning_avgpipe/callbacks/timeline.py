@@ -69,6 +69,11 @@ class PipelineTimeline(Callback):
                 f"PipelineTimeline records the stages of a pipeline, but the strategy is "
                 f"{type(trainer.strategy).__name__}; use Trainer(strategy='avgpipe'), or remove the callback"
             )
+        if max(trainer.strategy.device_layout.stage_replicas, default=1) > 1:
+            raise ConfigurationError(
+                "PipelineTimeline draws one process for each stage, but with a list of replicas a stage has several; "
+                "remove the callback"
+            )
         picture.require_matplotlib()
         if trainer.strategy.whole is not None:
             rank_zero_warn(f"PipelineTimeline writes nothing: {type(pl_module).__name__} {trainer.strategy.whole}")

@@ -97,6 +97,9 @@ class Cluster:
             if stage_map.replicas > 1:
                 members = self._together(self._replicas(position, team), rank)
                 self.replicas = ReplicaGroup(members, replica, on_host=shares_devices)
+        for party in self._of_stages():
+            if rank in party.ranks:
+                self.replicas = ReplicaGroup(self._together(party, rank), party.ranks.index(rank))
         self._begin(None)  # there is nothing to watch before it is open
 
     # -- this process ------------------------------------------------------------------------------------------------
@@ -256,6 +259,7 @@ class Cluster:
     def _parties(self) -> Iterator[Party]:
         layout = self.stage_map.layout
         yield Party("world", self.world.ranks)
+        yield from self._of_stages()
         if len(layout) > 1:
             yield from (Party("group", ranks) for ranks in layout)
             yield Party("leaders", tuple(ranks[0] for ranks in layout))
@@ -270,6 +274,13 @@ class Cluster:
         # two processes of one device meet on the host: no communicator of devices can have a device twice
         ranks = [ranks[position] for ranks in self.stage_map.layout[replica :: self.stage_map.replicas]]
         return Party("teams", tuple(sorted(ranks)), on_host=self._shares_devices)
+
+    def _of_stages(self) -> Iterator[Party]:
+        """The replicas of single stages."""
+        for ranks in self.stage_map.layout:
+            for stage, count in enumerate(self.stage_map.stage_replicas):
+                if count > 1:
+                    yield Party("replicas", tuple(ranks[i] for i in self.stage_map.ranks(stage)), on_host=False)
 
     def _replicas(self, position: int, team: int) -> Party:
         count = self.stage_map.replicas

@@ -33,12 +33,14 @@ class DeviceLayout:
         nodes: how many there are.
         sharing: processes on each device.
         replicas: groups that train the same models.
+        stage_replicas: processes that share the micro-batches of each stage; empty: one process hosts whole stages.
     """
 
     devices: int
     nodes: int = 1
     sharing: int = 1
     replicas: int = 1
+    stage_replicas: tuple[int, ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -75,7 +77,7 @@ class DeviceLayout:
 
     def group_size(self, num_stages: int) -> int:
         """Processes that host K stages together."""
-        return min(num_stages, self.devices_of_replica)
+        return sum(self.stage_replicas) or min(num_stages, self.devices_of_replica)
 
     def groups(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
         """The ranks of each group, ascending; also the first ranks of all groups are.
@@ -98,5 +100,6 @@ class DeviceLayout:
     def __str__(self) -> str:
         nodes = f", num_nodes={self.nodes}" if self.nodes > 1 else ""
         shared = f", processes_per_device={self.sharing}" if self.sharing > 1 else ""
-        replicas = f", replicas={self.replicas}" if self.replicas > 1 else ""
+        replicas = f", replicas={list(self.stage_replicas) or self.replicas}"
+        replicas = replicas if self.stage_replicas or self.replicas > 1 else ""
         return f"devices={self.devices}{nodes}{shared}{replicas}"

@@ -9,6 +9,9 @@
     K = 2 stages on 4 processes       group 0: stage 0 on rank 1, stage 1 on rank 0
                                       group 1: stage 0 on rank 3, stage 1 on rank 2
     with replicas = 2                 both groups are a team: they train the same models
+
+    K = 2 stages with 3 and 1 replicas    stage 0 on ranks 1, 2, 3      stage 1 on rank 0
+                              micro-batches    0 3 ..  1 4 ..  2 5 ..             all
     ranks of a stage map are those within a group; its layout gives those among all processes
 
 Processes that share devices are in different groups, so that no connection between devices has one of them twice.
@@ -16,6 +19,8 @@ Processes that share devices are in different groups, so that no connection betw
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_avgpipe.comm.device_layout import DeviceLayout
@@ -36,6 +41,8 @@ class StageMap:
         replicas: groups that train the same models, each on its share of the data; they are a *team*, and teams train
             other models. Groups of a team follow each other.
         placement: how several stages are placed on each process: in a ``"loop"``, or there and back, as a ``"v"``.
+        stage_replicas: of a group the processes that share the micro-batches of each stage, in turns; shape ``(K,)``,
+            1 for the last stage. Empty: each process hosts whole stages.
     """
 
     num_stages: int
@@ -43,6 +50,7 @@ class StageMap:
     reader: int = 0
     replicas: int = 1
     placement: Placement = "loop"
+    stage_replicas: tuple[int, ...] = ()
 
     @classmethod
     def on(
@@ -54,6 +62,8 @@ class StageMap:
             ConfigurationError: K is neither a multiple nor a divisor of the number of devices that a replica has; the
                 groups are no multiple of the replicas.
         """
+        if device_layout.stage_replicas:
+            return cls._with_stage_replicas(device_layout, num_stages, reader)
         devices, replicas = device_layout.devices_of_replica, device_layout.replicas
         if num_stages % devices and devices % num_stages:
             each = " of each replica" if replicas > 1 else ""
@@ -70,6 +80,24 @@ class StageMap:
                 "another number of replicas or stages"
             )
         return cls(num_stages, layout, reader, replicas, placement)
+
+    @classmethod
+    def _with_stage_replicas(cls, device_layout: DeviceLayout, num_stages: int, reader: int) -> StageMap:
+        counts = device_layout.stage_replicas
+        asked = f"replicas={list(counts)}"
+        if len(counts) != num_stages:
+            raise ConfigurationError(f"{asked} names {len(counts)} stages, but num_stages={num_stages}")
+        if counts[-1] != 1:
+            raise ConfigurationError(
+                f"{asked}: the last stage, which computes losses, has one replica; use replicas={[*counts[:-1], 1]}, "
+                f"or equal replicas of the whole pipeline (replicas={max(counts)})"
+            )
+        if device_layout.num_devices % sum(counts) or device_layout.sharing > 1:
+            raise ConfigurationError(
+                f"{asked} needs {sum(counts)} devices, or a multiple, with one process each, but there are "
+                f"{device_layout.num_devices} with {device_layout.sharing}"
+            )
+        return cls(num_stages, device_layout.groups(num_stages), reader, stage_replicas=counts)
 
     @property
     def group_size(self) -> int:
@@ -101,13 +129,27 @@ class StageMap:
         return self.owner(self.num_stages - 1)
 
     def ranks(self, stage: int) -> tuple[int, ...]:
-        """The processes of a group that host a stage."""
+        """The processes of a group that host a stage; those that share its micro-batches in order."""
+        if self.stage_replicas:
+            first = sum(self.stage_replicas[stage + 1 :])
+            return tuple(range(first, first + self.stage_replicas[stage]))
         back, rank = divmod(self.num_stages - 1 - stage, self.group_size)
         return (self.group_size - 1 - rank if self.placement == "v" and back % 2 else rank,)
 
     def owner(self, stage: int) -> int:
         """The first of them, from which others get what the stage has."""
         return self.ranks(stage)[0]
+
+    def share(self, stage: int, rank: int) -> tuple[int, int]:
+        """Which micro-batches of a stage a process has: every n-th from the first, as ``(first, n)``."""
+        ranks = self.ranks(stage)
+        return ranks.index(rank), len(ranks)
+
+    def meetings(self, stage: int, other: int) -> Iterator[tuple[int, int]]:
+        """Pairs of processes of two stages that have micro-batches in common."""
+        here, there = self.ranks(stage), self.ranks(other)
+        common = math.lcm(len(here), len(there))
+        yield from ((here[i % len(here)], there[i % len(there)]) for i in range(common))
 
     def owners(self) -> list[int]:
         """Of all stages, shape ``(K,)``."""
@@ -126,6 +168,9 @@ class StageMap:
         number, position = self.position(rank)
         stages = self.stages(position)
         group = f" of group {number}" if self.num_groups > 1 else ""
+        if self.stage_replicas:
+            replica, count = self.share(stages[0], position)
+            group = f", replica {replica}{group}" if count > 1 else group
         if self.replicas > 1:
             group = f" of replica {number}" if self.num_teams == 1 else f"{group}, replica {self.team(number)[1]}"
         return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}{group})"

@@ -12,6 +12,7 @@ from lightning_avgpipe.comm.channel import Inbox, MemoryChannel, Outbox
 from lightning_avgpipe.comm.network import Network
 from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.turns import TurnsInbox, TurnsOutbox
 from lightning_avgpipe.comm.waits import Waits
 
 __all__ = ["Ends", "Transport"]
@@ -68,10 +69,11 @@ class Transport:
                 waits = f"waits for the other processes to connect pipeline {pipeline}"
                 self._waits.run(partial(self._connect, pipeline), waits)
             for edge in self._edges(pipeline):
-                if edge.source in self._stages:
-                    self.outbox(self._route(edge, self._group))
-                if edge.target in self._stages:
-                    self.inbox(self._route(edge, self._group))
+                for route in self._routes(edge, self._group):
+                    if route.source == self._rank:
+                        self.outbox(route)
+                    if route.target == self._rank:
+                        self.inbox(route)
             self._num_pipelines += 1
 
     def rearrange(self, stage_map: StageMap) -> None:
@@ -84,7 +86,10 @@ class Transport:
         self.widen(num_pipelines)
 
     def inbox(self, what: Edge | Route) -> Inbox:
-        """The receiving end of a channel, here; open from now on. What it belongs to is connected."""
+        """The receiving end of a channel, here; open from now on. What it belongs to is connected.
+
+        That of a hop is the channel between the first replicas of its stages.
+        """
         route = what if isinstance(what, Route) else self._route(what, self._group)
         if route not in self._inboxes:
             self._open(route)
@@ -101,10 +106,33 @@ class Transport:
         """The channels of a stage of this process."""
         first, last = stage == 0, stage == self._stage_map.num_stages - 1
         return Ends(
-            values=None if first else self.inbox(Edge(pipeline, stage - 1, "forward")),
-            to_next=None if last else self.outbox(Edge(pipeline, stage, "forward")),
-            gradients=None if last else self.inbox(Edge(pipeline, stage, "backward")),
-            to_previous=None if first else self.outbox(Edge(pipeline, stage - 1, "backward")),
+            values=None if first else self._from(Edge(pipeline, stage - 1, "forward")),
+            to_next=None if last else self._to(Edge(pipeline, stage, "forward")),
+            gradients=None if last else self._from(Edge(pipeline, stage, "backward")),
+            to_previous=None if first else self._to(Edge(pipeline, stage - 1, "backward")),
+        )
+
+    def _from(self, edge: Edge) -> Inbox:
+        """What a stage receives, from each replica of the other stage in its turn."""
+        ranks = self._stage_map.layout[self._group]
+        first, step = self._stage_map.share(edge.target, ranks.index(self._rank))
+        sources = [ranks[source] for source in self._stage_map.ranks(edge.source)]
+        if step == len(sources) == 1:
+            return self.inbox(edge)
+        turns = [sources[(first + n * step) % len(sources)] for n in range(len(sources))]
+        inboxes = {source: self.inbox(Route(edge, source, self._rank)) for source in turns}
+        return TurnsInbox([inboxes[source] for source in turns])
+
+    def _to(self, edge: Edge) -> Outbox:
+        """Where a stage sends, to each replica of the other stage in its turn."""
+        ranks = self._stage_map.layout[self._group]
+        first, step = self._stage_map.share(edge.source, ranks.index(self._rank))
+        targets = [ranks[target] for target in self._stage_map.ranks(edge.target)]
+        if step == len(targets) == 1:
+            return self.outbox(edge)
+        met = {(first + n * step) % len(targets) for n in range(len(targets))}
+        return TurnsOutbox(
+            {turn: self.outbox(Route(edge, self._rank, targets[turn])) for turn in sorted(met)}, len(targets)
         )
 
     def close(self, limit_s: float) -> None:
@@ -128,15 +156,20 @@ class Transport:
     def _connect(self, pipeline: int) -> None:
         for group in range(self._stage_map.num_groups):
             for edge in self._edges(pipeline):
-                route = self._route(edge, group)
-                if route.source != route.target:
-                    self._network.connect(route)
+                for route in self._routes(edge, group):
+                    if route.source != route.target:
+                        self._network.connect(route)
 
     def _edges(self, pipeline: int) -> Iterator[Edge]:
         for hop in range(self._stage_map.num_stages - 1):
             # two hops between the same processes (several stages per process) need two connections as well
             yield Edge(pipeline, hop, "forward")
             yield Edge(pipeline, hop, "backward")
+
+    def _routes(self, edge: Edge, group: int) -> Iterator[Route]:
+        ranks = self._stage_map.layout[group]
+        for source, target in self._stage_map.meetings(edge.source, edge.target):
+            yield Route(edge, ranks[source], ranks[target])
 
     def _route(self, edge: Edge, group: int) -> Route:
         ranks = self._stage_map.layout[group]

@@ -22,7 +22,7 @@ from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.stage import Stage, Task, check_runnable
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
-from lightning_avgpipe.schedule import Schedule, num_forward_only
+from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only
 from lightning_avgpipe.schedule.rules import check_hosted, turns_of
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
@@ -195,9 +195,11 @@ class Pipeline:
             # the first stage that trains has nobody to send gradients to
             to_previous = ends.to_previous if stage.program.stage > frozen else None
             lane = Lane(stage, ends.values, ends.to_next, ends.gradients, to_previous, task, self.place)
-            lane.begin(schedule.rows[stage.program.stage], observers, turns.get(stage.program.stage))
+            share = self._cluster.stage_map.share(stage.program.stage, self._cluster.rank)
+            row = in_turn(schedule.rows[stage.program.stage], *share)
+            lane.begin(row, observers, turns.get(stage.program.stage))
             lanes.append(lane)
-            stage.begin(schedule.rows[stage.program.stage], frozen)
+            stage.begin(row, frozen)
         return lanes
 
     def outcome(self, step: str, num_microbatches: int) -> Outcome:

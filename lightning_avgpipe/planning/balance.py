@@ -83,6 +83,7 @@ def cut_balanced(
     num_stages: int,
     memory: Memory | None = None,
     whole: Mapping[str, str] | None = None,
+    replicas: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Cuts that make the slowest stage or transfer as fast as possible; of these, the evenest with the least traffic.
 
@@ -95,6 +96,7 @@ def cut_balanced(
         num_stages: K.
         memory: limits the stages, and tells the sizes of parameters, of which a cut may make copies.
         whole: unit -> why it cannot be opened, for messages.
+        replicas: of each stage, which share its micro-batches; empty: one of each.
     Returns:
         K-1 increasing positions.
     Raises:
@@ -108,7 +110,7 @@ def cut_balanced(
         raise _too_few_cuts(graph, costs, num_stages, len(legal), whole or {})
     positions = [0, *(gap.position for gap in legal), len(graph.nodes)]
     ranges = Ranges.of(graph, costs, positions, num_stages, memory)
-    stages = [ranges.times(k) for k in range(num_stages)]
+    stages = [ranges.times(k) / count for k, count in enumerate(replicas or (1,) * num_stages)]
     bottleneck = least_bottleneck(stages, ranges.transfer)
     if not np.isfinite(bottleneck):
         raise _too_little_memory(graph, ranges, positions)

@@ -26,7 +26,8 @@ class StagePlan:
         states: full names of the buffers that it changes.
         num_parameters: elements of these parameters.
         share: its part of the time of all stages, 0..1.
-        forward: time of one micro-batch; seconds if the costs were measured, else counted operations.
+        forward: time of one micro-batch, divided by the replicas of the stage; seconds if the costs were measured, else
+            counted operations.
         backward: the same for the backward, with the forward before it where that is repeated.
         memory: bytes that it needs, estimated.
         sends: values that cross to the next stage; empty for the last.
@@ -168,7 +169,12 @@ class Plan:
 
 
 def make_plan(
-    graph: CallGraph, cuts: Sequence[int], costs: Costs, sizes: Mapping[str, int], memory: Memory | None = None
+    graph: CallGraph,
+    cuts: Sequence[int],
+    costs: Costs,
+    sizes: Mapping[str, int],
+    memory: Memory | None = None,
+    replicas: Sequence[int] = (),
 ) -> Plan:
     """Describe the stages between the cuts.
 
@@ -178,6 +184,7 @@ def make_plan(
         costs: for the time shares.
         sizes: full name of each parameter -> number of elements.
         memory: for what the stages need of it.
+        replicas: of each stage, over which its time is divided; empty: one of each.
     """
     bounds = [0, *cuts, len(graph.nodes)]
     memory = memory or Memory()
@@ -185,6 +192,8 @@ def make_plan(
     forward = [sum(costs.forward[start:end]) for start, end in itertools.pairwise(bounds)]
     backward = [sum(costs.backward[start:end]) for start, end in itertools.pairwise(bounds)]
     backward = [b + f * memory.is_repeated(k) for k, (f, b) in enumerate(zip(forward, backward, strict=True))]
+    for k, count in enumerate(replicas):
+        forward[k], backward[k] = forward[k] / count, backward[k] / count
     total = sum(forward) + sum(backward) or 1.0
     stages = []
     for k, (start, end) in enumerate(itertools.pairwise(bounds)):

@@ -93,6 +93,7 @@ class Planner:
         cache: of measured costs; None measures every time.
         memory_limit: bytes that each stage may use.
         recompute: what is repeated before, or in, a backward.
+        replicas: of each stage, which share its micro-batches; empty: one of each.
     """
 
     module: nn.Module
@@ -104,6 +105,7 @@ class Planner:
     cache: CostCache | None = None
     memory_limit: float = math.inf
     recompute: Recompute = Recompute()  # noqa: RUF009
+    replicas: Sequence[int] = ()
 
     @property
     def measures(self) -> bool:
@@ -132,7 +134,7 @@ class Planner:
         except PartitionError as error:
             _log.debug("%s runs on the last stage until training begins: %s", step, error)
             graph = self.capture(step, run, args, initial_units(self.module, self.observers))
-            return make_plan(graph, (0,) * (self.num_stages - 1), planner._counted(graph), self._sizes())
+            return self._made(graph, (0,) * (self.num_stages - 1), planner._counted(graph))
 
     def plan(
         self,
@@ -166,7 +168,7 @@ class Planner:
             graph = self.capture(step, run, args, units)
             cuts = cut_at(graph, self.split_points, self.num_stages)
             costs = (measured if self.measures else self._counted)(graph)
-            plan = make_plan(graph, cuts, costs, self._sizes(), memory)
+            plan = self._made(graph, cuts, costs, memory)
         else:
             graph = self.capture(step, run, args, units)
             counted = replace(memory, limit=math.inf, weights={}) if self.measures else memory
@@ -222,7 +224,7 @@ class Planner:
         if not closed.is_met_by(graph, plan.cuts):  # the step tells its parts apart, say by an attribute they set
             _log.debug("%s needs its units open: %s", step.name, ", ".join(plan.graph.units))
             return plan
-        return make_plan(graph, closed.cuts(plan.cuts), closed.costs(costs), self._sizes(), memory)
+        return self._made(graph, closed.cuts(plan.cuts), closed.costs(costs), memory)
 
     def _refined(
         self,
@@ -266,8 +268,8 @@ class Planner:
     def _attempt(self, graph: CallGraph, costs: Costs, memory: Memory) -> tuple[Plan | None, PartitionError | None]:
         """The best plan for this graph, or why there is none."""
         try:
-            cuts = cut_balanced(graph, costs, self.num_stages, memory, self._whole(graph))
-            return make_plan(graph, cuts, costs, self._sizes(), memory), None
+            cuts = cut_balanced(graph, costs, self.num_stages, memory, self._whole(graph), self.replicas)
+            return self._made(graph, cuts, costs, memory), None
         except PartitionError as error:
             return None, error
 
@@ -305,8 +307,9 @@ class Planner:
             unit for unit, weight in weights.items() if weight >= limit and divisible(self.module, unit, self.observers)
         ]
 
-    def _sizes(self) -> dict[str, int]:
-        return {name: parameter.numel() for name, parameter in self.module.named_parameters()}
+    def _made(self, graph: CallGraph, cuts: Sequence[int], costs: Costs, memory: Memory | None = None) -> Plan:
+        sizes = {name: parameter.numel() for name, parameter in self.module.named_parameters()}
+        return make_plan(graph, cuts, costs, sizes, memory, self.replicas)
 
 
 def _unevenness(plan: Plan) -> float:

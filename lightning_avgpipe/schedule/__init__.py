@@ -12,7 +12,7 @@ needs torch.
 
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.advance import first_advance, stepped_warm_up, uneven_steps
-from lightning_avgpipe.schedule.builders import check, from_warm_up, warm_up
+from lightning_avgpipe.schedule.builders import check, from_warm_up, in_turn, warm_up, with_replicas
 from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.forward_only import forward_only, num_forward_only
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind
@@ -43,6 +43,7 @@ __all__ = [
     "first_advance",
     "forward_only",
     "from_warm_up",
+    "in_turn",
     "num_forward_only",
     "of_function",
     "peak_stash",
@@ -50,4 +51,5 @@ __all__ = [
     "stepped_warm_up",
     "uneven_steps",
     "warm_up",
+    "with_replicas",
 ]

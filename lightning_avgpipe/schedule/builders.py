@@ -23,7 +23,17 @@ from lightning_avgpipe.schedule.forward_only import num_forward_only
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
 from lightning_avgpipe.schedule.rules import Event, course, courses, in_words, needs, results, trains, turns_of, urgency
 
-__all__ = ["NAMES", "ZERO_BUBBLE", "check", "check_sizes", "formula", "from_warm_up", "warm_up"]
+__all__ = [
+    "NAMES",
+    "ZERO_BUBBLE",
+    "check",
+    "check_sizes",
+    "formula",
+    "from_warm_up",
+    "in_turn",
+    "warm_up",
+    "with_replicas",
+]
 
 NAMES = ("advance_forward", "1f1b", "afab", "forward")
 LOOPED = ("interleaved", "bfs", "zbv", "dualpipev")  # of several stages on each process, see ``recipes``
@@ -125,6 +135,27 @@ def from_warm_up(
                 f"backward after {here + 1}; the warm-up must not increase from stage to stage:\n{schedule}"
             )
     return schedule
+
+
+def with_replicas(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
+    """The schedule for stages whose replicas take micro-batches in turns: each is as far ahead as a stage of its own.
+
+    Args:
+        schedule: of forwards and backwards by warm-ups.
+        replicas: of each stage, shape ``(num_stages,)``; empty: one of each.
+    """
+    if max(replicas, default=1) == 1 or schedule.name == "forward":
+        return schedule
+    steps = [here - after for here, after in itertools.pairwise(schedule.warm_up)]
+    ahead = [schedule.warm_up[-1]]
+    for step, count in reversed(list(zip(steps, replicas[:-1], strict=True))):
+        ahead.append(ahead[-1] + step * count)
+    return from_warm_up(ahead[::-1], schedule.num_microbatches, schedule.name)
+
+
+def in_turn(row: Sequence[Action], first: int, every: int) -> tuple[Action, ...]:
+    """Of a stage's row what one replica does: every n-th micro-batch from the first."""
+    return tuple(action for action in row if action.micro_batch % every == first)
 
 
 def _row(warm_up: int, num_microbatches: int, behind: int | None) -> Iterator[Action]:

@@ -20,6 +20,7 @@ from lightning_avgpipe.capture.units import split_units
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
+from lightning_avgpipe.schedule.builders import NAMES
 from lightning_avgpipe.schedule.own import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.utils.packages import check_callbacks
@@ -57,6 +58,8 @@ def options(given: Options) -> None:
             f"advance={given.advance} has no meaning for schedule={given.schedule!r}; use schedule='advance_forward', "
             "or advance=0"
         )
+    if given.stage_replicas:
+        _stage_replicas(given)
     if given.loss_weight is not None and given.loss_reduction == "sum":
         raise ConfigurationError(
             "loss_weight says what micro-batches count in a mean, but loss_reduction='sum' adds their losses up; leave "
@@ -127,6 +130,23 @@ def rolling(running: pl.Trainer, given: Options, num_groups: int, world_size: in
                 )
 
 
+def _stage_replicas(given: Options) -> None:
+    counts = list(given.stage_replicas)
+    if given.num_stages not in ("auto", len(counts)):
+        raise ConfigurationError(f"replicas={counts} names {len(counts)} stages, but num_stages={given.num_stages}")
+    refused = {
+        "schedule": (given.schedule not in NAMES, "forwards and backwards by warm-ups; use schedule='advance_forward'"),
+        "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file; use False"),
+        "rolling": (given.rolling, "models that step together; use False"),
+    }
+    for name, (set_, needed) in refused.items():
+        if set_:
+            raise ConfigurationError(
+                f"replicas={counts} and {name}={getattr(given, name)!r}: replicas of single stages need {needed}, or "
+                "replicate whole pipelines (replicas=2)"
+            )
+
+
 def _try_outer(outer_optimizer: Any) -> None:
     """Step a parameter with it that nobody else has."""
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
@@ -158,6 +178,8 @@ def without_effect(given: Options) -> None:
 
 def processes(num_stages: int, layout: DeviceLayout) -> None:
     """Check that the stages fit the devices of a replica: several on each, or one on each of a group."""
+    if layout.stage_replicas:
+        return
     world_size, each = layout.devices_of_replica, " of each replica" if layout.replicas > 1 else ""
     if num_stages >= world_size:
         if num_stages % world_size:
@@ -193,7 +215,7 @@ def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int) 
     asked = {
         "num_microbatches": (given.splits, "a batch is not split; use num_microbatches='auto', and a smaller batch"),
         "num_pipelines": (given.num_pipelines > 1, "there is one model; use num_pipelines=1"),
-        "replicas": (given.replicas > 1, "there is one copy of the model; use replicas=1, or strategy='ddp'"),
+        "replicas": (given.replicas != 1, "there is one copy of the model; use replicas=1, or strategy='ddp'"),
         "processes_per_device": (given.processes_per_device > 1, "there is one model; use processes_per_device=1"),
         "num_stages": (num_groups > 1, "more devices than stages train parallel models; use num_stages='auto'"),
         "recompute": (bool(given.recompute), "nothing is repeated; use torch.utils.checkpoint inside of a submodule"),

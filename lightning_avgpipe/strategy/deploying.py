@@ -47,6 +47,7 @@ def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before
         costs="flops" if on_meta(module) else options.costs,  # what has no contents cannot be timed
         cache=options.cache,
         recompute=chosen(module, options.recompute),
+        replicas=options.stage_replicas,
         **planned(connection, options),
     )
     origin = take_origin(module, cluster, seed, before)
@@ -92,6 +93,8 @@ def announce(plan: Plan, cluster: Cluster) -> None:
     stage_map = cluster.stage_map
     groups = f", {stage_map.replicas} replicas" if stage_map.replicas > 1 else ""
     groups += f", {stage_map.num_teams} groups of them" if stage_map.num_teams > 1 else ""
+    if any(count > 1 for count in stage_map.stage_replicas):
+        groups += f", {' + '.join(map(str, stage_map.stage_replicas))}"
     size = cluster.group.world_size
     processes = "one process" if size == 1 else f"{size} processes"
     rank_zero_info(f"\n{cluster.stage_map.num_stages} stages on {processes}{groups}:\n{plan}")

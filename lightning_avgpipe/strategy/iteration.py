@@ -115,7 +115,9 @@ class Iterations:
         if not outcomes:  # all is skipped, and nothing is known of the step yet
             models.skipped = frozenset(range(len(works)))
             return None
-        skipped = [len(found.skipped) == len(works[n]) for n, found in enumerate(outcomes)]
+        first, every = self.cluster.stage_map.share(self.cluster.stages[-1], self.cluster.rank)
+        own = [len(range(first, len(parts), every)) for parts in works]  # of the micro-batches
+        skipped = [len(found.skipped) == own[n] for n, found in enumerate(outcomes)]
         if trains and self.schedule_control.frozen and self.cluster.group.world_size > 1:
             skipped = self.cluster.control_channel.publish(skipped)  # no gradient tells the first stages
         models.skipped = frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
@@ -130,7 +132,6 @@ class Iterations:
                 self.deployment.sum_copied_gradients()
             if self.verifier is not None and self.verifier.active:
                 self.verifier.compare()
-        if trains:
             fed = models.synchronise(len(works), steps=not self.trainer.fit_loop._should_accumulate())
             models.after_backwards(nothing if result is None else loss_in(result), fed)
         return None if 0 in models.skipped else result

@@ -64,10 +64,19 @@ MEMORY = Allowed(
     _is_memory,
 )
 
+_COUNT = whole(1, 1024, 2)
+
 ALLOWED = {
     "num_stages": whole(1, 1024, 4, "auto"),
     "num_pipelines": whole(1, 1024, 2),
-    "replicas": whole(1, 1024, 2),
+    "replicas": either(
+        _COUNT,
+        Allowed(
+            "a list with the number of replicas of each stage, 1 for the last",
+            "[3, 1]",
+            lambda value: isinstance(value, (list, tuple)) and bool(value) and all(map(_COUNT.accepts, value)),
+        ),
+    ),
     "processes_per_device": whole(1, 64, 2),
     "num_microbatches": whole(1, 1_000_000, 16, "auto"),
     "schedule": either(
@@ -132,7 +141,7 @@ class Options:
 
     num_stages: int | Literal["auto"]
     num_pipelines: int
-    replicas: int
+    replicas: int | Sequence[int]
     processes_per_device: int
     num_microbatches: int | Literal["auto"]
     schedule: str | Builder
@@ -208,6 +217,11 @@ class Options:
             )
             return None
         return CostCache(directory)
+
+    @property
+    def stage_replicas(self) -> tuple[int, ...]:
+        """Replicas of each stage; empty if pipelines are replicated as a whole."""
+        return () if isinstance(self.replicas, int) else tuple(self.replicas)
 
     @property
     def splits(self) -> bool:

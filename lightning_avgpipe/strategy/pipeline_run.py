@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.engine.observer import Observers
@@ -134,7 +135,7 @@ class PipelineRun:
             self.models.in_turn = self.iterations.step_in_turn
             self.state.settle = self.iterations.drain
             self._undo.enter_context(changes.rolling(trainer, self.iterations, self.batches))
-        if fitting and cluster.replicas is not None:
+        if fitting and options.replicas != 1:
             request.refuse(options.verify, "with replicas each has but a share of the batch that counts")
         elif fitting:
             self._verifier = self.iterations.verifier = request.verifier(self._subject(), options.verify)
@@ -191,6 +192,16 @@ class PipelineRun:
                 f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
                 "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
                 "num_microbatches=1 it goes from batch to batch, as on one device"
+            )
+
+        counts = self.cluster.stage_map.stage_replicas
+        shared = [n for k, stage in enumerate(plan.stages) if counts and counts[k] > 1 for n in stage.states]
+        if shared:
+            rank_zero_warn(
+                f"{plan.graph.step} changes '{shared[0]}'"
+                + (f" and {len(shared) - 1} other buffers" if len(shared) > 1 else "")
+                + f" on stages with replicas={list(counts)}: each replica does so for its own micro-batches, and what "
+                "the first one has is kept"
             )
 
     def teardown(self) -> None:

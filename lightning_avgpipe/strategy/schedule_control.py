@@ -35,14 +35,17 @@ from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.model_memory import holdings_of_models
 from lightning_avgpipe.planning.planner import stage_costs
 from lightning_avgpipe.schedule import (
+    Action,
     Schedule,
     build,
     first_advance,
     forward_only,
     from_warm_up,
+    in_turn,
     peak_stash,
     stepped_warm_up,
     uneven_steps,
+    with_replicas,
 )
 from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
 from lightning_avgpipe.schedule.choice import SAFEST, fastest
@@ -258,8 +261,10 @@ class ScheduleControl:
             for number, stage, *values in footprints:
                 if number < self._of_plan:
                     continue
-                self._footprints[self._iterations[number].shape][stage] = Footprint(*values)
-                self._measured[stage] = values[0]
+                replica, _ = self._cluster.stage_map.share(stage, rank)
+                if replica == 0:  # the others have as many micro-batches, or one less
+                    self._footprints[self._iterations[number].shape][stage] = Footprint(*values)
+                self._measured[stage] = max(values[0], self._measured.get(stage, 0)) if replica else values[0]
         return self._decide() if self._cluster.rank == 0 else None
 
     def accept(self, news: Decisions) -> None:
@@ -293,11 +298,14 @@ class ScheduleControl:
     def _schedule_of(self, shape: IterationShape, advance: int) -> Schedule:
         if self._adapts:
             schedule = from_warm_up(self._warm_up(shape, advance), shape.num_microbatches, str(self._given))
-            return forward_only(schedule, self.frozen)
+            return forward_only(self._shared(schedule), self.frozen)
         key = shape.num_stages, shape.num_microbatches, self._fixed
         if key not in self._built:
-            self._built[key] = self._build(*key)
+            self._built[key] = self._shared(self._build(*key))
         return forward_only(self._built[key], self.frozen)
+
+    def _shared(self, schedule: Schedule) -> Schedule:
+        return with_replicas(schedule, self._cluster.stage_map.stage_replicas)
 
     def _build(self, num_stages: int, num_microbatches: int, advance: int) -> Schedule:
         if not isinstance(self._given, str):
@@ -347,11 +355,15 @@ class ScheduleControl:
         """Where memory is not measured, go by the plan's estimates, which were made for this schedule."""
         for k, (stage, flights) in enumerate(zip(plan.stages, peak_stash(schedule), strict=True)):
             stash = (stage.memory.stash + stage.memory.boundary) // flights if flights else 0
-            self._footprints[shape][k] = Footprint.estimated(stage.memory.held, stash, schedule[k])
+            self._footprints[shape][k] = Footprint.estimated(stage.memory.held, stash, self._row(schedule, k))
 
     def _predicted_peak(self, shape: IterationShape, advance: int) -> list[float]:
         schedule, footprints = self._schedule_of(shape, advance), self._footprints[shape]
-        return [footprints[k].predicted(schedule[k]) for k in range(shape.num_stages)]
+        return [footprints[k].predicted(self._row(schedule, k)) for k in range(shape.num_stages)]
+
+    def _row(self, schedule: Schedule, stage: int) -> Sequence[Action]:
+        """Of a stage, or of its first replica."""
+        return in_turn(schedule[stage], 0, len(self._cluster.stage_map.ranks(stage)))
 
     def _decide(self) -> Decisions:
         """Take in what has arrived from all ranks, in order; what is new goes to all of them."""

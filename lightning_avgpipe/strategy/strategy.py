@@ -87,7 +87,8 @@ class AvgPipeStrategy(ParallelStrategy):
             the batches of all, so the gradient is that of these as one batch. Each copy normalises its own
             micro-batches, and what steps change (running means) is that of the first copy, as with ddp. In evaluation
             every copy has all data. If there are more groups, ``replicas`` of them train the same models, and the next
-            ones others.
+            ones others. A list replicates single stages, as ``[3, 1]`` on four devices: the replicas of a stage take
+            its micro-batches in turns and sum their gradients, so nothing but the rounding of that sum depends on them.
         processes_per_device: groups that share the same devices, each with processes of its own: ``devices=2``,
             ``processes_per_device=2`` are four processes, two groups of two stages. They train what as many pipelines
             of one process do, with the same numbers, as the AvgPipe paper arranges it. It is for kernels too small for
@@ -210,7 +211,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self,
         num_stages: Count | Literal["auto"] = "auto",
         num_pipelines: Count = 1,
-        replicas: Count = 1,
+        replicas: Count | list[Count] = 1,
         processes_per_device: Count = 1,
         num_microbatches: Count | Literal["auto"] = "auto",
         schedule: Literal[
@@ -298,7 +299,9 @@ class AvgPipeStrategy(ParallelStrategy):
     def device_layout(self) -> DeviceLayout:
         """Of all processes on devices."""
         devices = len(self.parallel_devices) if self.parallel_devices is not None else 1
-        return DeviceLayout(devices, self.num_nodes, self._options.processes_per_device, self._options.replicas)
+        replicas, of_stages = self._options.replicas, self._options.stage_replicas
+        replicas = replicas if isinstance(replicas, int) else 1
+        return DeviceLayout(devices, self.num_nodes, self._options.processes_per_device, replicas, of_stages)
 
     @property
     def num_processes(self) -> int:
@@ -392,7 +395,8 @@ class AvgPipeStrategy(ParallelStrategy):
     def num_stages(self) -> int:
         """K."""
         wanted = self._options.num_stages
-        return self.device_layout.devices_of_replica if wanted == "auto" else wanted
+        automatic = len(self._options.stage_replicas) or self.device_layout.devices_of_replica
+        return automatic if wanted == "auto" else wanted
 
     @property
     def schedule(self) -> str | Callable[[int, int], Any]:
@@ -407,7 +411,7 @@ class AvgPipeStrategy(ParallelStrategy):
     @property
     def num_models(self) -> int:
         """Parallel models of all groups; replicas train the same ones."""
-        return self.num_pipelines * self.num_groups // self._options.replicas
+        return self.num_pipelines * self.num_groups // self.replicas
 
     @property
     def timeout(self) -> timedelta:
@@ -422,7 +426,7 @@ class AvgPipeStrategy(ParallelStrategy):
     @property
     def replicas(self) -> int:
         """Groups that train the same models, each on its share of the data."""
-        return self._options.replicas
+        return self.device_layout.replicas
 
     @property
     def save_replicas(self) -> bool:
@@ -734,6 +738,11 @@ class AvgPipeStrategy(ParallelStrategy):
                 "reconfigure: with one device, one stage, one micro-batch and one pipeline this run began as with "
                 "strategy='auto', and has no pipeline to change; begin with 2 or more of stages, micro-batches or "
                 "pipelines"
+            )
+        if self._options.stage_replicas and (num_stages is not None or split_points is not None):
+            raise ConfigurationError(
+                f"reconfigure: replicas={list(self._options.stage_replicas)} stay where they are, and so do their "
+                "stages; begin with the stages that you want"
             )
         if module is not None:
             checks.trainer(module.trainer, self.world_size, wanted.num_pipelines)

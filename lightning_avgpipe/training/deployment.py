@@ -24,6 +24,7 @@ from lightning_avgpipe.planning.model_memory import state_copies
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.training.kept import check_movable
+from lightning_avgpipe.training.replicas import check_shared
 from lightning_avgpipe.training.state import (
     full_ensemble_state,
     full_state_dict,
@@ -108,7 +109,7 @@ class Deployment:
         rank = self._cluster.rank
         used = self.plan.stages_of
         here = dict(self._module.named_parameters())
-        others = {name for name in here if any(self._cluster.stage_map.owner(k) != rank for k in used.get(name, ()))}
+        others = {name for name in here if any(self._cluster.stage_map.ranks(k) != (rank,) for k in used.get(name, ()))}
         changed = frozenset().union(*(self.pipeline.graph(step).changed for step in self.pipeline.steps))
         return changed.difference(here, (n for n in changed if self._owner.get(n, rank) == rank)) | others
 
@@ -213,6 +214,7 @@ class Deployment:
             models = 1 if self.ensemble is None else self.ensemble.size
             new = self._cluster.stage_map
             check_movable(self.plan, plan, replace(new, num_stages=self.plan.num_stages), new, models)
+        check_shared(plan, self._cluster.stage_map.stage_replicas)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         begins_alike = not self._final
         self.pipeline.unload()
@@ -406,7 +408,7 @@ class Deployment:
         assert plan is not None
         if not self._owners:
             self._find_owners()
-        planned = owners_of(self._module, plan.stages_of, self._cluster.stage_map.owner, self._cluster.group.world_size)
+        planned = owners_of(self._module, plan.stages_of, self._cluster.stage_map.ranks, self._cluster.group.world_size)
         kinds: list[Belongings] = [ModuleTensors(self._module)]
         if self._final:
             kinds += [OptimizerStates(self._optimizers(), lambda: dict(self._module.named_parameters()))]

@@ -20,10 +20,37 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.engine.microbatch import MicroBatch
+from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.planning import Plan
 
-__all__ = ["sum_gradients", "weighed_together"]
+__all__ = ["check_shared", "sum_gradients", "weighed_together"]
 
 _DENSE, _SPARSE = 0, 1
+
+
+def check_shared(plan: Plan, replicas: Sequence[int]) -> None:
+    """Look whether stages whose replicas take micro-batches in turns can do what a plan gives them.
+
+    Args:
+        plan: of the stages.
+        replicas: of each stage; empty: one of each.
+    Raises:
+        PartitionError: a parameter has copies on several stages, or something goes from micro-batch to micro-batch.
+    """
+    if max(replicas, default=1) == 1:
+        return
+    asked, instead = f"replicas={list(replicas)}", "or replicate whole pipelines (replicas=2)"
+    if plan.copied:
+        name, stages = next(iter(plan.copied.items()))
+        raise PartitionError(
+            f"'{name}' is used on the stages {', '.join(map(str, stages))}, and with {asked} copies of tied parameters "
+            f"are not summed over both; keep its uses on one stage with split_points, {instead}"
+        )
+    if plan.graph.carried:
+        raise PartitionError(
+            f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
+            f"micro-batch, but with {asked} the next one is another process's; use num_stages alone, {instead}"
+        )
 
 
 def weighed_together(

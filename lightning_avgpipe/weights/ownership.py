@@ -17,19 +17,20 @@ Owners = Mapping[str, tuple[int, ...]]
 
 
 def owners_of(
-    module: nn.Module, stages_of: Mapping[str, Sequence[int]], rank_of: Callable[[int], int], world_size: int
+    module: nn.Module, stages_of: Mapping[str, Sequence[int]], hosts: Callable[[int], Sequence[int]], world_size: int
 ) -> dict[str, tuple[int, ...]]:
     """Who is to hold each parameter, and to have the newest contents of each buffer.
 
     Args:
         stages_of: parameter or changed buffer -> its stages, of which the first answers for it. What is missing is used
             by no stage, or changed by none: all processes have it.
-        rank_of: stage -> the process that hosts it.
+        hosts: stage -> the processes that host it.
         world_size: number of processes.
     """
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     everybody = tuple(range(world_size))
-    return {name: tuple(dict.fromkeys(map(rank_of, stages_of.get(name, ())))) or everybody for name in names}
+    ranks = {name: [rank for stage in stages_of.get(name, ()) for rank in hosts(stage)] for name in names}
+    return {name: tuple(dict.fromkeys(ranks[name])) or everybody for name in names}
 
 
 def answering(module: nn.Module, owners: Owners) -> dict[str, int]:

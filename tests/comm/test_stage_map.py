@@ -11,6 +11,7 @@ from lightning_avgpipe.errors import ConfigurationError
 LAYOUTS = [
     StageMap.on(DeviceLayout(2), 4), StageMap.on(DeviceLayout(4), 2), StageMap.on(DeviceLayout(2, sharing=2), 4),
     StageMap.on(DeviceLayout(1), 3), StageMap.on(DeviceLayout(2, nodes=2, sharing=3), 4),
+    StageMap.on(DeviceLayout(8, stage_replicas=(2, 1, 1)), 3),
     StageMap.on(DeviceLayout(8, replicas=2), 4), StageMap.on(DeviceLayout(2, sharing=2, replicas=4), 3),
 ]  # fmt: skip
 
@@ -50,6 +51,30 @@ def test_replicas_take_devices_from_stages_and_not_from_each_other() -> None:
     assert StageMap.on(DeviceLayout(2, sharing=2, replicas=2), 2).layout == ((0, 1), (2, 3))
     with pytest.raises(ConfigurationError, match="replicas=2 of 2 stages on 5 devices: each replica has 2 of them"):
         StageMap.on(DeviceLayout(5, replicas=2), 2)
+
+
+def test_replicas_of_stages_share_micro_batches() -> None:
+    stage_map = StageMap.on(DeviceLayout(12, stage_replicas=(3, 2, 1)), 3)
+    assert stage_map.layout == (tuple(range(6)), tuple(range(6, 12)))
+    assert [stage_map.ranks(k) for k in range(3)] == [(3, 4, 5), (1, 2), (0,)]
+    assert stage_map.share(0, 4) == (1, 3)
+    assert sorted(stage_map.meetings(0, 1)) == [(a, b) for a in (3, 4, 5) for b in (1, 2)]
+    assert stage_map.name(10) == "rank 10 (stage 0, replica 1 of group 1)"
+
+
+@pytest.mark.parametrize(
+    ("devices", "replicas", "num_stages", "message"),
+    [
+        (4, (1, 3), 2, r"the last stage, which computes losses, has one replica; use replicas=\[1, 1\]"),
+        (5, (3, 1), 2, r"replicas=\[3, 1\] needs 4 devices, or a multiple"),
+        (4, (3, 1), 3, r"names 2 stages, but num_stages=3"),
+    ],
+)
+def test_replicas_of_stages_that_do_not_fit_are_refused(
+    devices: int, replicas: tuple[int, ...], num_stages: int, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        StageMap.on(DeviceLayout(devices, stage_replicas=replicas), num_stages)
 
 
 def test_a_map_is_a_value() -> None:

@@ -18,7 +18,7 @@ from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.errors import MemoryShortage, PeerError, StageError
-from lightning_avgpipe.schedule import Action, Schedule, build
+from lightning_avgpipe.schedule import Action, Schedule, build, in_turn, with_replicas
 from lightning_avgpipe.schedule.kinds import FORWARD, WEIGHT_GRADIENT
 from lightning_avgpipe.schedule.recipes import RECIPES
 from lightning_avgpipe.schedule.rules import turns_of
@@ -84,7 +84,8 @@ def iterate(cluster: Cluster, schedule: Schedule = SCHEDULE, pipelines: int = 1,
             adding: Any = Adding(stage, schedule.num_stages)
             task = Task(lambda i: None, [], key=RandomKey(0, pipeline=n))
             lane = Lane(adding, ends.values, ends.to_next, ends.gradients, ends.to_previous, task)
-            lane.begin(schedule.rows[stage], observers, turns.get(stage))
+            row = in_turn(schedule.rows[stage], *cluster.stage_map.share(stage, cluster.rank))
+            lane.begin(row, observers, turns.get(stage))
             lanes.append(lane)
     execute(lanes, IterationContext(cluster.waits, cluster.world.rank, tuple(observers)))
     return lanes
@@ -137,6 +138,28 @@ class Sequence(Observer):
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
         self.found.setdefault(work.pipeline, []).append((work.stage, str(work.action)))
         return do()
+
+
+@pytest.mark.parametrize("replicas", [(2, 3, 2, 1), (3, 1, 1, 1), (1, 4, 6, 1)])
+@pytest.mark.parametrize("num_microbatches", [1, 7, 12])
+def test_replicas_take_micro_batches_in_turns(replicas: tuple[int, ...], num_microbatches: int) -> None:
+    layout = StageMap.on(DeviceLayout(sum(replicas), stage_replicas=replicas), 4)
+    schedule = with_replicas(build("1f1b", 4, num_microbatches), replicas)
+
+    def work(cluster: Cluster) -> Any:
+        for _ in range(2):  # turns begin anew
+            (lane,) = iterate(cluster, schedule)
+        stage: Any = lane.stage
+        return stage.program.stage, cluster.stage_map.share(stage.program.stage, cluster.rank), stage
+
+    found, lasts = [], {}
+    for k, (first, every), stage in results(run(layout, work)):
+        assert sorted(stage.last) == list(range(first, num_microbatches, every))
+        assert all(float(gradient) == 4 - k for gradient in stage.last.values())
+        found.append((k, first))
+        lasts |= stage.results
+    assert sorted(found) == [(k, j) for k, count in enumerate(replicas) for j in range(count)]
+    assert {i: float(value) for i, value in lasts.items()} == {i: 100 * i + 4 for i in range(num_microbatches)}
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
 from tests.elastic.models import Batches, Models, Net, assert_equal, state
 from tests.elastic.test_groups import Bomb
-from tests.models import Regression, loader
+from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
 
 REPLICAS = 2
@@ -186,11 +187,12 @@ def elastic(replica: int | None, folder: Path, devices: int = REPLICAS, **traine
 class Tied(Regression):
     """One matrix at both ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool = True) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
         self.between = nn.Sequential(nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))
-        self.last.weight = self.first.weight
+        if tied:
+            self.last.weight = self.first.weight
 
     @staticmethod
     def example(size: int) -> Any:
@@ -237,6 +239,78 @@ def test_replicas_train_parallel_models_resume_and_are_averaged(tmp_path: Path) 
         assert_close(found[2], averaged)
 
 
+# -- of single stages ------------------------------------------------------------------------------------------------
+
+
+def in_turns(model: Any, batches: Sequence[Any], num_microbatches: int, replicas: int, first: Sequence[str]) -> None:
+    """Plain training; gradients of the first stage are added up by replica, whose micro-batches come in turns."""
+    model.log = lambda *args, **kwargs: None  # no trainer here
+    optimizer = model.configure_optimizers()
+    for batch in batches:
+        sums: list[dict[str, Tensor]] = [{} for _ in range(replicas)]
+        for part in split(batch, num_microbatches):
+            model.zero_grad()
+            (model.training_step(part.data, 0) * part.weight).backward()
+            for name, parameter in model.named_parameters():
+                held = sums[part.index % replicas if name in first else 0]
+                held[name] = held[name] + parameter.grad if name in held else parameter.grad
+        for name, parameter in model.named_parameters():
+            gradients = [held[name] for held in sums if name in held]
+            parameter.grad = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
+        torch.nn.utils.clip_grad_norm_(list(model.parameters()), 0.1)
+        optimizer.step()
+
+
+def of_a_stage(rank: int | None, folder: Path) -> Any:
+    """The first of two stages has two replicas; the second epoch is resumed, and evaluated."""
+    torch.set_num_threads(1)
+    saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    replicas: dict[str, Any] = {} if rank is None else {"replicas": [2, 1]}
+    found = []
+    for epochs in (1, 2):
+        torch.manual_seed(9 if rank == 2 else 5)  # replicas begin alike
+        model = Tied(tied=False)
+        torch.manual_seed(5)
+        options = {
+            "max_epochs": epochs, "callbacks": [saving], "enable_checkpointing": True, "gradient_clip_val": 0.1,
+        }  # fmt: skip
+        strategy = {"num_microbatches": 5, "split_points": ["between.1"], "num_pipelines": epochs, **replicas}
+        runner = pipeline(2, 1 if rank is None else 3, strategy, **options)
+        data, path = loader(Tied, 30, 10), folder / "epoch=0.ckpt" if epochs == 2 else None
+        runner.fit(model, data, loader(Tied, 12, 6), ckpt_path=path)
+        metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
+        found.append((state(model), metrics))
+    return found
+
+
+def exactly(rank: int) -> Any:
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    model, strategy = MLP(), AvgPipeStrategy(num_microbatches=5, replicas=[2, 1])  # else as by default
+    trainer(devices=3, strategy=strategy, max_epochs=1, gradient_clip_val=0.1).fit(model, loader(MLP, 30, 10))
+    assert strategy.plan is not None
+    return state(model), strategy.plan.stages[0].parameters
+
+
+def test_replicas_of_a_stage_take_micro_batches_in_turns(tmp_path: Path) -> None:
+    results = processes.results(processes.run(3, exactly, folder=tmp_path))
+    torch.manual_seed(5)
+    plain = MLP()
+    in_turns(plain, list(loader(MLP, 30, 10)), 5, 2, results[0][1])
+    for exact, _ in results:
+        assert_equal(exact, state(plain))
+
+
+@pytest.mark.slow
+def test_replicas_of_a_stage_train_parallel_models_evaluate_and_resume(tmp_path: Path) -> None:
+    results = processes.results(processes.run(3, of_a_stage, tmp_path / "three", folder=tmp_path))
+    expected = of_a_stage(None, tmp_path / "one")
+    for found in results:
+        for (weights, metrics), (others, other_metrics) in zip(found, expected, strict=True):
+            assert_close(weights, others)
+            assert metrics == pytest.approx(other_metrics, rel=1e-5)
+
+
 # -- and otherwise ---------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +322,7 @@ def failing(rank: int) -> None:
     fit(model, list(loader(Tied, 64, 8)), rank, num_microbatches=2, timeout=20)
 
 
+@pytest.mark.slow
 def test_a_failure_names_stage_and_replica(tmp_path: Path) -> None:
     survivor, _ = processes.run(REPLICAS, failing, folder=tmp_path)
     assert survivor.error is not None and "rank 1 (stages 0, 1 of replica 1)" in survivor.error
@@ -260,3 +335,53 @@ def test_what_replicas_cannot_be_is_refused_by_name() -> None:
         pipeline(3, 4, {"replicas": 2})
     with pytest.raises(ConfigurationError, match="replicas=0: must be"):
         pipeline(1, 1, {"replicas": 0})
+    with pytest.raises(ConfigurationError, match=r"replicas=\[3, 1\] and schedule='zb_h1'"):
+        pipeline("auto", 4, {"replicas": [3, 1], "schedule": "zb_h1"})  # type: ignore[arg-type]
+
+
+class Keeping(MLP):
+    """What the first layer gives goes to the next micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) + self.kept
+        self.kept = x.detach()
+        return self.layers[1:](x)
+
+
+def refused(rank: int, kind: type[Regression], split_point: str) -> None:
+    strategy = {"replicas": [2, 1], "num_microbatches": 5, "split_points": [split_point]}
+    pipeline(2, 3, strategy).fit(kind(), loader(kind, 30, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "split_point", "message"),
+    [
+        (Tied, "last", "'first.weight' is used on the stages 0, 1"),
+        (Keeping, "layers.4", "'kept', which training_step keeps for the next time"),
+    ],
+)
+def test_what_replicas_of_a_stage_do_not_share_is_refused(
+    kind: type[Regression], split_point: str, message: str, tmp_path: Path
+) -> None:
+    for outcome in processes.run(3, refused, kind, split_point, folder=tmp_path):
+        assert outcome.error is not None and message in outcome.error
+
+
+def failing_in_turn(rank: int) -> None:
+    model = Tied(tied=False)
+    if rank == 2:
+        model.first.register_forward_pre_hook(Bomb(3))
+    strategy = {"replicas": [2, 1], "num_microbatches": 5, "split_points": ["between.1"], "timeout": 20}
+    pipeline(2, 3, strategy).fit(model, loader(Tied, 30, 10))
+
+
+@pytest.mark.slow
+def test_a_failure_names_the_replica_of_its_stage(tmp_path: Path) -> None:
+    survivors = processes.run(3, failing_in_turn, folder=tmp_path)[:2]
+    for survivor in survivors:
+        assert survivor.error is not None and "rank 2 (stage 0, replica 1)" in survivor.error
