@@ -12,7 +12,7 @@ their share of what all replicas have, so the sum is the gradient of all their b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,7 +35,7 @@ def check_shared(plan: Plan, replicas: Sequence[int]) -> None:
         plan: of the stages.
         replicas: of each stage; empty: one of each.
     Raises:
-        PartitionError: a parameter has copies on several stages, or something goes from micro-batch to micro-batch.
+        PartitionError: a parameter has copies on several stages, or a step keeps something for the next micro-batch.
     """
     if max(replicas, default=1) == 1:
         return
@@ -46,11 +46,24 @@ def check_shared(plan: Plan, replicas: Sequence[int]) -> None:
             f"'{name}' is used on the stages {', '.join(map(str, stages))}, and with {asked} copies of tied parameters "
             f"are not summed over both; keep its uses on one stage with split_points, {instead}"
         )
-    if plan.graph.carried:
+    if kept := sorted(".".join(filter(None, key)) for key in _kept_on(plan, replicas)):
         raise PartitionError(
-            f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
-            f"micro-batch, but with {asked} the next one is another process's; use num_stages alone, {instead}"
+            f"{plan.graph.step} keeps {', '.join(map(repr, kept))} for the next micro-batch, which with {asked} is "
+            "another process's; keep it in a buffer (register_buffer) if no result depends on it, use num_stages "
+            f"alone, {instead}"
         )
+
+
+def _kept_on(plan: Plan, replicas: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Attributes that steps change and read on a stage with replicas, or before it: path of a module, and name."""
+    graph, bounds = plan.graph, (*plan.cuts, len(plan.graph.nodes))
+    last = max(bounds[k] for k, count in enumerate(replicas) if count > 1)
+    early = {key for key, position in graph.reads if position <= last}
+    yield from early.intersection((*graph.attributes, *(key for key, _ in graph.holders)))
+    shared = {name for stage in plan.stages if replicas[stage.index] > 1 for name in stage.units}
+    for path, name in {*graph.of_units, *graph.written}:
+        if not path or any(f"{path}.".startswith(f"{unit}.") or f"{unit}.".startswith(f"{path}.") for unit in shared):
+            yield path, name
 
 
 def weighed_together(

@@ -362,7 +362,7 @@ def refused(rank: int, kind: type[Regression], split_point: str) -> None:
     ("kind", "split_point", "message"),
     [
         (Tied, "last", "'first.weight' is used on the stages 0, 1"),
-        (Keeping, "layers.4", "'kept', which training_step keeps for the next time"),
+        (Keeping, "layers.4", "training_step keeps 'kept' for the next micro-batch"),
     ],
 )
 def test_what_replicas_of_a_stage_do_not_share_is_refused(
