@@ -130,6 +130,12 @@ class Cluster:
         return self.rank == self.stage_map.leader
 
     @property
+    def shares_last(self) -> bool:
+        """Whether this process has a part of the losses, which replicas of the last stage share."""
+        ranks = self.stage_map.ranks(self.stage_map.num_stages - 1)
+        return len(ranks) > 1 and self.rank in ranks
+
+    @property
     def leads(self) -> bool:
         """Whether this is rank 0 of all processes, which logs and writes."""
         return self.world.rank == 0

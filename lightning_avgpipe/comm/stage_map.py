@@ -20,7 +20,6 @@ Processes that share devices are in different groups, so that no connection betw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_avgpipe.comm.device_layout import DeviceLayout
@@ -41,8 +40,8 @@ class StageMap:
         replicas: groups that train the same models, each on its share of the data; they are a *team*, and teams train
             other models. Groups of a team follow each other.
         placement: how several stages are placed on each process: in a ``"loop"``, or there and back, as a ``"v"``.
-        stage_replicas: of a group the processes that share the micro-batches of each stage, in turns; shape ``(K,)``,
-            1 for the last stage. Empty: each process hosts whole stages.
+        stage_replicas: of a group the processes that share the micro-batches of each stage, in turns; shape ``(K,)``.
+            Empty: each process hosts whole stages.
     """
 
     num_stages: int
@@ -87,11 +86,6 @@ class StageMap:
         asked = f"replicas={list(counts)}"
         if len(counts) != num_stages:
             raise ConfigurationError(f"{asked} names {len(counts)} stages, but num_stages={num_stages}")
-        if counts[-1] != 1:
-            raise ConfigurationError(
-                f"{asked}: the last stage, which computes losses, has one replica; use replicas={[*counts[:-1], 1]}, "
-                f"or equal replicas of the whole pipeline (replicas={max(counts)})"
-            )
         if device_layout.num_devices % sum(counts) or device_layout.sharing > 1:
             raise ConfigurationError(
                 f"{asked} needs {sum(counts)} devices, or a multiple, with one process each, but there are "
@@ -140,16 +134,23 @@ class StageMap:
         """The first of them, from which others get what the stage has."""
         return self.ranks(stage)[0]
 
-    def share(self, stage: int, rank: int) -> tuple[int, int]:
-        """Which micro-batches of a stage a process has: every n-th from the first, as ``(first, n)``."""
+    def hosts(self, stage: int, trains: bool = True) -> tuple[int, ...]:
+        """Those of them that work: in evaluation the last stage is on one, where all results are."""
         ranks = self.ranks(stage)
+        return ranks if trains or stage < self.num_stages - 1 else ranks[:1]
+
+    def share(self, stage: int, rank: int, trains: bool = True) -> tuple[int, int]:
+        """Which micro-batches of a stage a process has: every n-th from the first, as ``(first, n)``."""
+        ranks = self.hosts(stage, trains)
         return ranks.index(rank), len(ranks)
 
-    def meetings(self, stage: int, other: int) -> Iterator[tuple[int, int]]:
+    def meetings(self, stage: int, other: int) -> list[tuple[int, int]]:
         """Pairs of processes of two stages that have micro-batches in common."""
-        here, there = self.ranks(stage), self.ranks(other)
-        common = math.lcm(len(here), len(there))
-        yield from ((here[i % len(here)], there[i % len(there)]) for i in range(common))
+        found = []
+        for trains in (True, False):
+            here, there = self.hosts(stage, trains), self.hosts(other, trains)
+            found += [(here[i % len(here)], there[i % len(there)]) for i in range(math.lcm(len(here), len(there)))]
+        return list(dict.fromkeys(found))
 
     def owners(self) -> list[int]:
         """Of all stages, shape ``(K,)``."""

@@ -102,32 +102,32 @@ class Transport:
             self._open(route)
         return self._outboxes[route]
 
-    def ends(self, pipeline: int, stage: int) -> Ends:
-        """The channels of a stage of this process."""
+    def ends(self, pipeline: int, stage: int, trains: bool = True) -> Ends:
+        """The channels of a stage of this process, in training or in evaluation."""
         first, last = stage == 0, stage == self._stage_map.num_stages - 1
         return Ends(
-            values=None if first else self._from(Edge(pipeline, stage - 1, "forward")),
-            to_next=None if last else self._to(Edge(pipeline, stage, "forward")),
-            gradients=None if last else self._from(Edge(pipeline, stage, "backward")),
-            to_previous=None if first else self._to(Edge(pipeline, stage - 1, "backward")),
+            values=None if first else self._from(Edge(pipeline, stage - 1, "forward"), trains),
+            to_next=None if last else self._to(Edge(pipeline, stage, "forward"), trains),
+            gradients=None if last else self._from(Edge(pipeline, stage, "backward"), trains),
+            to_previous=None if first else self._to(Edge(pipeline, stage - 1, "backward"), trains),
         )
 
-    def _from(self, edge: Edge) -> Inbox:
+    def _from(self, edge: Edge, trains: bool) -> Inbox:
         """What a stage receives, from each replica of the other stage in its turn."""
         ranks = self._stage_map.layout[self._group]
-        first, step = self._stage_map.share(edge.target, ranks.index(self._rank))
-        sources = [ranks[source] for source in self._stage_map.ranks(edge.source)]
+        first, step = self._stage_map.share(edge.target, ranks.index(self._rank), trains)
+        sources = [ranks[source] for source in self._stage_map.hosts(edge.source, trains)]
         if step == len(sources) == 1:
             return self.inbox(edge)
         turns = [sources[(first + n * step) % len(sources)] for n in range(len(sources))]
         inboxes = {source: self.inbox(Route(edge, source, self._rank)) for source in turns}
         return TurnsInbox([inboxes[source] for source in turns])
 
-    def _to(self, edge: Edge) -> Outbox:
+    def _to(self, edge: Edge, trains: bool) -> Outbox:
         """Where a stage sends, to each replica of the other stage in its turn."""
         ranks = self._stage_map.layout[self._group]
-        first, step = self._stage_map.share(edge.source, ranks.index(self._rank))
-        targets = [ranks[target] for target in self._stage_map.ranks(edge.target)]
+        first, step = self._stage_map.share(edge.source, ranks.index(self._rank), trains)
+        targets = [ranks[target] for target in self._stage_map.hosts(edge.target, trains)]
         if step == len(targets) == 1:
             return self.outbox(edge)
         met = {(first + n * step) % len(targets) for n in range(len(targets))}

@@ -23,7 +23,7 @@ from lightning_avgpipe.engine.stage import Stage, Task, check_runnable
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only
-from lightning_avgpipe.schedule.rules import check_hosted, turns_of
+from lightning_avgpipe.schedule.rules import check_hosted, trains, turns_of
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
 
@@ -35,12 +35,15 @@ class Outcome:
     """What an iteration of a pipeline has given.
 
     Attributes:
-        results: on the process of the last stage what the step returned for each micro-batch; None elsewhere.
-        skipped: micro-batches that were to train and have no loss, the same on every process.
+        results: on a process of the last stage what the step returned for each micro-batch, None for those of other
+            replicas; None elsewhere.
+        skipped: micro-batches that were to train and have no loss, the same on every process that has them.
+        count: micro-batches of this process.
     """
 
     results: list[Any] | None
     skipped: frozenset[int]
+    count: int
 
 
 class Pipeline:
@@ -189,24 +192,32 @@ class Pipeline:
         lanes = []
         turns = turns_of(schedule)
         self._of_units[step].begin()
-        frozen = num_forward_only(schedule)
+        frozen, training = num_forward_only(schedule), trains(schedule.rows[-1])
         for stage in self._stages[step]:
-            ends = self._cluster.transport.ends(self.number, stage.program.stage)
+            number, rank = stage.program.stage, self._cluster.rank
+            if rank not in self._cluster.stage_map.hosts(number, training):
+                continue
+            ends = self._cluster.transport.ends(self.number, number, training)
             # the first stage that trains has nobody to send gradients to
-            to_previous = ends.to_previous if stage.program.stage > frozen else None
+            to_previous = ends.to_previous if number > frozen else None
             lane = Lane(stage, ends.values, ends.to_next, ends.gradients, to_previous, task, self.place)
-            share = self._cluster.stage_map.share(stage.program.stage, self._cluster.rank)
-            row = in_turn(schedule.rows[stage.program.stage], *share)
-            lane.begin(row, observers, turns.get(stage.program.stage))
+            row = in_turn(schedule.rows[number], *self._cluster.stage_map.share(number, rank, training))
+            lane.begin(row, observers, turns.get(number))
             lanes.append(lane)
             stage.begin(row, frozen)
         return lanes
 
-    def outcome(self, step: str, num_microbatches: int) -> Outcome:
+    def outcome(self, step: str, schedule: Schedule) -> Outcome:
         """What the iteration that has ended gave."""
-        last = self._stages[step][-1]
-        results = [last.results[i] for i in range(num_microbatches)] if last.program.is_last else None
-        return Outcome(results, frozenset(last.skipped))
+        last, stage_map, rank = self._stages[step][-1], self._cluster.stage_map, self._cluster.rank
+        number, training = last.program.stage, trains(schedule.rows[-1])
+        if rank not in stage_map.hosts(number, training):
+            return Outcome(None, frozenset(), 0)
+        first, every = stage_map.share(number, rank, training)
+        numbers = range(first, schedule.num_microbatches, every)
+        found = {i: last.results[i] for i in numbers} if last.program.is_last else None
+        results = None if found is None else [found.get(i) for i in range(schedule.num_microbatches)]
+        return Outcome(results, frozenset(last.skipped), len(numbers))
 
 
 class RollingPipelines:
@@ -223,7 +234,7 @@ class RollingPipelines:
         self._context = IterationContext(cluster.waits, cluster.world.rank, oldest_first=True)
         self._step = step
         self._lanes: dict[int, list[Lane]] = {}
-        self._begun: dict[int, tuple[Pipeline, int]] = {}
+        self._begun: dict[int, tuple[Pipeline, Schedule]] = {}
 
     def begin(self, pipeline: Pipeline, schedule: Schedule, task: Task) -> None:
         """A pipeline begins an iteration: its model is ready for it. Nothing runs yet.
@@ -233,7 +244,7 @@ class RollingPipelines:
         """
         check_runnable(schedule)
         assert pipeline.number not in self._begun
-        self._begun[pipeline.number] = pipeline, schedule.num_microbatches
+        self._begun[pipeline.number] = pipeline, schedule
         self._lanes[pipeline.number] = pipeline.lanes(self._step, schedule, task)
 
     def finish(self, number: int) -> Outcome:
@@ -245,8 +256,8 @@ class RollingPipelines:
                 self._context,
                 lambda: not any(lane.actions for lane in own),
             )
-        pipeline, num_microbatches = self._begun[number]
-        outcome = pipeline.outcome(self._step, num_microbatches)
+        pipeline, schedule = self._begun[number]
+        outcome = pipeline.outcome(self._step, schedule)
         for lane in own:  # what is in their channels belongs to the next iteration, which a neighbour may have begun
             lane.stage.clear()
         self._forget(number)
@@ -299,8 +310,7 @@ def run_together(
             execute(lanes, context)
         for observer in context.observers:
             observer.agree(cluster.world)
-        counts = [schedule.num_microbatches for schedule in schedules]
-        return [pipeline.outcome(step, count) for pipeline, count in zip(pipelines, counts, strict=True)]
+        return [pipeline.outcome(step, schedule) for pipeline, schedule in zip(pipelines, schedules, strict=True)]
     finally:
         _clear(lanes)
         for pipeline in pipelines:

@@ -64,7 +64,8 @@ class BatchSplitter:
         """
         works = [self.split(batch, n) for n, batch in enumerate(batches)]
         replicas, options = self._cluster.replicas, self._configuration.options
-        if replicas is None or not self._cluster.hosts_last or options.loss_reduction != "mean":
+        several = self._cluster.stage_map.replicas > 1
+        if replicas is None or not (several and self._cluster.hosts_last) or options.loss_reduction != "mean":
             return works
         return weighed_together(works, options.num_pipelines, replicas)
 
@@ -81,8 +82,9 @@ class BatchSplitter:
         """
         self._batches.distributor.check_seal(batch, pipeline)
         parts = self.parts(batch)
-        alone = len(parts) == 1 and self._cluster.replicas is None
-        if not (weighs and self._cluster.hosts_last) or alone:  # elsewhere there is no loss
+        alone = len(parts) == 1 and self._cluster.stage_map.replicas == 1
+        has_loss = self._cluster.hosts_last or self._cluster.shares_last
+        if not (weighs and has_loss) or alone:
             return parts
         if self.loss_weight is not None:
             return weighted(parts, self.loss_weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -115,9 +115,7 @@ class Iterations:
         if not outcomes:  # all is skipped, and nothing is known of the step yet
             models.skipped = frozenset(range(len(works)))
             return None
-        first, every = self.cluster.stage_map.share(self.cluster.stages[-1], self.cluster.rank)
-        own = [len(range(first, len(parts), every)) for parts in works]  # of the micro-batches
-        skipped = [len(found.skipped) == own[n] for n, found in enumerate(outcomes)]
+        skipped = [len(found.skipped) == found.count for found in outcomes]
         if trains and self.schedule_control.frozen and self.cluster.group.world_size > 1:
             skipped = self.cluster.control_channel.publish(skipped)  # no gradient tells the first stages
         models.skipped = frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
@@ -125,7 +123,7 @@ class Iterations:
         result: Any = {"loss": nothing}
         if outcomes[0].results is not None:
             result = self._merged(outcomes[0].results, works[0])
-            if result is None and self.cluster.replicas is not None:  # though maybe not in the others
+            if result is None and self.cluster.stage_map.replicas > 1:  # though maybe not in the others
                 result = {"loss": nothing}
         if trains:
             if not self.trainer.fit_loop._should_accumulate():
@@ -239,7 +237,20 @@ class Iterations:
                     self.deployment.ensemble.place(0)
         with context():  # which may decide what a number is
             self.step_log.issue(over_groups=training)
-        return outcomes
+        return self._of_replicas(outcomes) if training and self.cluster.shares_last else outcomes
+
+    def _of_replicas(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """What replicas of the last stage have together. All of them call it."""
+        assert self.cluster.replicas is not None
+        there = [replace(o, results=tree.map_tensors(lambda t: t.detach().cpu(), o.results)) for o in outcomes]
+        together = []
+        for found in zip(*self.cluster.replicas.members.exchange_objects(there), strict=True):
+            by_number = zip(*(outcome.results for outcome in found if outcome.results is not None), strict=True)
+            results = [next((result for result in of if result is not None), None) for of in by_number]
+            here = tree.map_tensors(lambda t: t.to(self.cluster.device), results)
+            skipped = frozenset().union(*(outcome.skipped for outcome in found))
+            together.append(Outcome(here, skipped, sum(outcome.count for outcome in found)))
+        return together
 
     def _freeze(self, trains: bool) -> None:
         """Stages that have nothing to train by now run forwards only. Every process calls it."""
@@ -271,7 +282,7 @@ class Iterations:
         """
         part, total = works[n][i], sum(part.size for part in works[n])
         weight = None if self.splitter.loss_weight is None else part.weight * (total or 1)
-        if weight is not None and self.cluster.replicas is not None:
+        if weight is not None and self.cluster.stage_map.replicas > 1:
             weight = part.counted
         position = first + n, before + i
         with self._calling(step), context(), self.step_log.micro_batch(part.size, position, weight, into):

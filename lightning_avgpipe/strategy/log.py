@@ -112,18 +112,23 @@ class StepLog:
     Args:
         module: whose ``log`` it is.
         hosts_last: whether the last stage is here.
-        heads: where the last stages of the groups are.
+        leaders: where the last stages of the groups are.
+        replicas: that share the micro-batches of the last stage in training, and this process is one of; the first of
+            them logs what all of them collect.
 
     Attributes:
         listener: is told each name and value that a step logs for its batch.
     """
 
-    def __init__(self, module: pl.LightningModule, hosts_last: bool, leaders: Collectives) -> None:
+    def __init__(
+        self, module: pl.LightningModule, hosts_last: bool, leaders: Collectives, replicas: Collectives | None = None
+    ) -> None:
         self.batch_values = BatchValues()
         self._leaders = leaders
         self._module = module
         self._log = module.log  # which the user's class may have overridden
         self._hosts_last = hosts_last
+        self._replicas = replicas
         self._size: int | None = None
         self._position = (0, 0)
         self._weight: float | None = None
@@ -144,7 +149,7 @@ class StepLog:
             return
         if tracer is not None:
             tracer.observe(self._collect, args, kwargs)
-        elif self._hosts_last:
+        elif self._hosts_last or self._replicas is not None:
             self._collect(*args, **kwargs)
         else:
             raise AvgPipeError(
@@ -202,6 +207,8 @@ class StepLog:
 
     def issue(self, over_groups: bool = False) -> None:
         """Log what was collected, once per name; ``over_groups`` with what other groups have collected."""
+        if over_groups and self._replicas is not None:
+            self._collected = self._of_replicas(self._replicas)
         if over_groups and self._hosts_last and self._leaders.world_size > 1:
             self._collected = self._of_all_groups()
         entries: dict[str, list[_Entry]] = {}
@@ -220,6 +227,27 @@ class StepLog:
             if self.listener is not None:
                 self.listener(name, value)
             results.log(last.fx, name, value, **last.options, batch_size=batch_size)
+
+    def _of_replicas(self, replicas: Collectives) -> list[_Entry]:
+        """On the first replica of the last stage what all of them have collected; nothing on the others."""
+        updated = [path for path, m in self._module.named_modules() if isinstance(m, Metric) and m.update_called]
+        metrics = updated if replicas.rank else []  # which have no part in evaluation
+        if metrics or any(entry.metric is not None or isinstance(entry.value, Metric) for entry in self._collected):
+            raise AvgPipeError(
+                f"{type(self._module).__name__} has metric objects that training updates"
+                + (f" ({', '.join(metrics)})" if metrics else "")
+                + f", but the last stage has {replicas.world_size} replicas, and each sees a part of the data: log "
+                "numbers instead, or let the last stage have one replica"
+            )
+        options = {entry.name: entry.options for entry in self._collected}
+        found = replicas.gather_objects([_portable(entry) for entry in self._collected])
+        if replicas.rank:
+            return []
+        known = [replace(e, options=options.get(e.name, e.options)) for entries in found for e in entries]
+        return [replace(e, value=self._placed(e.value)) for e in known]
+
+    def _placed(self, value: Any) -> Any:
+        return value.to(self._module.device) if isinstance(value, Tensor) else value
 
     def _of_all_groups(self) -> list[_Entry]:
         """Own entries and those of other groups, as far as they can travel: metric objects stay where they are."""
@@ -348,7 +376,9 @@ def local_metrics(
     Args:
         metrics: of the module.
         values: told of what they return.
-        heads: where the last stages of the groups are.
+        leaders: where the last stages of the groups are.
+        replicas: that share the micro-batches of the last stage in training, and this process is one of; the first of
+            them logs what all of them collect.
         training: whether the trainer trains now.
     """
 

@@ -72,7 +72,7 @@ ALLOWED = {
     "replicas": either(
         _COUNT,
         Allowed(
-            "a list with the number of replicas of each stage, 1 for the last",
+            "a list with the number of replicas of each stage",
             "[3, 1]",
             lambda value: isinstance(value, (list, tuple)) and bool(value) and all(map(_COUNT.accepts, value)),
         ),
@@ -232,4 +232,5 @@ class Options:
         """M on so many stages."""
         if self.num_microbatches != "auto":
             return self.num_microbatches
-        return _MICROBATCHES_PER_STAGE * num_stages if num_stages > 1 else 1
+        together = max(num_stages, max(self.stage_replicas, default=1))
+        return _MICROBATCHES_PER_STAGE * together if together > 1 else 1

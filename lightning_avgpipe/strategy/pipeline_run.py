@@ -114,7 +114,8 @@ class PipelineRun:
         fitting, options = trainer.state.fn == TrainerFn.FITTING, self.configuration.options
         own(trainer)
         self.deployment, seed = deploy(trainer, self._connection, options, self._before)
-        self.step_log = StepLog(module, cluster.hosts_last, cluster.leaders)
+        together = cluster.replicas.members if cluster.shares_last and cluster.replicas is not None else None
+        self.step_log = StepLog(module, cluster.hosts_last, cluster.leaders, together)
         self.models = ParallelModels(
             trainer, cluster, self.configuration, self.deployment, self.step_log, self.observers
         )
@@ -229,9 +230,8 @@ class PipelineRun:
         stage = self._trainer.state.stage
         if self.configuration.options.send_batch == "all" or self.splitter.own is not None or stage is None:
             return None
-        if self.splitter.loss_weight is not None and rank == self.cluster.stage_map.owner(
-            self.cluster.stage_map.num_stages - 1
-        ):
+        stage_map = self.cluster.stage_map
+        if self.splitter.loss_weight is not None and rank in stage_map.ranks(stage_map.num_stages - 1):
             return None  # which weighs micro-batches
         return self.deployment.pipeline.leaves(_STEPS[stage], rank, batch)
 

@@ -11,7 +11,7 @@ from lightning_avgpipe.errors import ConfigurationError
 LAYOUTS = [
     StageMap.on(DeviceLayout(2), 4), StageMap.on(DeviceLayout(4), 2), StageMap.on(DeviceLayout(2, sharing=2), 4),
     StageMap.on(DeviceLayout(1), 3), StageMap.on(DeviceLayout(2, nodes=2, sharing=3), 4),
-    StageMap.on(DeviceLayout(8, stage_replicas=(2, 1, 1)), 3),
+    StageMap.on(DeviceLayout(8, stage_replicas=(2, 1, 1)), 3), StageMap.on(DeviceLayout(3, stage_replicas=(1, 2)), 2),
     StageMap.on(DeviceLayout(8, replicas=2), 4), StageMap.on(DeviceLayout(2, sharing=2, replicas=4), 3),
 ]  # fmt: skip
 
@@ -59,13 +59,14 @@ def test_replicas_of_stages_share_micro_batches() -> None:
     assert [stage_map.ranks(k) for k in range(3)] == [(3, 4, 5), (1, 2), (0,)]
     assert stage_map.share(0, 4) == (1, 3)
     assert sorted(stage_map.meetings(0, 1)) == [(a, b) for a in (3, 4, 5) for b in (1, 2)]
+    last = StageMap.on(DeviceLayout(3, stage_replicas=(1, 2)), 2)
+    assert [last.hosts(1), last.hosts(1, trains=False), last.leader] == [(0, 1), (0,), 0]
     assert stage_map.name(10) == "rank 10 (stage 0, replica 1 of group 1)"
 
 
 @pytest.mark.parametrize(
     ("devices", "replicas", "num_stages", "message"),
     [
-        (4, (1, 3), 2, r"the last stage, which computes losses, has one replica; use replicas=\[1, 1\]"),
         (5, (3, 1), 2, r"replicas=\[3, 1\] needs 4 devices, or a multiple"),
         (4, (3, 1), 3, r"names 2 stages, but num_stages=3"),
     ],

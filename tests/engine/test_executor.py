@@ -140,7 +140,7 @@ class Sequence(Observer):
         return do()
 
 
-@pytest.mark.parametrize("replicas", [(2, 3, 2, 1), (3, 1, 1, 1), (1, 4, 6, 1)])
+@pytest.mark.parametrize("replicas", [(2, 3, 2, 1), (3, 1, 1, 1), (1, 4, 6, 1), (1, 2, 2, 3)])
 @pytest.mark.parametrize("num_microbatches", [1, 7, 12])
 def test_replicas_take_micro_batches_in_turns(replicas: tuple[int, ...], num_microbatches: int) -> None:
     layout = StageMap.on(DeviceLayout(sum(replicas), stage_replicas=replicas), 4)

@@ -283,6 +283,46 @@ def of_a_stage(rank: int | None, folder: Path) -> Any:
     return found
 
 
+class Returning(MLP):
+    """A hook sees what the step returned for the whole batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self(batch[0])
+        loss = F.mse_loss(outputs, batch[1])
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return {"loss": loss, "outputs": outputs.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert len(outputs["outputs"]) == 10
+        self.log("sum", outputs["outputs"].sum(), on_step=False, on_epoch=True)
+
+
+def of_both_stages(rank: int | None) -> Any:
+    torch.set_num_threads(1)
+    found = []
+    for replicas in ([1, 2], [3]):
+        torch.manual_seed(5)
+        model, options = Returning("adamw"), {"num_microbatches": 5, "num_stages": len(replicas)}
+        strategy = AvgPipeStrategy(**options, **({} if rank is None else {"replicas": replicas}))  # type: ignore[arg-type]
+        runner = trainer(devices=1 if rank is None else 3, strategy=strategy, max_epochs=2)
+        runner.fit(model, loader(MLP, 30, 10), loader(MLP, 12, 6))
+        metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
+        found.append((state(model), metrics, runner.predict(model, loader(MLP, 12, 6))))
+    return found
+
+
+@pytest.mark.slow
+def test_replicas_of_the_last_stage_share_losses_and_log_as_one(tmp_path: Path) -> None:
+    results = processes.results(processes.run(3, of_both_stages, folder=tmp_path))
+    expected = of_both_stages(None)
+    for found in results:
+        for (weights, metrics, _), (others, other_metrics, _) in zip(found, expected, strict=True):
+            assert_close(weights, others)
+            assert metrics == pytest.approx(other_metrics, rel=1e-4)
+    for (_, _, predictions), (_, _, others) in zip(results[0], expected, strict=True):
+        torch.testing.assert_close(predictions, others)
+
+
 def exactly(rank: int) -> Any:
     torch.set_num_threads(1)
     torch.manual_seed(5)
