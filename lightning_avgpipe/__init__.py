@@ -28,9 +28,10 @@ torch_compat.check()
 
 # isort: split
 from lightning_avgpipe.callbacks import AdaptiveFreezing, AvgPipeTuner, PipelineTimeline
+from lightning_avgpipe.schedule.versions import PipeOptim
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
-__all__ = ["AdaptiveFreezing", "AvgPipeStrategy", "AvgPipeTuner", "PipelineTimeline"]
+__all__ = ["AdaptiveFreezing", "AvgPipeStrategy", "AvgPipeTuner", "PipeOptim", "PipelineTimeline"]
 __version__ = "0.1.0"
 
 AvgPipeStrategy.register_strategies(importlib.import_module(f"{packages.FIRST}.strategies").StrategyRegistry)

@@ -58,7 +58,20 @@ def play(
     """Train a chain of stages on micro-batches, from one drain to the next; each backward repeats its forward."""
     places = [Place(k, len(modules), num_microbatches) for k in range(len(modules))]
     stages = [Stage(m, optimizers(m.parameters()), place) for m, place in zip(modules, places, strict=True)]
+    go_on(stages, policy, samples, loss, num_microbatches)
+    return stages
+
+
+def go_on(
+    stages: Sequence[Stage],
+    policy: WeightPolicy,
+    samples: Sequence[tuple[Tensor, Tensor]],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    num_microbatches: int = 1,
+) -> None:
+    """The same with stages that have been trained, after a drain."""
     for stage in stages:
+        stage.versions.clear()
         stage.keep()
     for i, (x, target) in enumerate(samples):
         inputs = [x]
@@ -82,4 +95,3 @@ def play(
                 stage.optimizer.step()
                 stage.optimizer.zero_grad()
                 stage.keep()
-    return stages

@@ -74,6 +74,12 @@ class PipelineTimeline(Callback):
                 "PipelineTimeline draws one process for each stage, but with a list of replicas a stage has several; "
                 "remove the callback"
             )
+        policy = trainer.strategy.weight_policy
+        if policy != "flush":
+            raise ConfigurationError(
+                f"PipelineTimeline with weight_policy={policy!r}: batches overlap on the stages, so none can be drawn "
+                "alone; remove the callback, and draw with python -m lightning_avgpipe.schedule 1f1b --policy"
+            )
         picture.require_matplotlib()
         if trainer.strategy.whole is not None:
             rank_zero_warn(f"PipelineTimeline writes nothing: {type(pl_module).__name__} {trainer.strategy.whole}")

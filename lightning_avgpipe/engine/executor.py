@@ -56,7 +56,12 @@ class Lane:
 
     def begin(self, row: Sequence[Action], observers: Sequence[Observer] = (), turns: deque[int] | None = None) -> None:
         """Take on one iteration's actions and post their receives."""
-        self.actions, self.turns = deque(row), turns
+        self.actions, self.turns = deque(), turns
+        self.go_on(row, observers)
+
+    def go_on(self, row: Sequence[Action], observers: Sequence[Observer] = ()) -> None:
+        """Further actions follow."""
+        self.actions.extend(row)
         for direction, inbox in (("forward", self.values), ("backward", self.gradients)):
             if inbox is not None:
                 inbox.expect(sum(action.kind.consumes == direction for action in row), observers)
@@ -93,6 +98,15 @@ class Lane:
         outbox = self.to_next if action.kind.produces == "forward" else self.to_previous
         if output is not None and outbox is not None:
             outbox.put(output, observers)
+
+    def drop(self, count: int, waits: Waits) -> None:
+        """Receive so many values that nobody wants any more."""
+        if self.values is None:
+            return
+        self.values.expect(count)
+        for _ in range(count):
+            waits.until(self.values.ready, f"waits for what stage {self.stage.program.stage} is to drop")
+            self.values.get()
 
     def _do(self, action: Action, message: Message | None) -> Message | None:
         with alone():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning_avgpipe.schedule.rules import check_hosted, trains, turns_of
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
 
-__all__ = ["Outcome", "Pipeline", "RollingPipelines", "run_together"]
+__all__ = ["Outcome", "Pipeline", "RollingPipelines", "clear", "run_together"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Pipeline:
         number: n, 0-based.
         place: puts this pipeline's model into the module; None: it is there all the time.
         foreign_tensors: tensors of other pipelines' models, which this one must not use; None: it may use everything.
-        weights: versions of them that actions use; None: there is one.
+        weights: step function -> versions of the weights that its actions use; of others there is one.
 
     Attributes:
         number: n.
@@ -71,10 +71,10 @@ class Pipeline:
         number: int = 0,
         place: Callable[[], None] | None = None,
         foreign_tensors: ForeignTensors | None = None,
-        weights: WeightStore | None = None,
+        weights: Mapping[str, WeightStore] | None = None,
     ) -> None:
         self.number = number
-        self._weights = weights
+        self._weights = weights or {}
         self._foreign_tensors = foreign_tensors
         self._cluster = cluster
         self._module = module
@@ -109,8 +109,9 @@ class Pipeline:
             self.place()
         programs = stage_programs(graph, cuts)
         copies = TiedParameters(self._module, self._cluster, copied_parameters(programs))
-        if self._weights is not None:
-            self._weights.divide({k: parameters_of(programs[k]) for k in self._cluster.stages})
+        versions = self._weights.get(graph.step) if len(programs) > 1 else None
+        if versions is not None:
+            versions.divide({k: parameters_of(program) for k, program in enumerate(programs)}, self._cluster.stages)
         self._graphs[graph.step] = graph
         self._cuts[graph.step] = cuts
         self._freezing[graph.step] = Freezing(graph, cuts, self._module)
@@ -122,7 +123,7 @@ class Pipeline:
         of_units = self._of_units[graph.step] = OwnAttributes(self._module, graph.of_units, self.number == 0)
         self._stages[graph.step] = [
             Stage(
-                programs[k], self._module, self._cluster.device, self._weights or copies, self._recompute,
+                programs[k], self._module, self._cluster.device, versions or copies, self._recompute,
                 self._foreign_tensors, self.number == 0 and k == self._cluster.stages[-1], of_units,
             )
             for k in self._cluster.stages
@@ -266,7 +267,7 @@ class RollingPipelines:
     def clear(self) -> None:
         """Nothing is under way any more, in this process."""
         for number in list(self._begun):
-            _clear(self._lanes[number])
+            clear(self._lanes[number])
             self._forget(number)
 
     def _forget(self, number: int) -> None:
@@ -312,7 +313,7 @@ def run_together(
             observer.agree(cluster.world)
         return [pipeline.outcome(step, schedule) for pipeline, schedule in zip(pipelines, schedules, strict=True)]
     finally:
-        _clear(lanes)
+        clear(lanes)
         for pipeline in pipelines:
             pipeline.own(step)[-1].end()
         added = [obj for pipeline in pipelines[1:] for own in pipeline.own(step)[-2:] for obj in own.added()]
@@ -320,7 +321,7 @@ def run_together(
             own.accept(added)
 
 
-def _clear(lanes: Sequence[Lane]) -> None:
+def clear(lanes: Sequence[Lane]) -> None:
     """Let nothing be left of an iteration that has ended, however it did."""
     for lane in lanes:
         lane.stage.clear()

@@ -62,6 +62,10 @@ class Task:
         """Whether forwards keep what backwards need."""
         return self.finish is not None
 
+    def key_of(self, micro_batch: int) -> RandomKey:
+        """Random numbers of micro-batch i."""
+        return replace(self.key, micro_batch=self.key.micro_batch + micro_batch)
+
 
 class _Gate:
     """Where a received value enters the step, and its gradient comes out.
@@ -206,8 +210,12 @@ class Stage:
         """
         self.attributes.begin()
         self._forward_only = forward_only
-        self._repeats = repeated(row, self.program.is_last) if self._recompute.stages else frozenset()
+        self.go_on(row)
         self._watch = Watch() if any(action.kind is INPUT_GRADIENT for action in row) else None
+
+    def go_on(self, row: Sequence[Action]) -> None:
+        """These actions follow; a forward whose backward is not among them comes with those that do."""
+        self._repeats = repeated(row, self.program.is_last) if self._recompute.stages else frozenset()
 
     def perform(self, action: Action, task: Task, message: Message | None) -> Message | None:
         """Run one action.
@@ -284,7 +292,7 @@ class Stage:
                 self._owned_now() | copies if copies else self._owned_now(),
                 received,
                 message.entries if message is not None else (),
-                replace(task.key, micro_batch=task.key.micro_batch + micro_batch),
+                task.key_of(micro_batch),
                 self._drawing,
                 self._device,
                 observe,
@@ -450,6 +458,11 @@ class Stage:
         if half is not None:
             with self._placed():
                 half.run()
+
+    def changed_buffers(self) -> dict[str, Tensor]:
+        """Those that its forwards change, by name."""
+        names = dict.fromkeys(name for node in self.program.nodes for name in node.states)
+        return {name: self._module.get_buffer(name) for name in names}
 
     def clear(self) -> None:
         """Forget everything about unfinished micro-batches."""

@@ -20,6 +20,8 @@ class Memory:
         held: full name -> bytes that a stage which uses it holds for it: weight, gradient, optimizer state.
         in_flight: micro-batches that each stage stashes at most, shape ``(K,)``; empty: one on every stage.
         num_microbatches: M, over which work that is done once in an iteration is spread.
+        versioned: full name -> bytes of each further version of it that a stage holds.
+        versions: how many of them each stage holds, shape ``(K,)``; empty: none.
         repeats: of each stage whether it repeats its forwards, shape ``(K,)``; it then has one stash at a time, and
             keeps what it received for the micro-batches in flight. Empty: none does.
     """
@@ -30,10 +32,16 @@ class Memory:
     in_flight: tuple[int, ...] = ()
     num_microbatches: int = 1
     repeats: tuple[bool, ...] = ()
+    versioned: Mapping[str, int] = field(default_factory=dict)
+    versions: tuple[int, ...] = ()
 
     def flights(self, stage: int) -> int:
         """Micro-batches in flight on a stage."""
         return self.in_flight[stage] if self.in_flight else 1
+
+    def further(self, stage: int) -> int:
+        """Versions of its weights that a stage holds beside those of now."""
+        return self.versions[stage] if self.versions else 0
 
     def stashes(self, stage: int) -> int:
         """Micro-batches of which a stage has a stash at the same time."""

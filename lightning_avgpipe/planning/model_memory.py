@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,18 @@ from torch.optim import Optimizer
 from lightning_avgpipe.planning import Memory, Plan
 from lightning_avgpipe.planning.recompute_policy import repeated
 from lightning_avgpipe.schedule import Schedule, peak_stash
+from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy
+from lightning_avgpipe.schedule.versions import held as held_by
 
 __all__ = [
     "ModelBytes",
+    "copies_of_weights",
     "holdings",
     "holdings_of_models",
     "memory_of",
     "model_bytes",
     "state_copies",
+    "with_versions",
 ]
 
 _UNKNOWN_COPIES = 2  # as Adam
@@ -90,6 +94,26 @@ def memory_of(
     return Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
 
 
+def copies_of_weights(policy: WeightPolicy, num_stages: int, num_microbatches: int) -> list[int]:
+    """By stage, how many a policy holds at most; of one stage alone there is one."""
+    if num_stages == 1:
+        return [1]
+    return [held_by(policy, Place(k, num_stages, num_microbatches)) for k in range(num_stages)]
+
+
+def with_versions(memory: Memory, module: nn.Module, policy: WeightPolicy, schedule: Schedule) -> Memory:
+    """The same under a weight policy: versions of what is trained, and forwards of the next batches in flight."""
+    stages = schedule.num_stages
+    if policy.drains or stages == 1:
+        return memory
+    return replace(
+        memory,
+        in_flight=tuple(range(stages, 0, -1)),
+        versioned={name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad},
+        versions=tuple(count - 1 for count in copies_of_weights(policy, stages, schedule.num_microbatches)),
+    )
+
+
 def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
     """Of what parallel models have in common: their reference, and what groups sum up in single precision for it."""
     if num_pipelines * num_groups == 1:
@@ -139,13 +163,20 @@ def holdings_of_models(
     num_microbatches: int,
     num_pipelines: int,
     num_groups: int,
+    policy: WeightPolicy = POLICIES["flush"],
 ) -> dict[int, Holding]:
     """What stages of this process hold for N parallel models; arguments as of :func:`holdings`, :func:`memory_of`.
 
-    ``shared + N model + reference``, of which the module shows pipeline 0's.
+    ``shared + N model + reference``, of which the module shows pipeline 0's. Of one model, versions by its policy.
     """
     own = holdings(plan, stages, module, optimizers, num_microbatches)
     if num_pipelines * num_groups == 1:
+        copies, named = copies_of_weights(policy, plan.num_stages, num_microbatches), dict(module.named_parameters())
+        for k in stages:
+            further = (copies[k] - 1) * sum(
+                named[name].nbytes for name in plan.stages[k].parameters if named[name].requires_grad
+            )
+            own[k] = Holding(own[k].total + further, own[k].coming + further)
         return own
     models = model_bytes(plan, stages, module, optimizers, num_microbatches, num_groups)
     return {

@@ -24,10 +24,12 @@ from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
 from lightning_avgpipe.planning.freezing import num_frozen
 from lightning_avgpipe.planning.limits import limits
-from lightning_avgpipe.planning.model_memory import memory_of
+from lightning_avgpipe.planning.model_memory import copies_of_weights, memory_of, with_versions
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule, StageCosts, forward_only, simulate
+from lightning_avgpipe.schedule.asynchronous import simulate_policy
 from lightning_avgpipe.schedule.rules import trains
+from lightning_avgpipe.schedule.versions import POLICIES, WeightPolicy
 
 __all__ = ["Conditions", "Planner", "stage_costs"]
 
@@ -94,6 +96,7 @@ class Planner:
         memory_limit: bytes that each stage may use.
         recompute: what is repeated before, or in, a backward.
         replicas: of each stage, which share its micro-batches; empty: one of each.
+        policy: which weights actions use.
     """
 
     module: nn.Module
@@ -106,6 +109,7 @@ class Planner:
     memory_limit: float = math.inf
     recompute: Recompute = Recompute()  # noqa: RUF009
     replicas: Sequence[int] = ()
+    policy: WeightPolicy = POLICIES["flush"]
 
     @property
     def measures(self) -> bool:
@@ -177,7 +181,7 @@ class Planner:
                 plan, costs = self._refined(what, plan.graph, measured, memory, spared)
         note = self._note(plan, costs, spared)
         plan = self._closed(what, plan, costs, memory)
-        return replace(plan, forecast=_forecast(plan, conditions.schedule), note=note)
+        return replace(plan, forecast=_forecast(plan, conditions.schedule, self.policy), note=note)
 
     def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:
         """Why the slowest stage takes so long, if it does."""
@@ -209,6 +213,8 @@ class Planner:
             conditions.num_pipelines,
             conditions.num_groups,
         )
+        if conditions.schedule is not None and trains(conditions.schedule.rows[-1]):
+            memory = with_versions(memory, self.module, self.policy, conditions.schedule)
         # where nothing is measured the price of a byte is a guess, and no reason to avoid a copy
         return memory if self.measures else replace(memory, weights={})
 
@@ -345,10 +351,17 @@ def stage_costs(plan: Plan, frozen: int = 0) -> StageCosts:
     )
 
 
-def _forecast(plan: Plan, schedule: Schedule | None) -> Forecast | None:
+def _forecast(plan: Plan, schedule: Schedule | None, policy: WeightPolicy) -> Forecast | None:
     """Simulate the schedule with the costs of the stages."""
     if schedule is None:
         return None
+    if not policy.drains and plan.num_stages > 1:
+        repeated = replace(policy, backward=None)  # what is repeated is in the costs already
+        count = schedule.num_microbatches
+        timeline = simulate_policy(repeated, stage_costs(plan), count, 2 + 4 * plan.num_stages)
+        copies = " ".join(map(str, copies_of_weights(policy, plan.num_stages, count)))
+        name = f"1f1b, weight_policy='{policy.name}' with {copies} copies of the weights"
+        return Forecast(name, count, timeline.steady_s, max(0.0, timeline.steady_bubble_fraction))
     frozen = num_frozen(plan.graph, plan.cuts, plan.graph.trained) if trains(schedule.rows[-1]) else 0
     timeline = simulate(forward_only(schedule, frozen), stage_costs(plan, frozen))
     return Forecast(schedule.name, schedule.num_microbatches, timeline.iteration_s, timeline.bubble_fraction)

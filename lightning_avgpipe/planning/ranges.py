@@ -36,6 +36,7 @@ class Ranges:
         forward: the forward's part of it, which a stage that repeats its forwards takes once more, shape ``(n, n)``.
         transfer: time for which a cut at each point occupies each hop, shape ``(K-1, n)``.
         held: bytes of weights, gradients and optimizer states from i to j, shape ``(n, n)``.
+        versions: bytes of each further version of the weights, shape ``(n, n)``.
         stash: bytes that one micro-batch stashes before each point, shape ``(n,)``.
         crossing: bytes that cross a cut at each point, shape ``(n,)``.
         memory: the limit, and the micro-batches in flight.
@@ -46,6 +47,7 @@ class Ranges:
     forward: np.ndarray
     transfer: np.ndarray
     held: np.ndarray
+    versions: np.ndarray
     stash: np.ndarray
     crossing: np.ndarray
     memory: Memory
@@ -74,6 +76,7 @@ class Ranges:
             forward[None, :] - forward[:, None],
             np.array([costs.link(hop).per_byte for hop in range(num_stages - 1)])[:, None] * crossing,
             _owned(graph, points, memory.held)[0],
+            _owned(graph, points, memory.versioned)[0],
             np.concatenate([[0.0], np.cumsum(costs.stash_bytes, dtype=float)])[points],
             crossing,
             memory,
@@ -82,13 +85,14 @@ class Ranges:
     def needed(self, stage: int) -> np.ndarray:
         """Bytes that a stage from i to j needs, shape ``(n, n)``; infinite where ``j <= i``."""
         stash = (self.stash[None, :] - self.stash[:, None]) * self.memory.stashes(stage)
-        needed = self.held + stash + self.crossing[:, None] * self.memory.flights(stage)
+        held = self.held + self.versions * self.memory.further(stage)
+        needed = held + stash + self.crossing[:, None] * self.memory.flights(stage)
         return np.where(np.isinf(self.work), np.inf, needed)
 
     def need(self, stage: int, first: int, last: int) -> Need:
         """What a stage from point ``first`` to point ``last`` needs."""
         return Need(
-            int(self.held[first, last]),
+            int(self.held[first, last] + self.versions[first, last] * self.memory.further(stage)),
             int(self.stash[last] - self.stash[first]) * self.memory.stashes(stage),
             int(self.crossing[first]) * self.memory.flights(stage),
         )

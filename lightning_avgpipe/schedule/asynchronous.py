@@ -1,4 +1,12 @@
-"""One pipeline that does not drain between updates, simulated: 1F1B from one drain to the next."""
+"""One pipeline that does not drain between updates: 1F1B from one drain to the next, batch by batch, and simulated.
+
+::
+
+    stage 0 | F0 F1 F2 F3 B0 B1 u | F4 B2 F5 B3 u | ..        M = 2, u: the stage's weights are updated
+    stage 3 | F0 B0 F1 B1 u | F2 B2 F3 B3 u | ..
+
+On each stage a batch ends with its last backward; forwards of later batches run within it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +14,35 @@ from dataclasses import replace
 
 from lightning_avgpipe.schedule.actions import Action
 from lightning_avgpipe.schedule.costs import StageCosts
+from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD
 from lightning_avgpipe.schedule.recipes import build
 from lightning_avgpipe.schedule.simulator import simulate
 from lightning_avgpipe.schedule.timeline import Timeline
 from lightning_avgpipe.schedule.versions import Place, WeightPolicy
 
-__all__ = ["simulate_policy"]
+__all__ = ["forwards_by", "row_of_batch", "simulate_policy"]
+
+
+def forwards_by(place: Place, batch: int, known: int) -> int:
+    """Forwards that a stage has run when a batch ends there, of so many known batches since the drain."""
+    return min((batch + 1) * place.num_microbatches + place.warm_up, known * place.num_microbatches)
+
+
+def row_of_batch(place: Place, batch: int, known: int) -> tuple[Action, ...]:
+    """What a stage does from the end of the batch before to the end of this one.
+
+    Args:
+        batch: number since the drain.
+        known: batches since the drain that are there: as many as forwards run ahead, or all until the next drain.
+    """
+    row: list[Action] = []
+    done = forwards_by(place, batch - 1, known) if batch else 0
+    for i in range(batch * place.num_microbatches, (batch + 1) * place.num_microbatches):
+        until = max(done, min(i + 1 + place.warm_up, known * place.num_microbatches))
+        row += [Action(FORWARD, j) for j in range(done, until)]
+        row.append(Action(BACKWARD, i))
+        done = until
+    return tuple(row)
 
 
 def simulate_policy(policy: WeightPolicy, costs: StageCosts, num_microbatches: int, iterations: int) -> Timeline:

@@ -33,8 +33,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.utils.allowed import check, choice, flag
 
-__all__ = ["POLICIES", "Place", "Use", "WeightPolicy", "held", "pipeoptim"]
+__all__ = ["POLICIES", "PipeOptim", "Place", "Use", "WeightPolicy", "held"]
 
 
 class Use(NamedTuple):
@@ -83,6 +84,11 @@ class Place:
     def updates(self, micro_batches: int) -> int:
         """Updates that so many micro-batches bring at most."""
         return -(-micro_batches // self.num_microbatches)
+
+    @property
+    def batches_ahead(self) -> int:
+        """Batches of which some forwards may come before the update of the one before them."""
+        return self.updates(self.warm_up)
 
 
 _Rule = Callable[[Place, int], Use]
@@ -149,18 +155,39 @@ def _by_staleness(place: Place, micro_batch: int) -> Use:
     return Use(place.met(micro_batch), place.staleness(micro_batch))
 
 
-def pipeoptim(
-    delta: Literal["state", "increment"] = "state", staleness: Literal["exact", "constant"] = "exact"
-) -> WeightPolicy:
+_CHOICES = {"delta": choice("state", "increment"), "staleness": choice("exact", "constant"), "exact_backward": flag()}
+
+
+@dataclass(frozen=True)
+class PipeOptim:
     """Forwards predict the weights that their backwards will meet.
 
-    Args:
-        delta: ``"state"`` as the paper has it, which needs an optimizer that remembers where it goes; ``"increment"``
-            is for any, and costs the memory of one more copy of the weights. Weight decay that is decoupled, as that of
-            AdamW, is in the increment only.
-        staleness: ``"constant"`` is the paper's w, which predicts too far after each drain.
+    Attributes:
+        delta: what a prediction goes by. ``"state"`` is the optimizer's, as the paper has it, which must be one that
+            remembers where it goes; ``"increment"``, the last one of the weights, is for any optimizer, and costs the
+            memory of one more copy of them. Weight decay that is decoupled, as that of AdamW, is in the increment only.
+        staleness: ``"exact"``, or ``"constant"``: the paper's w, which predicts too far after each drain.
+        exact_backward: whether a backward is that of the weights which it meets; its forward is repeated with them.
+            Else it is that of the weights which its forward predicted: nothing is repeated, and each prediction in
+            flight is kept. (The paper's own, new weights on old activations, is none that autograd could compute alike
+            for all operations.)
+    Raises:
+        ConfigurationError: none of these.
     """
-    return WeightPolicy("pipeoptim", _by_staleness if staleness == "exact" else _by_warm_up, _current, delta=delta)
+
+    delta: Literal["state", "increment"] = "state"
+    staleness: Literal["exact", "constant"] = "exact"
+    exact_backward: bool = True
+
+    def __post_init__(self) -> None:
+        given = {"delta": self.delta, "staleness": self.staleness, "exact_backward": self.exact_backward}
+        check(_CHOICES, given, "PipeOptim")
+
+    @property
+    def policy(self) -> WeightPolicy:
+        """The policy."""
+        forward = _by_staleness if self.staleness == "exact" else _by_warm_up
+        return WeightPolicy("pipeoptim", forward, _current if self.exact_backward else None, delta=self.delta)
 
 
 POLICIES: dict[str, WeightPolicy] = {
@@ -171,7 +198,7 @@ POLICIES: dict[str, WeightPolicy] = {
         WeightPolicy("2bw", _previous),
         WeightPolicy("spectrain", _ahead_of_all, _ahead_of_backward),
         WeightPolicy("spectrain_stashed", _by_warm_up),
-        pipeoptim(),
+        PipeOptim().policy,
         WeightPolicy("none", _met, _current),
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,16 +38,16 @@ class Batches:
         self._trainer = trainer
         self._cluster = cluster
         self._beside: list[Any] = []  # of pipelines 1.. of this iteration
-        self._ahead: list[Any] | None = None  # of all pipelines, of the next one
+        self._ahead: deque[list[Any]] = deque()  # of all pipelines, of the next ones
 
     def to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
         """The reader's batch, after its transfer hooks, on every rank's device; the other pipelines' with it."""
         self.dataloader_idx = dataloader_idx
         loader = self._trainer.fit_loop._combined_loader
-        if self._trainer.training and self._ahead is not None:
+        if self._trainer.training and self._ahead:
             assert isinstance(loader, BundledLoader)
             loader.take()
-            (batch, *self._beside), self._ahead = self._ahead, None
+            batch, *self._beside = self._ahead.popleft()
             return batch
         batch = self._moved(batch, device, dataloader_idx, 0)
         if self._trainer.training and isinstance(loader, BundledLoader):
@@ -59,22 +60,24 @@ class Batches:
     @property
     def waits_for_its_turn(self) -> bool:
         """Whether the next batch of training is on the device already."""
-        return self._ahead is not None and bool(self._trainer.training)
+        return bool(self._ahead) and bool(self._trainer.training)
 
     def read_ahead(self) -> list[Any]:
-        """The batches of the next iteration of training, on every rank's device; none at the end of the data.
+        """The batches of a further iteration of training, on every rank's device; none at the end of the data.
 
         They come again when it is their turn. Every process calls it.
         """
         loader = self._trainer.fit_loop._combined_loader
-        assert isinstance(loader, BundledLoader) and self._ahead is None
-        batches = loader.upcoming()
-        self._ahead = [self._moved(self._converted(batch), None, 0, n) for n, batch in enumerate(batches)] or None
-        return list(self._ahead or ())
+        assert isinstance(loader, BundledLoader)
+        batches = loader.upcoming(len(self._ahead))
+        if not batches:
+            return []
+        self._ahead.append([self._moved(self._converted(batch), None, 0, n) for n, batch in enumerate(batches)])
+        return list(self._ahead[-1])
 
     def forget_ahead(self) -> None:
         """What was read ahead is moved anew when its turn comes."""
-        self._ahead = None
+        self._ahead.clear()
 
     def _converted(self, batch: Any) -> Any:
         """What Lightning's loop does to pipeline 0's batch before it asks for its transfer."""

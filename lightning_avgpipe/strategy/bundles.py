@@ -173,16 +173,19 @@ class BundledLoader(CombinedLoader):
             group.append(item)
         return group
 
-    def upcoming(self) -> list[Any]:
-        """The batches after those that were taken last, with that of pipeline 0; none at the end.
+    def upcoming(self, ahead: int = 0) -> list[Any]:
+        """The batches after those that were taken last, or so many groups later, with that of pipeline 0; none at the
+        end.
 
         They come once more, in their turn.
         """
-        if self._beside:
-            return [self._first[0][0], *(batch for batch, _, _ in self._beside[0])]
-        if not self._held and (group := self._next_group()):
+        while ahead >= len(self._beside) + len(self._held):
+            if not (group := self._next_group()):
+                return []
             self._held.append(group)
-        return [batch for group in self._held for batch, _, _ in group]
+        if ahead < len(self._beside):
+            return [self._first[ahead][0], *(batch for batch, _, _ in self._beside[ahead])]
+        return [batch for batch, _, _ in self._held[ahead - len(self._beside)]]
 
     def take(self) -> list[Any]:
         """The batches of pipelines 1.. for the iteration that begins, in the order in which they were read."""

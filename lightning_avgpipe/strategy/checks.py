@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -23,6 +28,7 @@ from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.schedule.builders import NAMES
 from lightning_avgpipe.schedule.own import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
+from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.utils.packages import check_callbacks
 
 if TYPE_CHECKING:
@@ -33,8 +39,8 @@ __all__ = [
     "contents",
     "optimizers",
     "options",
+    "overlapping",
     "processes",
-    "rolling",
     "same_checkpoint",
     "same_options",
     "schedule",
@@ -74,6 +80,34 @@ def options(given: Options) -> None:
         _try_outer(given.outer_optimizer)
     if given.rolling:
         _without_barrier(given)
+    if not given.policy.drains:
+        _without_drain(given)
+
+
+def _without_drain(given: Options) -> None:
+    """Refuse what stages would have to do together, and what has no order that versions count by."""
+    policy = given.policy
+    ordered = given.schedule in ("1f1b", "advance_forward") and given.advance in ("auto", 0)
+    apart = {
+        "num_pipelines": (given.num_pipelines > 1, "there is one pipeline, which needs no others to fill its time"),
+        "replicas": (given.replicas != 1, "replicas would wait for each other at each step"),
+        "rolling": (given.rolling, "it is for parallel pipelines"),
+        "schedule": (given.schedule not in ("1f1b", "advance_forward"), "versions are those of the order of 1F1B"),
+        "advance": (not ordered, "versions are those of the order of 1F1B"),
+        "recompute": (
+            not isinstance(given.recompute, bool) and policy.backward is not None,
+            "its stages repeat forwards as a whole, to use other weights in backwards",
+        ),
+        "on_nonfinite": (given.on_nonfinite == "skip", "other stages may have stepped"),
+        "verify": (bool(given.verify), "a plain step has no versions"),
+        "reader": (given.reader == "first", "its process is the last to end a batch"),
+    }
+    for option, (asked, why) in apart.items():
+        if asked:
+            raise ConfigurationError(
+                f"weight_policy={given.weight_policy!r} with {option}={getattr(given, option)!r}: {why}; leave it out, "
+                "or use weight_policy='flush'"
+            )
 
 
 def _without_barrier(given: Options) -> None:
@@ -92,28 +126,53 @@ def _without_barrier(given: Options) -> None:
             )
 
 
-def rolling(running: pl.Trainer, given: Options, num_groups: int, world_size: int, tuned: bool) -> None:
-    """Check that batches of this run may overlap."""
-    module, use = running.lightning_module, "or use rolling=False"
-    if given.num_pipelines == 1 and num_groups == 1:
+def overlapping(running: pl.Trainer, given: Options, num_stages: int, num_groups: int, tuned: bool) -> None:
+    """Check that batches of this run may overlap, if they are to."""
+    versions = not given.policy.drains
+    if not versions and (not given.rolling or (given.num_pipelines == 1 and num_groups == 1)):
         return
+    option = f"weight_policy={given.weight_policy!r}" if versions else "rolling=True"
+    use = "or use weight_policy='flush'" if versions else "or use rolling=False"
     plugin = running.precision_plugin
     if any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in vars(plugin).values()):
         raise ConfigurationError(
-            f"rolling=True with precision={plugin.precision!r}: a loss scaler skips the steps of all models together; "
-            f"use 'bf16-mixed', {use}"
+            f"{option} with precision={plugin.precision!r}: a loss scaler skips the steps of all models and stages "
+            f"together; use 'bf16-mixed', {use}"
         )
     if num_groups > 1:
+        instead = "num_stages='auto'" + ("" if versions else " and num_pipelines")
         raise ConfigurationError(
-            f"rolling=True with {num_groups} groups of processes (of parallel models or replicas), which do a part of "
-            f"each step together; use num_stages='auto' and num_pipelines, {use}"
+            f"{option} with {num_groups} groups of processes (of parallel models or replicas), which do a part of "
+            f"each step together; use {instead}, {use}"
         )
     if tuned:
-        raise ConfigurationError(f"rolling=True with AvgPipeTuner, which times iterations one by one; remove it, {use}")
+        raise ConfigurationError(f"{option} with AvgPipeTuner, which times iterations one by one; remove it, {use}")
     if getattr(running, "_val_check_time_interval", None) is not None:
         raise ConfigurationError(
-            f"rolling=True and val_check_interval as a time: give it as a number of batches or a fraction, {use}"
+            f"{option} and val_check_interval as a time: give it as a number of batches or a fraction, {use}"
         )
+    if versions:
+        _versions(running, given, num_stages, option, use)
+    else:
+        _rolling(running, use)
+
+
+def _versions(running: pl.Trainer, given: Options, num_stages: int, option: str, use: str) -> None:
+    accumulators = [c for c in running.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    if running.accumulate_grad_batches > 1 or any(c.going_to_accumulate_grad_batches() for c in accumulators):
+        raise ConfigurationError(
+            f"{option} with accumulate_grad_batches: stages are updated after each batch; use larger batches, and more "
+            f"of num_microbatches, {use}"
+        )
+    if num_stages > 1:
+        try:
+            given.policy.check(Place(0, num_stages, given.microbatches(num_stages)))
+        except ScheduleError as error:
+            raise ConfigurationError(str(error)) from error
+
+
+def _rolling(running: pl.Trainer, use: str) -> None:
+    module = running.lightning_module
     if any(isinstance(m, Metric) for m in module.modules()):
         raise ConfigurationError(
             f"rolling=True and a metric object in {type(module).__name__}: it would see batches mixed; log tensors, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torchmetrics import Metric
 
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
 from lightning_avgpipe.planning.planner import Planner
@@ -20,6 +22,7 @@ from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.weights.initialisation import on_meta
+from lightning_avgpipe.weights.store import WeightStore
 
 __all__ = ["announce", "deploy", "give_back", "memory_per_stage", "sharing_stages"]
 
@@ -39,6 +42,11 @@ def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before
     cluster, module = connection.cluster, trainer.lightning_module
     assert cluster is not None
     seed = cluster.world.broadcast(torch.initial_seed())  # that of rank 0
+    policy, recompute = options.policy, chosen(module, options.recompute)
+    weights = None
+    if not policy.drains:
+        weights = WeightStore(module, policy, lambda: [unwrapped(optimizer) for optimizer in trainer.optimizers])
+        recompute = replace(recompute, stages=recompute.stages or policy.backward is not None)
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     planner = Planner(
         module,
@@ -46,12 +54,14 @@ def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before
         observers=metrics,
         costs="flops" if on_meta(module) else options.costs,  # what has no contents cannot be timed
         cache=options.cache,
-        recompute=chosen(module, options.recompute),
+        recompute=recompute,
         replicas=options.stage_replicas,
+        policy=policy,
         **planned(connection, options),
     )
     origin = take_origin(module, cluster, seed, before)
-    return Deployment(module, cluster, planner, lambda: trainer.optimizers, origin, options.elasticity, metrics), seed
+    parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.elasticity, metrics, weights
+    return Deployment(*parts), seed
 
 
 def planned(connection: Connection, options: Options) -> dict[str, Any]:

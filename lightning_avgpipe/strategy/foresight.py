@@ -37,15 +37,15 @@ class Progress:
     values: tuple[tuple[Any, str, Any], ...]
 
     @classmethod
-    def after_a_step(cls, trainer: pl.Trainer) -> Progress:
-        """Within the step of an iteration: in the ``training_step`` of the next one."""
+    def after_steps(cls, trainer: pl.Trainer, count: int = 1) -> Progress:
+        """Within the step of an iteration: in the ``training_step`` of the next one, or so many later."""
         loop = trainer.fit_loop.epoch_loop
         batches, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
         counted: list[tuple[Any, str]] = [(loop, "_batches_that_stepped")]
         counted += [(p, name) for p in (batches.total, batches.current) for name in ("ready", "started")]
         counted += [(p, name) for p in (batches.total, batches.current) for name in ("processed", "completed")]
         counted += [(p, name) for p in (steps.total, steps.current) for name in ("ready", "completed")]
-        return cls(tuple((owner, name, getattr(owner, name) + 1) for owner, name in counted))
+        return cls(tuple((owner, name, getattr(owner, name) + count) for owner, name in counted))
 
 
 @contextlib.contextmanager
@@ -69,10 +69,13 @@ class Foresight:
 
     Args:
         trainer: of the run.
+        option: why steps run ahead.
+        instead: with which they do not.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer, option: str, instead: str) -> None:
         self._trainer = trainer
+        self._option, self._instead = option, instead
         self._view: Any = None
         self._modules: list[pl.LightningModule] = []
         self._read: dict[str, Variable] = {}
@@ -85,13 +88,13 @@ class Foresight:
         It never may, so that it does not depend on the timing whether it is refused.
         """
         if self._view is None:
-            self._view = _view(self._trainer)
+            self._view = self._made_view()
             modules = self._trainer.lightning_module.modules()
             self._modules = [module for module in modules if isinstance(module, pl.LightningModule)]
         with contextlib.ExitStack() as undo:
             for module in self._modules:
                 undo.enter_context(replaced(module, "_trainer", self._view))
-                undo.enter_context(replaced(module, "optimizers", _refuse("optimizers()")))
+                undo.enter_context(replaced(module, "optimizers", self._refuse("optimizers()")))
             yield
 
     def begin(self, graph: CallGraph) -> None:
@@ -115,28 +118,26 @@ class Foresight:
         ]
         if changed:
             raise ConfigurationError(
-                f"with rolling=True a hook of a batch has changed '{changed[0]}', which training_step reads, when "
+                f"with {self._option} a hook of a batch has changed '{changed[0]}', which training_step reads, when "
                 "micro-batches of the next batch may have run already. Change it where the pipeline drains "
                 "(on_train_epoch_start, on_validation_epoch_end), let the step work it out of self.global_step, or "
-                "use rolling=False"
+                f"use {self._instead}"
             )
 
+    def _made_view(self) -> Any:
+        """The same trainer, which refuses to tell what it does not know yet."""
+        kind = type(self._trainer)
+        refused = {name: property(self._refuse(f"trainer.{name}")) for name in _NOT_YET}
+        view: Any = object.__new__(type(kind.__name__, (kind,), {**refused, "__module__": kind.__module__}))
+        object.__setattr__(view, "__dict__", vars(self._trainer))
+        return view
 
-def _view(trainer: pl.Trainer) -> Any:
-    """The same trainer, which refuses to tell what it does not know yet."""
-    kind = type(trainer)
-    refused = {name: property(_refuse(f"trainer.{name}")) for name in _NOT_YET}
-    view: Any = object.__new__(type(kind.__name__, (kind,), {**refused, "__module__": kind.__module__}))
-    object.__setattr__(view, "__dict__", vars(trainer))
-    return view
+    def _refuse(self, name: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise ConfigurationError(
+                f"training_step reads {name}, which with {self._option} is not known yet when a part of the step runs, "
+                "while the batch before still goes on; read it in on_train_batch_start or on_train_batch_end, or use "
+                f"{self._instead}"
+            )
 
-
-def _refuse(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise ConfigurationError(
-            f"training_step reads {name}, which with rolling=True is not known yet when a part of the step runs, while "
-            "the batch before still goes on; read it in on_train_batch_start or on_train_batch_end, or use "
-            "rolling=False"
-        )
-
-    return refuse
+        return refuse

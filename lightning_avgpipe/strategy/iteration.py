@@ -298,6 +298,9 @@ class Iterations:
     def leave(self, together: bool = True) -> None:
         """Nothing was read ahead."""
 
+    def stepped(self) -> None:
+        """The optimizers have stepped."""
+
     def _prepare(
         self, step: str, run: Callable[..., Any], works: Works, rest: Sequence[Any], schedule: Schedule, trains: int
     ) -> bool:

@@ -19,11 +19,11 @@ from torchmetrics import Metric
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.strategy.ahead import AheadIterations
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, local_metrics, looking_on
 from lightning_avgpipe.strategy.loop import PipelineOptimization
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
-from lightning_avgpipe.strategy.rolling import RollingIterations
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.gradient_norm import norms_over_stages
@@ -111,7 +111,7 @@ def optimizing(trainer: pl.Trainer, optimization: PipelineOptimization) -> Itera
 
 
 @contextlib.contextmanager
-def rolling(trainer: pl.Trainer, iterations: RollingIterations, batches: Batches) -> Iterator[None]:
+def rolling(trainer: pl.Trainer, iterations: AheadIterations, batches: Batches) -> Iterator[None]:
     """Within this context an epoch of training ends with nothing ahead, and a batch is moved once."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     run, before_transfer = loop.run, module._on_before_batch_transfer

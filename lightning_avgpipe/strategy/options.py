@@ -19,6 +19,7 @@ from lightning_avgpipe.planning.memory_limit import MemoryLimit, parse_limit
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.own import Builder
 from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
+from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, WeightPolicy
 from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.utils.allowed import (
     Allowed,
@@ -118,6 +119,9 @@ ALLOWED = {
     ),
     "average_every": whole(1, 1_000_000, 4),
     "rolling": flag(),
+    "weight_policy": either(
+        choice(*POLICIES), Allowed("a PipeOptim", "PipeOptim(delta='increment')", lambda v: isinstance(v, PipeOptim))
+    ),
     "save_replicas": flag(),
     "save_distributed_checkpoint": flag(),
     "on_nonfinite": optional(choice("auto", "raise", "skip"), "no check"),
@@ -163,6 +167,7 @@ class Options:
     outer_optimizer: OuterOptimizer | None
     average_every: int
     rolling: bool
+    weight_policy: str | PipeOptim
     save_replicas: bool
     save_distributed_checkpoint: bool
     on_nonfinite: Literal["auto", "raise", "skip"] | None
@@ -192,6 +197,16 @@ class Options:
             "timeout",
         }
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in own}
+
+    @property
+    def policy(self) -> WeightPolicy:
+        """Which weights actions use."""
+        return POLICIES[self.weight_policy] if isinstance(self.weight_policy, str) else self.weight_policy.policy
+
+    @property
+    def ordered(self) -> tuple[str | Builder, int | Literal["auto"]]:
+        """Schedule and advance, in whose order actions come."""
+        return (self.schedule, self.advance) if self.policy.drains else ("1f1b", 0)
 
     @property
     def placement(self) -> Placement:

@@ -20,6 +20,8 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import MemoryLimit
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.aftermath import hooks_with_results
+from lightning_avgpipe.strategy.ahead import AheadIterations
+from lightning_avgpipe.strategy.asynchronous import AsynchronousIterations
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.bundles import recount
@@ -120,12 +122,15 @@ class PipelineRun:
             trainer, cluster, self.configuration, self.deployment, self.step_log, self.observers
         )
         schedule_control = ScheduleControl(
-            options.schedule, options.advance, cluster, self.memory_per_stage, module, lambda: trainer.optimizers,
-            self.observers, self.models.tensors_beside, not options.recompute,
+            *options.ordered, cluster, self.memory_per_stage, module, lambda: trainer.optimizers,
+            self.observers, self.models.tensors_beside, not options.recompute, options.policy,
         )  # fmt: skip
         self.state = DividedState(self._before, self.configuration, self.deployment, schedule_control, seed)
         kind: Any = Iterations
-        if options.rolling and fitting:
+        if fitting and not options.policy.drains:
+            kind = partial(AsynchronousIterations, broken=self._break)
+            self.models.check.apart = True
+        elif options.rolling and fitting:
             kind = partial(RollingIterations, broken=self._break)
         self.iterations = kind(
             trainer=trainer, cluster=cluster, configuration=self.configuration, deployment=self.deployment,
@@ -134,6 +139,7 @@ class PipelineRun:
         )  # fmt: skip
         if isinstance(self.iterations, RollingIterations):
             self.models.in_turn = self.iterations.step_in_turn
+        if isinstance(self.iterations, AheadIterations):
             self.state.settle = self.iterations.drain
             self._undo.enter_context(changes.rolling(trainer, self.iterations, self.batches))
         if fitting and options.replicas != 1:
@@ -145,7 +151,7 @@ class PipelineRun:
         self._undo.callback(lambda: self.iterations.leave(together=not self._connection.failed))
 
     def _break(self) -> None:
-        """Some models have stepped and others have not: nothing is whole."""
+        """Some models or stages have stepped and others have not: nothing is whole."""
         self._connection.failed = True
 
     def _subject(self) -> Subject:
@@ -245,6 +251,7 @@ class PipelineRun:
         """Run the closure and step, all parallel models."""
         with contextlib.nullcontext() if self._verifier is None else self._verifier.stepping():
             result = self.models.optimizer_step(own, optimizer, closure, model, **kwargs)
+            self.iterations.stepped()
         if self.configuration.options.verify_copies:
             self.deployment.verify_copies()
         return result

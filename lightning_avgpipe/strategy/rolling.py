@@ -31,42 +31,34 @@ What follows from that:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, RollingPipelines
 from lightning_avgpipe.engine.stage import Task
-from lightning_avgpipe.errors import ConfigurationError, StepChangedError
-from lightning_avgpipe.strategy.foresight import Foresight, Progress, as_it_will_be
-from lightning_avgpipe.strategy.iteration import Finish, Iterations, Works
-from lightning_avgpipe.utils import tree
+from lightning_avgpipe.strategy.ahead import STEP as _STEP
+from lightning_avgpipe.strategy.ahead import AheadIterations, Read
+from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
+from lightning_avgpipe.strategy.iteration import Finish, Works
 from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
-from lightning_avgpipe.utils.torch_compat import version_of
 
 __all__ = ["RollingIterations"]
 
-_STEP = "training_step"
 
-
-@dataclass
-class _Iteration:
+@dataclass(kw_only=True)
+class _Iteration(Read):
     """A batch for each pipeline, on its way through the stages.
 
     Attributes:
         number: of its random numbers.
         works: micro-batches by pipeline.
-        batches: on the device, by pipeline.
         rest: other arguments of the step.
         progress: the trainer's counters as they will be; None from the time on that they are.
         begun: pipelines that have begun it.
@@ -80,7 +72,6 @@ class _Iteration:
 
     number: int
     works: Works
-    batches: Sequence[Any]
     rest: tuple[Any, ...]
     progress: Progress | None
     begun: set[int] = field(default_factory=set)
@@ -91,32 +82,17 @@ class _Iteration:
     kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     finish: Finish | None = None
 
-    def __post_init__(self) -> None:
-        self._versions = [(t, version_of(t)) for t in tree.tensors(list(self.batches)) if not t.is_inference()]
-
-    @property
-    def changed(self) -> bool:
-        """Whether somebody has changed a batch."""
-        return any(version_of(tensor) != version for tensor, version in self._versions)
-
 
 @dataclass(kw_only=True)
-class RollingIterations(Iterations):
-    """Iterations that overlap.
-
-    Attributes:
-        broken: called when an iteration fails in which some models have stepped and others have not.
-    """
-
-    broken: Callable[[], None]
+class RollingIterations(AheadIterations):
+    """Iterations of parallel models that overlap."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._rolling = RollingPipelines(self.cluster, _STEP)
         self._now: _Iteration | None = None  # in which models step
         self._next: _Iteration | None = None  # has been read ahead
-        self._foresight = Foresight(self.trainer)
         self._trained: frozenset[str] = frozenset()  # as the iteration began
-        self._checked = False
 
     def train(self, batch: Any, *rest: Any) -> Any:
         """Run a batch until pipeline 0 has ended it; without a step, until all have."""
@@ -129,10 +105,7 @@ class RollingIterations(Iterations):
                 self.schedule_control.begin_again()
             iteration = self._made(batches, rest, None)
         elif iteration.batches[0] is not batch or iteration.changed:
-            raise StepChangedError(
-                "a batch that has been read ahead, and may have run in part, was changed or left out by a hook; with "
-                "rolling=True change batches in on_after_batch_transfer, or use rolling=False"
-            )
+            raise self.other_batch()
         iteration.progress = None
         self._clear_in_turn(iteration)
         if iteration.begun:
@@ -185,11 +158,6 @@ class RollingIterations(Iterations):
             self.broken()
             raise
 
-    def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
-        """As without rolling, when nothing is ahead."""
-        self.drain()
-        return super().evaluate(step, batch, *rest)
-
     def drain(self) -> None:
         """From now on nothing is ahead: models, buffers and channels are as after the last batch. Every process calls
         it; what has run ahead runs again.
@@ -216,7 +184,8 @@ class RollingIterations(Iterations):
 
     def _made(self, batches: Sequence[Any], rest: tuple[Any, ...], progress: Progress | None) -> _Iteration:
         works = [self.splitter.split(one, n) for n, one in enumerate(batches)]
-        return _Iteration(self._number(_STEP) + (progress is not None), works, batches, rest, progress)
+        number = self._number(_STEP) + (progress is not None)
+        return _Iteration(number=number, works=works, batches=batches, rest=rest, progress=progress)
 
     def _clear_in_turn(self, iteration: _Iteration) -> None:
         """Clear gradients where Lightning does; those of an iteration that is ahead have begun anew when it did."""
@@ -235,7 +204,7 @@ class RollingIterations(Iterations):
 
     def _run_first(self, iteration: _Iteration) -> bool:
         """Let all pipelines begin that have not, or run all to the end; tells whether there is anything to run."""
-        works, module = iteration.works, self._module
+        works = iteration.works
         context = self.trainer.precision_plugin.train_step_context
         self.models.skipped, before = frozenset(), self._pipelines
         if not iteration.begun and self._checked:
@@ -244,10 +213,7 @@ class RollingIterations(Iterations):
             self.models.pipelines_for(_STEP, len(works))
             others = any(p is not before for p, before in zip(self._pipelines, before, strict=False))
             if iteration.begun and (others or self._trained != self._trained_now):
-                raise ConfigurationError(
-                    f"a hook has changed which parameters of {type(module).__name__} are trained when micro-batches of "
-                    "the next batch had run already; with rolling=True do so in on_train_epoch_start"
-                )
+                raise self.others_trained()
             self._begin_turns()
             iteration.outcomes = iteration.outcomes or []
             for n in range(len(works)):
@@ -270,10 +236,6 @@ class RollingIterations(Iterations):
         self._foresight.begin(self.deployment.pipeline.graph(_STEP))
         self._trained = self._trained_now
 
-    @property
-    def _trained_now(self) -> frozenset[str]:
-        return self.deployment.pipeline.freezing(_STEP).trained
-
     def _rolls(self, iteration: _Iteration) -> bool:
         """Whether nobody wants to see this iteration alone, and the stages are there."""
         ensemble = self.deployment.ensemble
@@ -286,31 +248,6 @@ class RollingIterations(Iterations):
             and not [*self.observers]
             and not self.schedule_control.measures(iteration.works, self.configuration.num_pipelines)
         )
-
-    def _check_graph(self) -> None:
-        """Refuse steps that change what pipelines share, and data that must not be read ahead.
-
-        Raises:
-            ConfigurationError: names it.
-        """
-        loader = self.trainer.fit_loop._combined_loader
-        saving = [one for one in ([] if loader is None else loader.flattened) if isinstance(one, _Stateful)]
-        if saving:
-            raise ConfigurationError(
-                f"rolling=True reads ahead, but the {type(saving[0]).__name__} saves its position in checkpoints, "
-                "which would then be ahead of the training; use a dataloader without state_dict, or rolling=False"
-            )
-        graph = self.deployment.pipeline.graph(_STEP)
-        changed = dict.fromkeys([*graph.attributes, *graph.of_units, *(key for key, _ in graph.holders)])
-        names = [".".join(part for part in key if part) for key in changed]
-        if names or graph.batch_writes:
-            what = f"'{names[0]}'" if names else "its batch"
-            raise ConfigurationError(
-                f"{type(self._module).__name__}.{_STEP} changes {what}, but with rolling=True micro-batches of two "
-                "batches run at the same time, and would see it in an order that the timing decides; leave that to a "
-                "hook that looks at the outputs (on_train_batch_end), or use rolling=False"
-            )
-        self._checked = True
 
     def _begin(self, iteration: _Iteration, n: int) -> None:
         """Pipeline n begins; nothing runs yet."""
@@ -337,10 +274,6 @@ class RollingIterations(Iterations):
         context = self.trainer.precision_plugin.train_step_context
         with as_it_will_be(self.trainer, iteration.progress), replaced(self._module, "_current_fx_name", _STEP):
             return self._micro_batch(_STEP, context, iteration.works, 0, 0, n, i, *args, into=iteration.entries)
-
-    def _calling(self, step: str) -> AbstractContextManager[None]:
-        guards = step == _STEP and self.models.num_models > 1
-        return self._foresight.guarding() if guards else contextlib.nullcontext()
 
     def _end(self, iteration: _Iteration, n: int) -> None:
         """Run until a pipeline has ended."""
@@ -383,30 +316,13 @@ class RollingIterations(Iterations):
 
     def _read_ahead(self, iteration: _Iteration) -> _Iteration | None:
         """The next iteration; None if it must not begin before its turn. The same on every process."""
-        if not self._may_go_on():
+        if not self._may_go_on() or [*self.observers]:
             return None
         batches = self.batches.read_ahead()
         if not batches:
             return None
         rest = tuple(index + 1 for index in iteration.rest)  # batch_idx, if the step takes it
-        return self._made(batches, rest, Progress.after_a_step(self.trainer))
-
-    def _may_go_on(self) -> bool:
-        trainer, loop, fetcher = self.trainer, self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
-        assert fetcher is not None
-        steps = trainer.global_step + 1
-        checkpoints = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-        return not (
-            loop._num_ready_batches_reached()
-            or steps == trainer.max_steps
-            or trainer.should_stop
-            or trainer.received_sigterm
-            or loop._should_check_val_fx(fetcher)
-            or any(c._every_n_train_steps and steps % c._every_n_train_steps == 0 for c in checkpoints)
-            or self.configuration.asked
-            or self.deployment.replans
-            or [*self.observers]
-        )
+        return self._made(batches, rest, Progress.after_steps(self.trainer))
 
     def _buffers(self, n: int) -> dict[str, Tensor]:
         """What a step of one model writes into, beside its parameters."""

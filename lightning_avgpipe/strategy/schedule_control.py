@@ -51,6 +51,7 @@ from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decisio
 from lightning_avgpipe.schedule.choice import SAFEST, fastest
 from lightning_avgpipe.schedule.own import Builder, of_function
 from lightning_avgpipe.schedule.recipes import devices_of
+from lightning_avgpipe.schedule.versions import POLICIES, WeightPolicy
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 
@@ -88,6 +89,7 @@ class ScheduleControl:
         optimizers: that step it, as of when it is called.
         beside: what parallel models have of their own that are not in the module, as of when it is called.
         splits: whether stages can split their backwards, as far as that is known.
+        policy: which weights actions use.
 
     Attributes:
         peaks: stage -> bytes at its peak, as measured last; of all stages, on all ranks.
@@ -105,7 +107,9 @@ class ScheduleControl:
         observers: Observers,
         beside: Callable[[], Sequence[Tensor]] = list,
         splits: bool = True,
+        policy: WeightPolicy = POLICIES["flush"],
     ) -> None:
+        self._policy = policy
         self._splits = splits
         self.peaks: dict[int, int] = {}
         self._observers = observers
@@ -236,7 +240,9 @@ class ScheduleControl:
         if meter is not None:
             stages, groups = self._cluster.stages, self._cluster.stage_map.num_teams
             found = meter.finish(
-                holdings_of_models(plan, stages, self._module, self._optimizers(), len(parts), num_pipelines, groups)
+                holdings_of_models(
+                    plan, stages, self._module, self._optimizers(), len(parts), num_pipelines, groups, self._policy
+                )
             )
             self._report += [(self._number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
         size = sum(part.size for work in works for part in work)

@@ -28,6 +28,7 @@ from lightning_avgpipe.elastic.averaging import OuterOptimizer
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.schedule.versions import PipeOptim
 from lightning_avgpipe.strategy import checks, compat, launch
 from lightning_avgpipe.strategy.bundles import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
@@ -172,6 +173,16 @@ class AvgPipeStrategy(ParallelStrategy):
             Hooks, logs, schedulers and checkpoints come as without; a validation, a checkpoint every n steps and the
             end of an epoch let the pipelines drain. What a step reads must not be changed by a hook between two
             batches. With one pipeline nothing changes.
+        weight_policy: whether the pipeline drains before each update of the weights, or goes on to the next batch while
+            its stages update them one after the other, each after its own backwards: then hardly a stage is idle, and
+            gradients are of weights that are some updates old. ``"flush"`` drains. The others say which weights a
+            micro-batch uses. ``"stash"`` (PipeDream): those that its forward meets, for its backward as well.
+            ``"2bw"``: those before the last update, on every stage, with as many micro-batches as stages.
+            ``"spectrain"`` and ``"pipeoptim"`` predict the weights that a backward will meet by where the optimizer
+            goes, and repeat forwards with those that it meets; a :class:`PipeOptim` says more. ``"spectrain_stashed"``
+            repeats nothing. ``"none"`` is naive, for comparison. One pipeline in the order of 1F1B, with 32 bits or
+            bf16. Hooks, logs and checkpoints come as without; a validation, a checkpoint every n steps and the end of
+            an epoch let the pipeline drain. With one stage nothing changes.
         save_replicas: whether checkpoints hold the parallel models and their optimizers, so that training goes on with
             the same bits; else, or with another N, they start from the reference.
         save_distributed_checkpoint: whether each process writes its own part of a checkpoint, all at once into a
@@ -236,6 +247,8 @@ class AvgPipeStrategy(ParallelStrategy):
         outer_optimizer: OuterOptimizer | None = None,
         average_every: Count = 1,
         rolling: bool = False,
+        weight_policy: Literal["flush", "stash", "2bw", "spectrain", "spectrain_stashed", "pipeoptim", "none"]
+        | PipeOptim = "flush",
         save_replicas: bool = True,
         save_distributed_checkpoint: bool = False,
         on_nonfinite: Literal["auto", "raise", "skip"] | None = "auto",
@@ -259,7 +272,8 @@ class AvgPipeStrategy(ParallelStrategy):
             costs=costs, costs_cache=costs_cache, memory_limit=memory_limit, recompute=recompute,
             loss_reduction=loss_reduction, loss_weight=loss_weight, split_batch=split_batch, reader=reader,
             send_batch=send_batch, verify_copies=verify_copies, verify=verify, alpha=alpha, outer_lr=outer_lr,
-            outer_optimizer=outer_optimizer, average_every=average_every, rolling=rolling, save_replicas=save_replicas,
+            outer_optimizer=outer_optimizer, average_every=average_every, rolling=rolling,
+            weight_policy=weight_policy, save_replicas=save_replicas,
             save_distributed_checkpoint=save_distributed_checkpoint, on_nonfinite=on_nonfinite,
             start_method=start_method, process_group_backend=process_group_backend,
             timeout=_DEFAULT_TIMEOUT if timeout is None else duration(timeout),
@@ -409,6 +423,11 @@ class AvgPipeStrategy(ParallelStrategy):
         return self._options.num_pipelines
 
     @property
+    def weight_policy(self) -> str | PipeOptim:
+        """Which weights a micro-batch uses."""
+        return self._options.weight_policy
+
+    @property
     def num_models(self) -> int:
         """Parallel models of all groups; replicas train the same ones."""
         return self.num_pipelines * self.num_groups // self.replicas
@@ -533,8 +552,8 @@ class AvgPipeStrategy(ParallelStrategy):
         checks.same_options([shared for _, shared in everywhere])
         checks.contents(module)
         if why is None:
-            if options.rolling and fitting:
-                checks.rolling(trainer, options, self.num_groups, self.world_size, tuned=self.tuner is not None)
+            if fitting:
+                checks.overlapping(trainer, options, self.num_stages, self.num_groups, tuned=self.tuner is not None)
             return PipelineRun(*parts, self._distributor)
         request.refuse(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
         return WholeRun(*parts, self._distributor)
@@ -746,9 +765,8 @@ class AvgPipeStrategy(ParallelStrategy):
             )
         if module is not None:
             checks.trainer(module.trainer, self.world_size, wanted.num_pipelines)
-            if wanted.rolling:
-                checks.rolling(module.trainer, wanted, self.num_groups, self.world_size, tuned=False)
             stages = self.num_stages if num_stages is None else num_stages
+            checks.overlapping(module.trainer, wanted, stages, self.num_groups, tuned=False)
             checks.stages(stages, self.num_stages, self.device_layout)
             checks.schedule(self._options, stages, self.device_layout.group_size(stages))
             checks.split_points(module, wanted.split_points, stages)

@@ -42,6 +42,7 @@ from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.on_demand import OnDemandGather
 from lightning_avgpipe.weights.ownership import Owners, answering, owners_of
 from lightning_avgpipe.weights.relocation import Relocation, holders
+from lightning_avgpipe.weights.store import WeightStore
 
 __all__ = ["Deployment"]
 
@@ -57,8 +58,10 @@ class Deployment:
         origin: of the contents that no process has; None if the module is whole.
         elasticity: how parallel models are held together.
         observers: modules that only look at values (metrics).
+        weights: versions of them that training uses; None: there is one.
 
     Attributes:
+        weights: as given.
         pipeline: runs the step functions that are prepared; with parallel models, number 0, and evaluations.
         plan: None before the first step.
         ensemble: the parallel models, from the first step of training on; None if there is one model.
@@ -75,8 +78,11 @@ class Deployment:
         origin: Origin | None = None,
         elasticity: Elasticity | None = None,
         observers: Collection[nn.Module] = (),
+        weights: WeightStore | None = None,
     ) -> None:
-        self.pipeline = Pipeline(cluster, module, planner.recompute)
+        self.weights = weights
+        versions = {} if weights is None else {"training_step": weights}
+        self.pipeline = Pipeline(cluster, module, planner.recompute, weights=versions)
         self.plan: Plan | None = None
         self.ensemble: Ensemble | None = None
         self._pipelines = [self.pipeline]

@@ -12,13 +12,14 @@ each version is a leaf of its own. It shares the memory of the parameter until t
 parameter other memory; gradients accumulate into the parameter's. If a backward uses other weights than the forward,
 the forward is repeated with them, and a parameter's contents are exchanged for one action at a time.
 
-Buffers have no versions: statistics are of all micro-batches, once.
+Between two drains there are versions; otherwise a stage has its weights as they are. Buffers have no versions:
+statistics are of all micro-batches, once.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,59 +64,70 @@ class WeightStore:
     Args:
         module: the whole module.
         policy: which weights actions use.
-        num_stages: K.
-        num_microbatches: M, of an update.
         optimizers: those that train the module, as of when they are asked for.
-    Raises:
-        ScheduleError: the policy needs more micro-batches.
+
+    Attributes:
+        policy: as given.
     """
 
     def __init__(
         self,
         module: nn.Module,
         policy: WeightPolicy,
-        num_stages: int,
-        num_microbatches: int,
         optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
         self.policy = policy
         self._module = module
         self._optimizers = optimizers
-        self._places = [Place(k, num_stages, num_microbatches) for k in range(num_stages)]
-        policy.check(self._places[0])
-        self._stages: dict[int, _Stage] = {}
+        self._names: Mapping[int, Sequence[str]] = {}
+        self._here: Collection[int] = ()
+        self._stages: dict[int, _Stage] = {}  # between two drains
         self._slots: dict[int, list[Slot]] = {}
 
-    def divide(self, names: Mapping[int, Sequence[str]]) -> None:
-        """Tell which parameters the stages here use, at a drain.
+    def divide(self, names: Mapping[int, Sequence[str]], here: Collection[int]) -> None:
+        """Tell which parameters stages use, at a drain.
 
         Args:
-            names: stage -> full names.
-        Raises:
-            ConfigurationError: two stages use the same parameter, or an optimizer whose steps cannot be predicted.
+            names: stage -> full names, of all stages.
+            here: those that this process hosts.
         """
-        users: dict[str, int] = {}
-        for stage, used in names.items():
+        self._names, self._here, self._stages = names, here, {}
+
+    def begin(self, num_microbatches: int) -> None:
+        """The pipeline has drained, and goes on: micro-batches and versions count from 0.
+
+        Args:
+            num_microbatches: M, of an update.
+        Raises:
+            ConfigurationError: two stages train the same parameter, or an optimizer whose steps cannot be predicted.
+        """
+        parameters = {n: p for n, p in self._module.named_parameters(remove_duplicate=False) if p.requires_grad}
+        places = [Place(k, len(self._names), num_microbatches) for k in range(len(self._names))]
+        users: dict[int, int] = {}
+        for stage, used in self._names.items():
             for name in used:
-                if users.setdefault(name, stage) != stage:
+                if name in parameters and users.setdefault(id(parameters[name]), stage) != stage:
                     raise ConfigurationError(
-                        f"'{name}' is used on the stages {users[name]} and {stage}, which have it in different "
-                        f"versions with weight_policy='{self.policy.name}'; keep its uses on one stage with "
-                        "split_points, or use weight_policy='flush'"
+                        f"'{name}' is trained on the stages {users[id(parameters[name])]} and {stage}, which have it "
+                        f"in different versions with weight_policy='{self.policy.name}'; keep its uses on one stage "
+                        "with split_points, or use weight_policy='flush'"
                     )
-        if self.policy.delta == "state" and any(self._predicts(place) for place in self._places):
+        if self.policy.delta == "state" and any(self._predicts(place) for place in places):
             for optimizer in self._optimizers():
                 check_predictable(optimizer)
-        parameters = dict(self._module.named_parameters())
         self._stages = {
-            k: _Stage(self._places[k], {name: parameters[name] for name in used if parameters[name].requires_grad})
-            for k, used in names.items()
+            k: _Stage(places[k], {name: parameters[name] for name in self._names[k] if name in parameters})
+            for k in self._here
         }
         trained = [p for stage in self._stages.values() for p in stage.parameters.values()]
         self._slots = slots_for(self._module, trained)
 
     def _predicts(self, place: Place) -> bool:
         return any(use.ahead for i in range(2 * place.num_stages) for use in self.policy.uses(place, i))
+
+    def end(self) -> None:
+        """The pipeline has drained: there is one version."""
+        self._stages = {}
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +143,10 @@ class WeightStore:
         Raises:
             ScheduleError: they are not held, because actions come in another order than that of 1F1B.
         """
-        here = self._stages[stage]
+        here = self._stages.get(stage)
+        if here is None:
+            yield {}
+            return
         with self._shown(here) if self.policy.backward is None else self._filled(here) as leaves:
             yield {id(leaf): name for name, leaf in leaves.items()}
 
@@ -192,10 +207,12 @@ class WeightStore:
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def updating(self, stage: int) -> Iterator[None]:
-        """Within this context the stage's optimizers step; its weights are the next version afterwards."""
-        here = self._stages[stage]
+    def keep(self) -> None:
+        """The optimizers are about to step: what is used later of the weights as they are becomes memory of its own."""
+        for here in self._stages.values():
+            self._keep(here)
+
+    def _keep(self, here: _Stage) -> None:
         needed = self._needed(here) if self.policy.backward is None else set()
         now = Use(here.version)
         if now in needed and now not in here.leaves:
@@ -207,8 +224,11 @@ class WeightStore:
             if now in here.leaves:  # which keep the memory
                 for parameter in here.parameters.values():
                     parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
-        yield
-        here.version += 1
+
+    def stepped(self) -> None:
+        """The optimizers have stepped: weights are the next version."""
+        for here in self._stages.values():
+            here.version += 1
 
     def _needed(self, here: _Stage) -> set[Use]:
         """What is used after the next update of weights up to now."""
@@ -218,12 +238,6 @@ class WeightStore:
             found.update(uses)
             micro_batch += 1
         return {use for use in found if use.version <= here.version}
-
-    def restart(self) -> None:
-        """The pipeline has drained: micro-batches and versions count from 0 again."""
-        for here in self._stages.values():
-            here.version = 0
-            here.leaves = {}
 
     def held(self, stage: int) -> int:
         """Copies of a stage's weights that are in memory between two actions."""

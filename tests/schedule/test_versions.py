@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_avgpipe.errors import ScheduleError
-from lightning_avgpipe.schedule.versions import POLICIES, Place, Use, held, pipeoptim
+from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, Place, Use, held
 
 
 def uses(name: str, micro_batch: int, num_stages: int = 4, num_microbatches: int = 1) -> list[tuple[Use, Use]]:
@@ -39,8 +39,8 @@ def test_what_each_policy_uses() -> None:
 
 def test_the_staleness_after_a_drain_is_less_than_in_the_steady_state() -> None:
     first = Place(0, 4)
-    assert [pipeoptim().uses(first, i)[0].ahead for i in range(5)] == [0, 1, 2, 3, 3]
-    assert [pipeoptim(staleness="constant").uses(first, i)[0].ahead for i in range(5)] == [3, 3, 3, 3, 3]
+    assert [PipeOptim().policy.uses(first, i)[0].ahead for i in range(5)] == [0, 1, 2, 3, 3]
+    assert [PipeOptim(staleness="constant").policy.uses(first, i)[0].ahead for i in range(5)] == [3, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_2bw_holds_two_copies_and_stashing_no_more_if_batches_have_enough_micro_
 
 
 def test_an_increment_is_one_more_copy() -> None:
-    assert [held(pipeoptim(delta="increment"), Place(k, 4)) for k in range(4)] == [3, 3, 3, 2]
+    assert [held(PipeOptim(delta="increment").policy, Place(k, 4)) for k in range(4)] == [3, 3, 3, 2]
 
 
 @pytest.mark.parametrize("name", POLICIES)

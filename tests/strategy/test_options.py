@@ -16,7 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy, AvgPipeTuner, PipelineTimeline
+from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy, AvgPipeTuner, PipelineTimeline, PipeOptim
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.strategy.options import ALLOWED, Options
 from lightning_avgpipe.utils.durations import duration
@@ -80,7 +80,7 @@ def test_the_help_of_each_option_says_what_is_allowed(kind: Any) -> None:
 
 
 def test_examples_of_options_are_allowed() -> None:
-    known = {"functools": functools, "torch": torch, "my_split": lambda batch, count: [batch]}
+    known = {"functools": functools, "torch": torch, "my_split": lambda batch, count: [batch], "PipeOptim": PipeOptim}
     for name, allowed in ALLOWED.items():
         example = eval(allowed.example, known)
         assert allowed.accepts(duration(example) if name == "timeout" else example), name

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy, pipeoptim
+from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, Place, WeightPolicy
 from lightning_avgpipe.weights.prediction import Source, check_predictable, direction, predicted, sources
 from tests.weight_policies import Stage, play
 
@@ -161,7 +161,7 @@ def test_one_stage_trains_as_without_a_pipeline(name: str) -> None:
 
 def test_a_constant_direction_is_predicted_exactly() -> None:
     """Without momentum a constant gradient makes the weights that a forward predicts those that its backward meets."""
-    policy = pipeoptim(delta="increment")
+    policy = PipeOptim(delta="increment").policy
     stages = [nn.Linear(1, 1, bias=False).double() for _ in range(4)]
     place = Place(0, 4)
     stage = Stage(stages[0], torch.optim.SGD(stages[0].parameters(), lr=0.1), place)
@@ -177,5 +177,5 @@ def test_a_constant_direction_is_predicted_exactly() -> None:
 
 def test_a_constant_staleness_is_the_exact_one_once_the_pipeline_is_full() -> None:
     place = Place(1, 4)
-    exact, constant = pipeoptim(), pipeoptim(staleness="constant")
+    exact, constant = PipeOptim().policy, PipeOptim(staleness="constant").policy
     assert [exact.uses(place, i) == constant.uses(place, i) for i in range(6)] == [False, False, True, True, True, True]

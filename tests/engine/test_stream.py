@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stage import Task
-from lightning_avgpipe.engine.updates import StageUpdates
+from lightning_avgpipe.engine.stream import Stream
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import Recompute
-from lightning_avgpipe.schedule import build
-from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy, held, pipeoptim
+from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, Place, WeightPolicy, held
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.weights.store import WeightStore
 from tests.threads import alone
@@ -78,33 +78,47 @@ class Run:
         cluster = alone(K)
         cluster.open()
         self.optimizers = [make(part.parameters()) for part in module.parts]
-        self.weights = WeightStore(module, policy, K, num_microbatches, lambda: self.optimizers)
+        self.weights = WeightStore(module, policy, lambda: self.optimizers)
         recompute = Recompute(stages=policy.backward is not None)
-        self.pipeline = Pipeline(cluster, module, recompute, weights=self.weights)
+        self.cluster = cluster
+        self.pipeline = Pipeline(cluster, module, recompute, weights={"training_step": self.weights})
         self.pipeline.load(plan.graph, plan.cuts)
         self.module = module
         self.most = [0] * K
 
-    def step(self, stage: int) -> None:
-        self.optimizers[stage].step()
-        self.optimizers[stage].zero_grad()
+    def step(self) -> None:
+        self.weights.keep()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.weights.stepped()
 
-    def perform(self, parts: list[Any]) -> list[Tensor]:
-        """From one drain to the next."""
-        task = Task(
+    def task(self, parts: list[Any]) -> Task:
+        return Task(
             lambda i, *args: self.module.training_step(*args),
             [(part, 0) for part in parts],
             lambda i, loss: loss / self.num_microbatches,
             RandomKey(0, 0),
         )
-        updates = StageUpdates(self.weights, self.num_microbatches, self.step)
-        results = self.pipeline.run("training_step", build("1f1b", K, len(parts)), task, [updates, Held(self)])
-        self.weights.restart()
-        assert results is not None
+
+    def perform(self, parts: list[Any], count: int | None = None) -> list[Tensor]:
+        """From one drain to the next: all batches, or so many of those that are there."""
+        size = self.num_microbatches
+        batches = [parts[i : i + size] for i in range(0, len(parts), size)]
+        self.weights.begin(size)
+        stream, results = Stream(self.cluster, self.pipeline, "training_step", self.weights, size), []
+        for _ in range(len(batches) if count is None else count):
+            while batches and stream.known <= stream.batch + Place(0, K, size).batches_ahead:
+                stream.take(self.task(batches.pop(0)))
+            outcome = stream.run([Held(self)])
+            assert outcome.results is not None
+            results += outcome.results
+            self.step()
+        stream.end()
         return results
 
 
-class Held(StageUpdates):
+class Held(Observer):
     """Counts copies."""
 
     def __init__(self, run: Run) -> None:
@@ -125,7 +139,8 @@ def samples(count: int) -> list[tuple[Tensor, Tensor]]:
 MOMENTUM = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.05)
 CASES = [(policy, 1) for policy in POLICIES.values() if policy.name not in ("flush", "2bw")]
-CASES += [(POLICIES["2bw"], 3), (POLICIES["stash"], 2), (pipeoptim(delta="increment"), 2)]
+CASES += [(POLICIES["2bw"], 3), (POLICIES["stash"], 2), (PipeOptim(delta="increment").policy, 2)]
+CASES += [(PipeOptim(exact_backward=False).policy, 1)]
 
 
 @pytest.mark.parametrize("kind", [Recurrent, Attention])
@@ -180,6 +195,22 @@ def test_after_a_drain_versions_count_from_zero() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(once, module.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_what_has_run_ahead_leaves_no_trace_when_the_pipeline_drains(num_microbatches: int) -> None:
+    torch.manual_seed(0)
+    module, parts = Chain(Recurrent), samples(8 * num_microbatches)
+    expected = copy.deepcopy(module)
+    foreseen, sudden = (Run(m, POLICIES["stash"], num_microbatches, MOMENTUM) for m in (expected, module))
+    early = parts[: 3 * num_microbatches]
+    foreseen.perform(early, 3)
+    sudden.perform(parts, 3)
+    again = parts[3 * num_microbatches :]
+    for one, other in zip(foreseen.perform(again), sudden.perform(again), strict=True):
+        assert torch.equal(one, other)
+    for (name, p), wanted in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, wanted), name
+
+
 def test_hooks_on_gradients_act_on_those_of_all_versions() -> None:
     torch.manual_seed(0)
     module = Chain(Recurrent)
@@ -195,11 +226,14 @@ def test_hooks_on_gradients_act_on_those_of_all_versions() -> None:
 
 
 def test_a_parameter_of_two_stages_is_refused_by_name() -> None:
+    run = Run(Tied(), POLICIES["stash"], 1, lambda p: torch.optim.SGD(p, lr=0.1))
     with pytest.raises(ConfigurationError, match=r"parts.0.lstm.*stages 0 and 2"):
-        Run(Tied(), POLICIES["stash"], 1, lambda p: torch.optim.SGD(p, lr=0.1))
+        run.perform(samples(2))
 
 
 def test_an_optimizer_that_cannot_be_predicted_is_refused_before_training() -> None:
     with pytest.raises(ConfigurationError, match="increment"):
-        Run(Chain(Recurrent), POLICIES["pipeoptim"], 1, lambda p: torch.optim.SGD(p, lr=0.1))
-    Run(Chain(Recurrent), pipeoptim(delta="increment"), 1, lambda p: torch.optim.SGD(p, lr=0.1))
+        Run(Chain(Recurrent), POLICIES["pipeoptim"], 1, lambda p: torch.optim.SGD(p, lr=0.1)).perform(samples(1))
+    Run(Chain(Recurrent), PipeOptim(delta="increment").policy, 1, lambda p: torch.optim.SGD(p, lr=0.1)).perform(
+        samples(1)
+    )

@@ -1,0 +1,201 @@
+"""A stream: one pipeline that goes from batch to batch without a drain, while its stages are updated in between."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.capture.tracer import intercepting
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
+from lightning_avgpipe.engine.observer import Observer, Work
+from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, clear
+from lightning_avgpipe.engine.stage import Stage, Task
+from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.schedule import BACKWARD, Action, Schedule
+from lightning_avgpipe.schedule.asynchronous import forwards_by, row_of_batch
+from lightning_avgpipe.schedule.versions import Place
+from lightning_avgpipe.utils.random_streams import RandomKey
+from lightning_avgpipe.weights.store import WeightStore
+
+__all__ = ["Stream"]
+
+
+@dataclass(frozen=True)
+class _Joined(Task):
+    """The tasks of batches as one: micro-batches count from the last drain.
+
+    Attributes:
+        tasks: by batch, those that are not done.
+        count: M.
+    """
+
+    tasks: dict[int, Task] = field(default_factory=dict)
+    count: int = 1
+
+    @classmethod
+    def of(cls, count: int, pipeline: int) -> _Joined:
+        """No batch yet."""
+        tasks: dict[int, Task] = {}
+
+        def run(i: int, *args: Any) -> Any:
+            return tasks[i // count].run(i % count, *args)
+
+        def finish(i: int, result: Any) -> Tensor | None:
+            begins = tasks[i // count].finish
+            assert begins is not None
+            return begins(i % count, result)
+
+        return cls(run, _Arguments(tasks, count), finish, RandomKey(0, pipeline=pipeline), tasks, count)
+
+    def key_of(self, micro_batch: int) -> RandomKey:
+        """Random numbers of micro-batch i: those of its own batch."""
+        return self.tasks[micro_batch // self.count].key_of(micro_batch % self.count)
+
+
+class _Arguments(Sequence[Any]):
+    """Those of the micro-batches of batches that are not done."""
+
+    def __init__(self, tasks: dict[int, Task], count: int) -> None:
+        self._tasks, self._count = tasks, count
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._tasks[i // self._count].args[i % self._count]
+
+    def __len__(self) -> int:
+        return self._count * (1 + max(self._tasks, default=-1))
+
+
+class Stream(Observer):
+    """The batches from one drain to the next. After each the optimizers step, see :class:`WeightStore`.
+
+    Args:
+        cluster: of the pipeline.
+        pipeline: whose steps change no attributes.
+        step: name of the step function.
+        weights: versions, which have begun.
+        num_microbatches: M, of every batch.
+
+    Attributes:
+        batch: number of the batch that runs, or comes next, since the drain.
+        num_microbatches: as given.
+    """
+
+    def __init__(
+        self, cluster: Cluster, pipeline: Pipeline, step: str, weights: WeightStore, num_microbatches: int
+    ) -> None:
+        self.batch = 0
+        self.num_microbatches = num_microbatches
+        self._runs = False
+        self._whole = True  # no batch has failed
+        self._forwards_of = 0  # batches of which forwards may have run
+        self._cluster = cluster
+        self._pipeline = pipeline
+        self._step = step
+        self._weights = weights
+        self._task = _Joined.of(num_microbatches, pipeline.number)
+        self._lanes: list[Lane] = []
+        self._kept: dict[int, list[tuple[Stage, dict[str, Tensor]]]] = defaultdict(list)  # buffers before a batch ahead
+
+    @property
+    def known(self) -> int:
+        """Batches since the drain that are done, or were taken."""
+        return max(self._task.tasks, default=self.batch - 1) + 1
+
+    def take(self, task: Task) -> None:
+        """A further batch."""
+        self._task.tasks[self.known] = task
+
+    def run(self, observers: Sequence[Observer] = ()) -> Outcome:
+        """Run until every stage here has ended the next batch, which was taken with as many more as run ahead.
+
+        Args:
+            observers: of this batch.
+        """
+        context = IterationContext(self._cluster.waits, self._cluster.world.rank, (self, *observers))
+        self._kept.pop(self.batch, None)
+        rows = [row_of_batch(place, self.batch, self.known) for place in self._places]
+        if not self._lanes:
+            schedule = Schedule("1f1b", len(rows), self.num_microbatches, tuple(rows))
+            self._lanes = self._pipeline.lanes(self._step, schedule, self._task, observers)
+        else:
+            for lane in self._lanes:
+                lane.go_on(rows[lane.stage.program.stage], observers)
+        for lane in self._lanes:
+            row = rows[lane.stage.program.stage]
+            lane.stage.go_on([*row, *(Action(BACKWARD, i) for i in {action.micro_batch for action in row})])
+        self._runs, self._whole, self._forwards_of = True, False, self.known
+        try:
+            with intercepting(), torch.enable_grad():
+                execute(self._lanes, context)
+            self._whole = True
+        finally:
+            self._runs = False
+        return self._ended()
+
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        """Have an action use its weights, and keep the buffers that a batch ahead will change."""
+        kind, i = work.action
+        self._weights.act(work.stage, i, kind is BACKWARD)
+        batch, part = divmod(i, self.num_microbatches)
+        if batch > self.batch and not part:
+            stage = next(lane.stage for lane in self._lanes if lane.stage.program.stage == work.stage)
+            before = {name: buffer.detach().clone() for name, buffer in stage.changed_buffers().items()}
+            self._kept[batch].append((stage, before))
+        return do()
+
+    def _ended(self) -> Outcome:
+        """What the batch gave; nothing of it is left."""
+        results, skipped = None, set[int]()
+        first = self.batch * self.num_microbatches
+        for lane in self._lanes:
+            stage = lane.stage
+            of_batch = [stage.results.pop(first + i, None) for i in range(self.num_microbatches)]
+            results = of_batch if stage.program.is_last else results
+            skipped = {i - first for i in stage.skipped}
+            stage.skipped.clear()
+        del self._task.tasks[self.batch]
+        self.batch += 1
+        return Outcome(results, frozenset(skipped))
+
+    def end(self, together: bool = True) -> None:
+        """Drain: what has run ahead has not happened.
+
+        Args:
+            together: whether every process calls it, after the same batch; else the channels are used no more.
+        Raises:
+            ScheduleError: a batch runs.
+        """
+        if self._runs:
+            raise ScheduleError(
+                f"a batch of weight_policy='{self._weights.policy.name}' is on its way, and its stages are at "
+                "different updates; save checkpoints after its step (on_train_batch_end), or use weight_policy='flush'"
+            )
+        places, last = self._places, self.batch - 1
+        for lane in self._lanes:
+            k = lane.stage.program.stage
+            if k and together and self._whole:
+                sent, taken = (forwards_by(places[stage], last, self._forwards_of) for stage in (k - 1, k))
+                lane.drop(sent - taken, self._cluster.waits)
+        clear(self._lanes)
+        if self._lanes:
+            self._pipeline.own(self._step)[-1].end()
+        with torch.no_grad():
+            for stage, before in self._kept[self.batch]:
+                for name, buffer in stage.changed_buffers().items():
+                    buffer.copy_(before[name])
+        self._weights.end()
+
+    @property
+    def _places(self) -> list[Place]:
+        return [Place(k, self._count, self.num_microbatches) for k in range(self._count)]
+
+    @property
+    def _count(self) -> int:
+        return self._cluster.stage_map.num_stages

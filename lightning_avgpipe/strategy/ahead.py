@@ -1,0 +1,139 @@
+"""What runs ahead of Lightning: micro-batches of batches whose turn has not come."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_avgpipe.errors import ConfigurationError, StepChangedError
+from lightning_avgpipe.strategy.foresight import Foresight
+from lightning_avgpipe.strategy.iteration import Iterations
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.torch_compat import version_of
+
+__all__ = ["STEP", "AheadIterations", "Read"]
+
+STEP = "training_step"
+
+
+@dataclass(kw_only=True)
+class Read:
+    """What was read.
+
+    Attributes:
+        batches: on the device, by pipeline.
+    """
+
+    batches: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        self._versions = [(t, version_of(t)) for t in tree.tensors(list(self.batches)) if not t.is_inference()]
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody has changed a batch."""
+        return any(version_of(tensor) != version for tensor, version in self._versions)
+
+
+@dataclass(kw_only=True)
+class AheadIterations(Iterations):
+    """Iterations that begin before their turn.
+
+    Attributes:
+        broken: called when an iteration fails of which some models or stages have stepped and others have not.
+    """
+
+    broken: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._foresight = Foresight(self.trainer, self.option, self.instead)
+        self._checked = False
+
+    @property
+    def option(self) -> str:
+        """Why they do, for messages."""
+        return "rolling=True"
+
+    @property
+    def instead(self) -> str:
+        """With which they do not."""
+        return "rolling=False"
+
+    def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
+        """As without anything ahead, when nothing is."""
+        self.drain()
+        return super().evaluate(step, batch, *rest)
+
+    def _calling(self, step: str) -> AbstractContextManager[None]:
+        return self._foresight.guarding() if step == STEP and self._overlaps else contextlib.nullcontext()
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether a step may run ahead."""
+        return self.models.num_models > 1
+
+    @property
+    def _trained_now(self) -> frozenset[str]:
+        return self.deployment.pipeline.freezing(STEP).trained
+
+    def _may_go_on(self) -> bool:
+        """Whether nothing is foreseen between this batch and the next that needs everything whole."""
+        trainer, loop, fetcher = self.trainer, self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        steps = trainer.global_step + 1
+        checkpoints = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        return not (
+            loop._num_ready_batches_reached()
+            or steps == trainer.max_steps
+            or trainer.should_stop
+            or trainer.received_sigterm
+            or loop._should_check_val_fx(fetcher)
+            or any(c._every_n_train_steps and steps % c._every_n_train_steps == 0 for c in checkpoints)
+            or self.configuration.asked
+            or self.deployment.replans
+        )
+
+    def _check_graph(self) -> None:
+        """Refuse steps that change what batches share, and data that must not be read ahead.
+
+        Raises:
+            ConfigurationError: names it.
+        """
+        loader = self.trainer.fit_loop._combined_loader
+        saving = [one for one in ([] if loader is None else loader.flattened) if isinstance(one, _Stateful)]
+        if saving:
+            raise ConfigurationError(
+                f"{self.option} reads ahead, but the {type(saving[0]).__name__} saves its position in checkpoints, "
+                f"which would then be ahead of the training; use a dataloader without state_dict, or {self.instead}"
+            )
+        graph = self.deployment.pipeline.graph(STEP)
+        changed = dict.fromkeys([*graph.attributes, *graph.of_units, *(key for key, _ in graph.holders)])
+        names = [".".join(part for part in key if part) for key in changed]
+        if names or graph.batch_writes:
+            what = f"'{names[0]}'" if names else "its batch"
+            raise ConfigurationError(
+                f"{type(self._module).__name__}.{STEP} changes {what}, but with {self.option} micro-batches of two "
+                "batches run at the same time, and would see it in an order that the timing decides; leave that to a "
+                f"hook that looks at the outputs (on_train_batch_end), or use {self.instead}"
+            )
+        self._checked = True
+
+    def others_trained(self) -> ConfigurationError:
+        """A hook has frozen or unfrozen something too late."""
+        return ConfigurationError(
+            f"a hook has changed which parameters of {type(self._module).__name__} are trained when micro-batches of "
+            f"the next batch had run already; with {self.option} do so in on_train_epoch_start"
+        )
+
+    def other_batch(self) -> StepChangedError:
+        """The batch is not the one that was read ahead."""
+        return StepChangedError(
+            "a batch that has been read ahead, and may have run in part, was changed or left out by a hook; with "
+            f"{self.option} change batches in on_after_batch_transfer, or use {self.instead}"
+        )
