@@ -162,7 +162,7 @@ class Stream(Observer):
             stage.skipped.clear()
         del self._task.tasks[self.batch]
         self.batch += 1
-        return Outcome(results, frozenset(skipped))
+        return Outcome(results, frozenset(skipped), self.num_microbatches)
 
     def end(self, together: bool = True) -> None:
         """Drain: what has run ahead has not happened.
