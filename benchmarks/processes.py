@@ -24,6 +24,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.schedule.kinds import Placement
 
 __all__ = ["TIMEOUT", "add_options", "connected", "free_port", "launch"]
 
@@ -74,13 +75,15 @@ def launch(script: str, arguments: Sequence[str], world_size: int, megabits: int
 
 
 @contextlib.contextmanager
-def connected(network: type[ProcessGroups] = ProcessGroups) -> Iterator[Cluster]:
-    """In a rank: an open cluster of all ranks with a stage on each, which is closed when all are done."""
+def connected(
+    network: type[ProcessGroups] = ProcessGroups, each: int = 1, placement: Placement = "loop"
+) -> Iterator[Cluster]:
+    """In a rank: an open cluster of all ranks with so many stages on each, which is closed when all are done."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    num_stages = dist.get_world_size()
+    world_size = dist.get_world_size()
     rank, device = dist.get_rank(), torch.device("cpu")
-    stage_map = StageMap.on(DeviceLayout(num_stages), num_stages)
+    stage_map = StageMap.on(DeviceLayout(world_size), each * world_size, placement=placement)
     cluster = Cluster(stage_map, rank, device, TIMEOUT, network(rank, device, TIMEOUT))
     cluster.open()
     yield cluster

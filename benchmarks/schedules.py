@@ -1,12 +1,14 @@
-"""Schedules on real links: iteration time and stash of AFAB, 1F1B and advance forward propagation.
+"""Schedules at work: every one of them, and iteration time and stash of some on real links.
 
     python benchmarks/schedules.py --json schedules.json --picture schedules.png
+    python benchmarks/schedules.py --quick               # two processes, few rounds
+    python benchmarks/schedules.py --parts every         # all schedules, beside torch's: see every_schedule.py
 
-One process per stage runs the real engine. Its compute is a sleep in the forward and in the backward, calibrated so
-that an action lasts as long as asked: it releases the core, so that six stages run on two cores, and what is measured
-is the schedule and the transport, not the arithmetic. Messages are real and cross rate-limited links: network
-namespaces where this is root, otherwise senders that sleep for as long as a link would be busy. The simulator is given
-the times that were asked for, not the measured ones.
+On links: AFAB, 1F1B and advance forward propagation. One process per stage runs the real engine. Its compute is a sleep
+in the forward and in the backward, calibrated so that an action lasts as long as asked: it releases the core, so that
+six stages run on two cores, and what is measured is the schedule and the transport, not the arithmetic. Messages are
+real and cross rate-limited links: network namespaces where this is root, otherwise senders that sleep for as long as a
+link would be busy. The simulator is given the times that were asked for, not the measured ones.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import network
+from benchmarks import every_schedule, network
 from benchmarks.processes import add_options, connected, launch
 from benchmarks.rounds import record
 from lightning_avgpipe.comm.arrivals import Arrivals
@@ -319,15 +321,36 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--links", choices=["auto", "namespaces", "throttled"], default="auto")
     result.add_argument("--megabits", type=int, default=200, help="per second, of every link")
     result.add_argument("--picture", type=Path)
+    result.add_argument("--parts", choices=["links", "every"], nargs="+", default=["links", "every"])
+    result.add_argument("--compute", choices=["sleep", "real"], nargs="+", default=["sleep", "real"], help="of every")
+    result.add_argument("--rounds", type=int, default=5, help="of every: the median counts")
+    result.add_argument("--quick", action="store_true", help="two processes, few micro-batches and rounds")
     add_options(result, 1800.0, "number of stages")
     return result
 
 
 def main(arguments: Sequence[str]) -> None:
     options = parser().parse_args(arguments)
+    if options.quick:
+        few = ["--stages", "2", "--ratios", "1", "--iterations", "1", "--rounds", "1", "--microbatches", "4"]
+        options = parser().parse_args(arguments := [*arguments, *few])
     if options.result is not None:
         work(options)
         return
+    found: dict[str, Any] = {}
+    if "links" in options.parts:
+        found |= on_links(options, arguments)
+    if "every" in options.parts:
+        rest = ["--rounds", str(options.rounds)]
+        rest += ["--microbatches", "4"] if options.quick else []
+        found["every"] = every_schedule.run(options.stages, options.compute, rest, options.limit_s)
+        print(every_schedule.table(found["every"]))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+def on_links(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+    """Measure some schedules on links of a rate; prints the table."""
     if options.links == "auto":
         options.links = "namespaces" if network.available() else "throttled"
     rows: list[dict[str, Any]] = []
@@ -339,10 +362,9 @@ def main(arguments: Sequence[str]) -> None:
     }
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     print(table(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
     if options.picture is not None:
         draw(rows, options.picture)
+    return {**about, "rows": rows}
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_the_schedules_are_measured_without_root(tmp_path: Path) -> None:
     arguments = [
         ROOT / "benchmarks" / "schedules.py", "--stages", "2", "--ratios", "0.5", "--links",
         "throttled", "--microbatches", "4", "--forward-ms", "10", "--backward-ms", "20", "--iterations", "1",
-        "--limit-s", "90", "--json", tmp_path / "rows.json", "--picture", tmp_path / "picture.png",
+        "--parts", "links", "--limit-s", "90", "--json", tmp_path / "rows.json", "--picture", tmp_path / "picture.png",
     ]  # fmt: skip
     run(tmp_path, *arguments)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]

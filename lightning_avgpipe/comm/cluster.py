@@ -25,6 +25,7 @@ from lightning_avgpipe.comm.routes import Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.comm.transport import Transport
 from lightning_avgpipe.comm.waits import Waits
+from lightning_avgpipe.schedule.kinds import Placement
 
 __all__ = ["Cluster"]
 
@@ -203,13 +204,16 @@ class Cluster:
             waits = f"waits for the other processes to ask for {asked} as well"
             self.waits.run(lambda: agreement.confirm(asked, where), waits)
 
-    def rearrange(self, num_stages: int) -> None:
-        """From now on these processes host another number of stages. Every process calls it, between iterations.
+    def rearrange(self, num_stages: int, placement: Placement) -> None:
+        """From now on these processes host other stages. Every process calls it, between iterations.
 
         Args:
             num_stages: K, a multiple of the processes of a group.
+            placement: of several stages on each process.
         """
-        self.stage_map = replace(self.stage_map, num_stages=num_stages)
+        if (num_stages, placement) == (self.stage_map.num_stages, self.stage_map.placement):
+            return
+        self.stage_map = replace(self.stage_map, num_stages=num_stages, placement=placement)
         self._names[:] = [self.stage_map.name(other) for other in range(self.stage_map.world_size)]
         self._links = None
         self.transport.rearrange(self.stage_map)

@@ -162,31 +162,44 @@ class Watch:
         with _lock:
             if not _watching:
                 for owner, name, what in _WATCHED:
+                    _replaced.append((owner, name, vars(owner).get(name)))
                     setattr(owner, name, _noting(getattr(owner, name), what))
             _watching.append((get_ident(), self))
 
     def __exit__(self, *exception: object) -> None:
         with _lock:
             _watching.remove((get_ident(), self))
-            if not _watching:
-                for owner, name, _ in _WATCHED:
-                    setattr(owner, name, getattr(owner, name).__wrapped__)
+            while _replaced and not _watching:
+                owner, name, before = _replaced.pop()
+                delattr(owner, name) if before is None else setattr(owner, name, before)  # None: it is inherited
 
 
 _WATCHED = (
     (Tensor, "register_hook", "a hook on a value"),
+    (Tensor, "retain_grad", "a value that retains its gradient"),
+    # a node does not tell which hooks it has, but whoever puts one on it must have asked for it
+    (Tensor, "grad_fn", "a look at the grad_fn of a value, which may have got a hook"),
     (saved_tensors_hooks, "__enter__", "a checkpoint, or other hooks on what is saved for backwards"),
 )
 _lock = Lock()
 _watching: list[tuple[int, Watch]] = []  # by thread
+_replaced: list[tuple[type, str, Any]] = []
 
 
 def _noting(original: Any, what: str) -> Any:
-    @functools.wraps(original)
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    """In the place of a method, or of a property."""
+
+    def note() -> None:
         for thread, watch in _watching:
             if thread == get_ident():
                 watch.found = what
+
+    def get(owner: Any) -> Any:
+        note()
+        return original.__get__(owner)
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        note()
         return original(*args, **kwargs)
 
-    return noting
+    return functools.wraps(original)(noting) if callable(original) else property(get)

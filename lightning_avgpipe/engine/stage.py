@@ -28,6 +28,7 @@ from lightning_avgpipe.errors import ScheduleError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule
+from lightning_avgpipe.schedule.rules import check_one_line
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -278,27 +279,23 @@ class Stage:
     ) -> tuple[tuple[_Gate, ...], Replayed]:
         """Execute this stage's part of the step; ``observe`` as for :func:`replay`."""
         gates, received = self._entered(message, task.trains)
-        with (
-            self._inspected(task) as inspection,
-            self._rewritten.saved(task.trains),
-            self._constants.checked(),
-            self._watch or nullcontext(),
-        ):
-            replayed = replay(
-                self.program,
-                partial(task.run, micro_batch),
-                task.args[micro_batch],
-                self._units,
-                self._owned_now() | copies if copies else self._owned_now(),
-                received,
-                message.entries if message is not None else (),
-                task.key_of(micro_batch),
-                self._drawing,
-                self._device,
-                observe,
-                self._repeat_units if task.trains else None,
-                self._packer,
-            )
+        with self._inspected(task) as inspection, self._rewritten.saved(task.trains), self._constants.checked():
+            with self._watch or nullcontext():
+                replayed = replay(
+                    self.program,
+                    partial(task.run, micro_batch),
+                    task.args[micro_batch],
+                    self._units,
+                    self._owned_now() | copies if copies else self._owned_now(),
+                    received,
+                    message.entries if message is not None else (),
+                    task.key_of(micro_batch),
+                    self._drawing,
+                    self._device,
+                    observe,
+                    self._repeat_units if task.trains else None,
+                    self._packer,
+                )
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
         return gates, replayed
@@ -487,11 +484,7 @@ def check_runnable(schedule: Schedule) -> None:
     Raises:
         ScheduleError: it has a kind of actions that stages have no handler for, or several lines of stages.
     """
-    if schedule.lines > 1:
-        raise ScheduleError(
-            f"the schedule {schedule.name!r} has {schedule.lines} lines of stages, each with weights of its own, which "
-            "can be simulated only; use another schedule for training"
-        )
+    check_one_line(schedule)
     kinds = dict.fromkeys(action.kind for row in schedule.rows for action in row)
     strange = [f"{kind.name} ({kind})" for kind in kinds if kind not in _HANDLERS]
     if strange:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Schedule
 from lightning_avgpipe.schedule.advance import first_advance, stepped_warm_up, uneven_steps
 from lightning_avgpipe.schedule.builders import from_warm_up
 from lightning_avgpipe.schedule.costs import StageCosts
+from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.recipes import RECIPES, build, devices_of
 from lightning_avgpipe.schedule.simulator import simulate
 
 __all__ = ["SAFEST", "fastest"]
 
 SAFEST = "1f1b"  # needs least memory
+_SPLIT = ("zb_h1", "zb_h2", "zbv", "dualpipev")
 _LEAST_GAIN = 0.01  # of the time of a simpler schedule
 
 
@@ -24,8 +26,9 @@ def fastest(
     devices: Sequence[int],
     fits: Callable[[Schedule], bool],
     splits: bool = True,
+    there_and_back: bool = False,
 ) -> Schedule:
-    """Simulate what can run on stages that are in a loop, and take the simplest of the fastest.
+    """Simulate what can run, and take the simplest of the fastest.
 
     Args:
         costs: of the stages.
@@ -33,24 +36,32 @@ def fastest(
         devices: of each stage, shape ``(K,)``.
         fits: whether a schedule fits the memory. The first, 1F1B, is taken if none does.
         splits: whether stages can split their backwards.
+        there_and_back: whether stages may be placed as a V as well; else what is found runs on these devices.
     """
     best, best_s = build(SAFEST, costs.num_stages, num_microbatches), float("inf")
-    for schedule in _candidates(costs, num_microbatches, len(set(devices)), splits):
+    num_stages, hosts = costs.num_stages, len(set(devices))
+    now: Placement = "loop" if list(devices) == [devices[k % hosts] for k in range(num_stages)] else "v"
+    placements: set[Placement] = {now, "v"} if there_and_back else {now}
+    for schedule in _candidates(costs, num_microbatches, hosts, splits, placements):
         if fits(schedule):
-            seconds = simulate(schedule, costs, () if schedule.turns else devices).iteration_s
+            here = schedule.devices if schedule.turns else devices
+            seconds = simulate(schedule, costs.on(here) if hosts > 1 else costs, here).iteration_s
             if seconds < best_s * (1 - _LEAST_GAIN):
                 best, best_s = schedule, seconds
     return best
 
 
-def _candidates(costs: StageCosts, num_microbatches: int, hosts: int, splits: bool) -> Iterator[Schedule]:
+def _candidates(
+    costs: StageCosts, num_microbatches: int, hosts: int, splits: bool, placements: Collection[Placement]
+) -> Iterator[Schedule]:
     num_stages, steps = costs.num_stages, uneven_steps(costs)
     yield build(SAFEST, num_stages, num_microbatches)
     if hosts == num_stages:  # of stages that share a process the formula knows nothing
         ahead = stepped_warm_up(steps, num_microbatches, first_advance(steps, num_microbatches, costs))
         yield from_warm_up(ahead, num_microbatches, "advance_forward")
-    for name in ("interleaved", "bfs", "zb_h1", "zb_h2", "afab"):
-        if (splits or not name.startswith("zb")) and RECIPES[name].placement == "loop":
+    for name in ("interleaved", "bfs", "zbv", "dualpipev", "zb_h1", "zb_h2", "afab"):
+        needs = RECIPES[name].needs
+        if (splits or name not in _SPLIT) and (needs == "any" or needs in placements):
             try:
                 yield build(name, num_stages, num_microbatches, 0, devices_of(name, num_stages, hosts))
             except ScheduleError:  # it does not fit so many stages on each process

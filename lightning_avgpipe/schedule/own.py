@@ -8,7 +8,7 @@ from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.builders import check
 from lightning_avgpipe.schedule.kinds import KINDS
-from lightning_avgpipe.schedule.rules import trains
+from lightning_avgpipe.schedule.rules import check_one_line, trains
 
 __all__ = ["Builder", "Rows", "of_function", "parse"]
 
@@ -57,11 +57,7 @@ def of_function(function: Builder, num_stages: int, num_microbatches: int) -> Sc
             f"{made.num_stages} and {made.num_microbatches}"
         )
     check(made)
-    if made.lines > 1:
-        raise ScheduleError(
-            f"{name}({num_stages}, {num_microbatches}) has {made.lines} lines of stages, each with weights of its own, "
-            "which can be simulated only; give a schedule of one line"
-        )
+    check_one_line(made)
     if not any(map(trains, made.rows)):
         raise ScheduleError(f"{name}({num_stages}, {num_microbatches}) has no backwards, and trains nothing")
     return made

@@ -12,6 +12,7 @@ from lightning_avgpipe.schedule.kinds import COURSES, Direction, Kind
 __all__ = [
     "Event",
     "check_hosted",
+    "check_one_line",
     "course",
     "courses",
     "in_words",
@@ -111,6 +112,15 @@ def check_hosted(schedule: Schedule, owners: Sequence[int]) -> None:
                 f"the stages {', '.join(map(str, sorted(set(turns))))} take turns in the schedule {schedule.name!r}, "
                 f"but they are on several processes: {hosted}; use num_stages and devices that put them on one"
             )
+
+
+def check_one_line(schedule: Schedule) -> None:
+    """Raise ScheduleError for a schedule that can be simulated, and not run."""
+    if schedule.lines > 1:
+        raise ScheduleError(
+            f"the schedule {schedule.name!r} has {schedule.lines} lines of stages, each with weights of its own, which "
+            "can be simulated only; use another schedule for training"
+        )
 
 
 def peak_stash(rows: Iterable[Iterable[Action]]) -> tuple[int, ...]:

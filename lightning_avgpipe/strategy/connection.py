@@ -72,8 +72,8 @@ class Connection:
             between = None if port_of(device).is_host or not several else device_backend(self.backend, device)
             network = ProcessGroups(rank, device, options.timeout, between)
             self.cluster = Cluster(stage_map, rank, device, options.timeout, network, layout.sharing > 1, parent.deaths)
-        elif self.cluster.stage_map.num_stages != num_stages:
-            self.cluster.rearrange(num_stages)
+        else:
+            self.cluster.rearrange(num_stages, options.placement)
         return self.cluster
 
     def open(self, environment: ClusterEnvironment, options: Options) -> None:

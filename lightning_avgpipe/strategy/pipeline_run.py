@@ -265,6 +265,10 @@ class PipelineRun:
             self.iterations.schedule_control.fix(changed["advance"])
         if changed.keys() & {"num_stages", "split_points"}:
             self.deployment.replan(**planned(self._connection, self.configuration.options))
+        wanted, self.iterations.schedule_control.wanted = self.iterations.schedule_control.wanted, None
+        if wanted is not None:
+            self.iterations.leave()
+            self.deployment.replan(wanted)
         if "num_pipelines" in changed and self._trainer.state.fn == TrainerFn.FITTING:
             recount(self._trainer)
 

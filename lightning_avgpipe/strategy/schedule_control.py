@@ -49,8 +49,9 @@ from lightning_avgpipe.schedule import (
 )
 from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
 from lightning_avgpipe.schedule.choice import SAFEST, fastest
+from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.own import Builder, of_function
-from lightning_avgpipe.schedule.recipes import devices_of
+from lightning_avgpipe.schedule.recipes import RECIPES, devices_of
 from lightning_avgpipe.schedule.versions import POLICIES, WeightPolicy
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
@@ -94,6 +95,7 @@ class ScheduleControl:
     Attributes:
         peaks: stage -> bytes at its peak, as measured last; of all stages, on all ranks.
         frozen: how many stages, from the first, run forwards only.
+        wanted: another placement of the stages, for the schedule that ``"auto"`` would take; None: as they are.
     """
 
     def __init__(
@@ -111,6 +113,8 @@ class ScheduleControl:
     ) -> None:
         self._policy = policy
         self._splits = splits
+        self.wanted: Placement | None = None
+        self._may_want = cluster.group.world_size > 1 and cluster.stage_map.reader == cluster.stage_map.leader
         self.peaks: dict[int, int] = {}
         self._observers = observers
         self._beside = beside
@@ -337,8 +341,14 @@ class ScheduleControl:
                 for need, now, before in zip(needs, peak_stash(schedule), planned, strict=True)
             )
 
-        owners = self._cluster.stage_map.owners()
-        chosen = fastest(stage_costs(plan, self.frozen), num_microbatches, owners, fits, self._splits)
+        owners, costs = self._cluster.stage_map.owners(), stage_costs(plan, self.frozen)
+        chosen = fastest(costs, num_microbatches, owners, fits, self._splits, self._may_want)
+        placement = RECIPES[chosen.name].placement
+        if self._may_want and RECIPES[chosen.name].needs == "v" and self._cluster.stage_map.placement != placement:
+            self.wanted, self._may_want = placement, False  # once; until then
+            if self._cluster.rank == 0:
+                _log.info("schedule %s: stages are placed there and back from the next plan on", chosen.name)
+            chosen = fastest(costs, num_microbatches, owners, fits, self._splits)
         if self._cluster.rank == 0:
             _log.info("schedule %s from now on, for %d micro-batches", chosen.name, num_microbatches)
         return chosen

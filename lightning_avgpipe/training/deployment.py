@@ -23,6 +23,7 @@ from lightning_avgpipe.planning import Plan, cut_like
 from lightning_avgpipe.planning.model_memory import state_copies
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.training.kept import check_movable
 from lightning_avgpipe.training.replicas import check_shared
 from lightning_avgpipe.training.state import (
@@ -100,6 +101,8 @@ class Deployment:
         self._owners: Owners = {}  # of what this process and others hold now
         self._owner: dict[str, int] = {}  # of the plan, by every name
         self.replans = False
+        self._arranged = cluster.stage_map  # as of the plan
+        self._placement = cluster.stage_map.placement
         self.copies: list[Callable[[], nn.Module | None]] = []
         self._due = False  # a plan is made with the step that begins
         self._has_trained = False
@@ -146,7 +149,7 @@ class Deployment:
             self._due = False
             if self._divide(step, run, examples, True, schedule, num_pipelines):
                 return True
-            self._rearrange(self._cluster.stage_map.num_stages if self.plan is None else self.plan.num_stages)
+            self._cluster.rearrange(self._arranged.num_stages, self._arranged.placement)
         if step in self.pipeline.steps and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
@@ -173,12 +176,8 @@ class Deployment:
         if self._due:
             if self.ensemble is not None:
                 self.ensemble.begin_relocation()
-            self._rearrange(self._planner.num_stages)
+            self._cluster.rearrange(self._planner.num_stages, self._placement)
         return self._due
-
-    def _rearrange(self, num_stages: int) -> None:
-        if num_stages != self._cluster.stage_map.num_stages:
-            self._cluster.rearrange(num_stages)
 
     def _on_first(self, examples: Sequence[Sequence[Any]], make: Callable[[Sequence[Any]], Any]) -> Any:
         """What is made of the first example that is not skipped; None if all are. Every process calls it."""
@@ -218,13 +217,13 @@ class Deployment:
             return False
         if self._final and self.plan is not None and self._has_trained:
             models = 1 if self.ensemble is None else self.ensemble.size
-            new = self._cluster.stage_map
-            check_movable(self.plan, plan, replace(new, num_stages=self.plan.num_stages), new, models)
+            check_movable(self.plan, plan, self._arranged, self._cluster.stage_map, models)
         check_shared(plan, self._cluster.stage_map.stage_replicas)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         begins_alike = not self._final
         self.pipeline.unload()
         self.plan, self._final, self.replans, self._pipelines = plan, final, False, [self.pipeline]
+        self._arranged = self._cluster.stage_map
         self._place_parameters()
         if begins_alike:
             self._begin_alike()
@@ -480,16 +479,18 @@ class Deployment:
         whole = {**self._owners, **dict.fromkeys(names, everybody)}
         self._relocate(whole, [ModuleTensors(self._module)], torch.device("cpu"))
 
-    def replan(self, **changes: Any) -> None:
+    def replan(self, placement: Placement | None = None, **changes: Any) -> None:
         """Make another plan with the next step of training that begins with cleared gradients. Every process calls it.
 
         Weights, optimizer states and parallel models move to where it wants them. It takes one more step, or two, until
         the batches are there that every process has all of: those that are under way hold what the old plan needs.
 
         Args:
+            placement: of several stages on each process; None: as it is.
             changes: attributes that the planner is to have.
         """
         self._planner = replace(self._planner, **changes)
+        self._placement = placement or self._placement
         self.replans = True
         self.pipeline.need_all("training_step")
 

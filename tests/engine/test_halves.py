@@ -90,6 +90,32 @@ class Halves(nn.Linear):
         return super().forward(x)
 
 
+class OnNodes(nn.Linear):
+    """Has hooks on nodes of autograd's graph, of which one halves what comes in."""
+
+    calls: Counter[str] = Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        if out.grad_fn is not None:
+            out.grad_fn.register_prehook(lambda gradients: (self.calls.update(["before"]), gradients[0] * 0.5)[1:])
+            out.grad_fn.register_hook(lambda *gradients: self.calls.update(["after"]))
+        return out
+
+
+class Retaining(nn.Linear):
+    """Keeps the gradient of what it returns."""
+
+    kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        if out.requires_grad:
+            out.retain_grad()
+            self.kept.append(out)
+        return out
+
+
 class Doubling(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -152,6 +178,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "gpt2": (lambda: Language("gpt2"), TOKENS),
     "bert": (lambda: Language("bert"), TOKENS),
     "hook on a value": (lambda: Layers(nn.Linear(8, 8), nn.Linear(8, 8), Halves(8, 8), nn.Linear(8, 8)), FLOATS),
+    "hook on a node": (lambda: Layers(*(OnNodes(8, 8) for _ in range(4))), FLOATS),
     "function of Python": (lambda: Layers(*(Doubled(8, 8) for _ in range(4))), FLOATS),
     "checkpoint": (lambda: Layers(*(Checkpointed(8, 8) for _ in range(4))), FLOATS),
 }
@@ -241,6 +268,25 @@ def test_a_graph_that_cannot_be_split_is_said_once_for_each_stage(caplog: pytest
 def test_nothing_of_torch_stays_replaced() -> None:
     from torch.autograd.graph import saved_tensors_hooks
 
-    before = Tensor.register_hook, saved_tensors_hooks.__enter__
+    before = Tensor.register_hook, saved_tensors_hooks.__enter__, set(vars(Tensor))
     Engine(linears(), 2, FLOATS, 4).train(FLOATS.clone(), "zb_h2")
-    assert before == (Tensor.register_hook, saved_tensors_hooks.__enter__)
+    assert before == (Tensor.register_hook, saved_tensors_hooks.__enter__, set(vars(Tensor)))
+
+
+def test_hooks_on_nodes_are_called_once_for_each_micro_batch() -> None:
+    engine = Engine(Layers(*(OnNodes(8, 8) for _ in range(4))), 2, FLOATS, 4)
+    for schedule in ("1f1b", "zb_h1"):
+        OnNodes.calls.clear()
+        engine.train(FLOATS.clone(), schedule)
+        assert OnNodes.calls == {"before": 16, "after": 16}, schedule
+
+
+def test_a_value_that_retains_its_gradient_has_it_once() -> None:
+    torch.manual_seed(0)
+    engine = Engine(Layers(*(Retaining(8, 8) for _ in range(4))), 2, FLOATS, 4)
+    found = []
+    for schedule in ("1f1b", "zb_h1"):
+        Retaining.kept.clear()
+        engine.train(FLOATS.clone(), schedule)
+        found.append(sorted(t.grad.sum().item() for t in Retaining.kept if t.grad is not None))
+    assert found[0] == found[1] and len(found[0]) == 16

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +15,9 @@ from torch.utils.data import DataLoader
 
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.schedule import StageCosts, build, peak_stash, simulate
+from lightning_avgpipe.schedule import Schedule, StageCosts, build, peak_stash, simulate
 from lightning_avgpipe.schedule.choice import fastest
+from lightning_avgpipe.strategy import schedule_control
 from tests import processes
 from tests.models import MLP, ConvNet, LSTMStack, Regression, TinyTransformer, loader
 from tests.trainers import assert_defaults_equal_accumulation, pipeline, trainer
@@ -36,16 +40,31 @@ def test_weights_equal_accumulation_bit_for_bit(model: type[Regression], schedul
     assert_defaults_equal_accumulation(model(), model.example(8), 4, schedule=schedule, num_microbatches=4)
 
 
-def fit(rank: int, schedule: str, num_stages: int) -> dict[str, Any]:
+class Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def fit(rank: int, schedule: str, num_stages: int, reader: str = "first") -> dict[str, Any]:
     """Train in several processes, the last batch of an epoch being small."""
+    said, logger = Said(), logging.getLogger("lightning_avgpipe")
+    logger.addHandler(said)
+    logger.setLevel(logging.INFO)
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model = MLP("adamw", depth=6)
-    options: dict[str, Any] = {"costs": "flops", "num_microbatches": 4, "schedule": schedule, "reader": "first"}
+    options: dict[str, Any] = {"costs": "flops", "num_microbatches": 4, "schedule": schedule, "reader": reader}
     runner = pipeline(num_stages, 2, options, max_epochs=2, accelerator="cpu")
     runner.fit(model, loader(MLP, 19, 8), loader(MLP, 8, 4))
     metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
-    return {"weights": {name: value.clone() for name, value in model.state_dict().items()}, "metrics": metrics}
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return {"weights": weights, "metrics": metrics, "said": said.messages}
 
 
 @pytest.mark.slow
@@ -57,6 +76,32 @@ def test_two_processes_train_the_weights_of_1f1b(schedule: str, tmp_path: Path) 
     found, expected = (processes.run(2, fit, name, num_stages, folder=tmp_path / name) for name in (schedule, "1f1b"))
     for ours, plain in zip(found, expected, strict=True):
         assert ours.error is None and plain.error is None, ours.error or plain.error
+        assert ours.result["metrics"] == plain.result["metrics"]
+        for name, weight in plain.result["weights"].items():
+            assert torch.equal(weight, ours.result["weights"][name]), name
+
+
+def preferring(costs: StageCosts, count: int, devices: Sequence[int], *rest: Any) -> Schedule:
+    """As if ZB-V were the fastest wherever it can run."""
+    can = rest[2:] == (True,) or list(devices) == [0, 1, 1, 0]
+    return build("zbv" if can else "interleaved", costs.num_stages, count, 0, 2)
+
+
+def fit_preferring(rank: int, schedule: str) -> dict[str, Any]:
+    with mock.patch.object(schedule_control, "fastest", preferring):
+        return fit(rank, schedule, 4, "last")
+
+
+@pytest.mark.slow
+def test_auto_places_stages_there_and_back_where_that_is_faster(tmp_path: Path) -> None:
+    for name in ("auto", "1f1b"):
+        (tmp_path / name).mkdir()
+    found, expected = (processes.run(2, fit_preferring, name, folder=tmp_path / name) for name in ("auto", "1f1b"))
+    assert found[0].error is None and expected[0].error is None, found[0].error or expected[0].error
+    said = found[0].result["said"]
+    assert any("stages are placed there and back" in message for message in said), said
+    assert any(message.startswith("schedule zbv from now on") for message in said), said
+    for ours, plain in zip(found, expected, strict=True):
         assert ours.result["metrics"] == plain.result["metrics"]
         for name, weight in plain.result["weights"].items():
             assert torch.equal(weight, ours.result["weights"][name]), name
@@ -90,6 +135,12 @@ def test_auto_takes_what_is_fastest_and_fits_the_memory() -> None:
     assert fastest(costs, 8, range(4), everything, splits=False).name == "1f1b"
     assert fastest(costs, 8, (1, 0, 1, 0), everything, splits=False).name == "interleaved"
     assert fastest(costs, 8, range(4), lambda schedule: False).name == "1f1b"
+    loop, there_and_back = (1, 0, 1, 0), (0, 1, 1, 0)
+    assert fastest(costs, 8, loop, everything).name == "zb_h1"
+    assert fastest(costs, 8, loop, everything, there_and_back=True).name == "zbv"  # as fast, and it needs less memory
+    assert fastest(costs, 8, there_and_back, everything).name == "zbv"
+    assert fastest(costs, 8, there_and_back, everything, splits=False).name == "1f1b"
+    assert fastest(costs, 8, loop, lambda s: max(peak_stash(s)) <= 2, there_and_back=True).name == "1f1b"
     slow = StageCosts.uniform(4, 1, 2, send_s=2)
     assert (
         simulate(fastest(slow, 8, range(4), everything), slow).iteration_s
