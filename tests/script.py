@@ -12,8 +12,9 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 
 import lightning_avgpipe.strategy.connection
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy
 from lightning_avgpipe.utils.patching import replaced
+from tests.callbacks.test_freezing import FineTuned
 from tests.elastic.models import Batches
 from tests.models import MLP, loader
 from tests.trainers import trainer
@@ -65,15 +66,15 @@ class Doomed(AvgPipeStrategy):
 
 def main(
     folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 60, dies=("", ""), victim=0, sharing=1,
-    **options
+    costs="flops", microbatches=2, freezing=None, **options
 ) -> None:  # fmt: skip
     torch.manual_seed(5)
-    module = {"MLP": MLP, "Stuck": Stuck, "Divided": Divided}[model]()
+    module = {"MLP": MLP, "Stuck": Stuck, "Divided": Divided, "FineTuned": FineTuned}[model]()
     kind = Doomed if any(dies) else AvgPipeStrategy
     Doomed.folder, Doomed.dies = folder, dies
     strategy = kind(
-        num_stages=2, num_microbatches=2, processes_per_device=sharing, timeout=timedelta(seconds=timeout_s),
-        costs="flops",
+        num_stages=2, num_microbatches=microbatches, processes_per_device=sharing, timeout=timedelta(seconds=timeout_s),
+        costs=costs,
     )  # fmt: skip
 
     def note(*_) -> None:
@@ -82,6 +83,7 @@ def main(
             die(dies[0])
 
     callbacks = [OnExceptionCheckpoint(folder), LambdaCallback(on_train_batch_start=note)]
+    callbacks += [] if freezing is None else [AdaptiveFreezing(**freezing)]
     runner = trainer(strategy=strategy, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True, **options)
     runner.fit(module, None if model == "Divided" else loader(MLP, 24, 8, shuffle=True))
     torch.save(module.state_dict(), folder / f"weights-{runner.global_rank}.pt")

@@ -19,9 +19,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.planning.memory_limit import limit_of
+from lightning_avgpipe.strategy.options import MEMORY
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-from lightning_avgpipe.utils.allowed import check, choice, documented, flag, names, number, optional, whole
+from lightning_avgpipe.utils.allowed import check, choice, directory, documented, flag, names, number, optional, whole
 from lightning_avgpipe.utils.option_types import Count
 from lightning_avgpipe.utils.packages import adopted
 
@@ -40,6 +42,8 @@ _ALLOWED = {
     ),
     "every_n_epochs": whole(1, 1_000_000, 1),
     "replan": flag(),
+    "cache": optional(MEMORY, "no cache"),
+    "cache_folder": optional(directory(), "the folder of temporary files"),
 }
 
 
@@ -106,6 +110,11 @@ class AdaptiveFreezing(Callback):
         every_n_epochs: epochs from one step to the next; the first comes after so many.
         replan: whether ``strategy="avgpipe"`` plans the stages again, with measured costs, when more is frozen.
             Weights and optimizer states move, and no number changes.
+        cache: bytes on the host in which ``strategy="avgpipe"`` keeps what the frozen layers give for each sample, such
+            as ``"4GB"``, or a fraction of its memory: from the second epoch with the same layers frozen on, they are
+            not computed where that is slower. Samples are told apart by their content, so nothing needs to number
+            them. It plans again as ``replan`` does. None: nothing is kept.
+        cache_folder: where the cache goes on in files when this memory is full.
 
     Attributes:
         num_frozen: layers that are frozen.
@@ -126,10 +135,12 @@ class AdaptiveFreezing(Callback):
         before: list[str] | None = None,
         every_n_epochs: Count = 1,
         replan: bool = False,
+        cache: str | float | None = None,
+        cache_folder: str | None = None,
     ) -> None:
         given = {
             "alpha": alpha, "mode": mode, "layers": layers, "before": before, "every_n_epochs": every_n_epochs,
-            "replan": replan,
+            "replan": replan, "cache": cache, "cache_folder": cache_folder,
         }  # fmt: skip
         check(_ALLOWED, given, "AdaptiveFreezing")
         self._alpha = alpha
@@ -137,7 +148,9 @@ class AdaptiveFreezing(Callback):
         self._layers = layers
         self._before = before
         self._every_n_epochs = every_n_epochs
-        self._replan = replan
+        self._replan = replan or cache is not None
+        self._cache = cache
+        self._cache_folder = cache_folder
         self.num_frozen = 0
         self.paths: tuple[str, ...] = ()
         self._first: tuple[str, ...] = ()  # paths of modules and parameters before the layers
@@ -181,12 +194,29 @@ class AdaptiveFreezing(Callback):
             )
         strategy = trainer.strategy
         if self._replan and isinstance(strategy, AvgPipeStrategy) and isinstance(strategy.run, PipelineRun):
-            points = strategy.run.configuration.options.split_points
-            if points is not None:
-                raise ConfigurationError(
-                    f"AdaptiveFreezing(replan=True) plans the stages again, but split_points={list(points)} say where "
-                    "they begin; remove one of the two"
-                )
+            self._check_replanning(strategy.run)
+            if self._cache is not None:
+                limit = limit_of(self._cache, torch.device("cpu"), 1)
+                strategy.run.deployment.keep_frozen(limit, self._cache_folder)
+
+    def _check_replanning(self, run: PipelineRun) -> None:
+        options = run.configuration.options
+        if options.split_points is not None:
+            raise ConfigurationError(
+                f"AdaptiveFreezing(replan=True) plans the stages again, but split_points={list(options.split_points)} "
+                "say where they begin; remove one of the two"
+            )
+        against = {
+            f"num_pipelines={options.num_pipelines}, whose models differ": options.num_pipelines > 1,
+            f"{run.cluster.stage_map.num_teams} groups, whose models differ": run.cluster.stage_map.num_teams > 1,
+            "replicas of single stages, which share its micro-batches": bool(run.cluster.stage_map.stage_replicas),
+            "rolling=True": options.rolling,
+            f"weight_policy={options.weight_policy!r}": not options.policy.drains,
+            "recompute=True, which keeps inputs of stages to begin with them once more": options.recompute is True,
+        }
+        for what, found in against.items():
+            if self._cache is not None and found:
+                raise ConfigurationError(f"AdaptiveFreezing(cache={self._cache!r}) with {what}; remove one of the two")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What a checkpoint says is frozen is so again."""

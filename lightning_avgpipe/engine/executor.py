@@ -42,6 +42,7 @@ class Lane:
         place: puts the pipeline's model into the module.
         actions: what is left to do in this iteration.
         turns: whose turn it is among the stages of its pipeline here, by stage, which they share; None: whoever can.
+        begins: micro-batches whose forwards begin here, although stages come before.
     """
 
     stage: Stage
@@ -53,6 +54,7 @@ class Lane:
     place: Callable[[], None] | None = None
     actions: deque[Action] = field(default_factory=deque)
     turns: deque[int] | None = None
+    begins: frozenset[int] = frozenset()
 
     def begin(self, row: Sequence[Action], observers: Sequence[Observer] = (), turns: deque[int] | None = None) -> None:
         """Take on one iteration's actions and post their receives."""
@@ -64,7 +66,7 @@ class Lane:
         self.actions.extend(row)
         for direction, inbox in (("forward", self.values), ("backward", self.gradients)):
             if inbox is not None:
-                inbox.expect(sum(action.kind.consumes == direction for action in row), observers)
+                inbox.expect(sum(self._consumes(action) == direction for action in row), observers)
 
     def ready(self) -> bool:
         """Whether the next action's input has arrived, and it is its turn."""
@@ -112,8 +114,13 @@ class Lane:
         with alone():
             return self.stage.perform(action, self.task, message)
 
+    def _consumes(self, action: Action) -> str | None:
+        """A forward that begins behind the frozen layers waits for nobody."""
+        consumes = action.kind.consumes
+        return None if consumes == "forward" and action.micro_batch in self.begins else consumes
+
     def _inbox(self) -> Inbox | None:
-        consumes = self.actions[0].kind.consumes
+        consumes = self._consumes(self.actions[0])
         return None if consumes is None else self.values if consumes == "forward" else self.gradients
 
 

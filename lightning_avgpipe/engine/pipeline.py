@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import bisect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.forward_only import Freezing
+from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs, digests
 from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.stage import Stage, Task, check_runnable
@@ -24,10 +26,27 @@ from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only
 from lightning_avgpipe.schedule.rules import check_hosted, trains, turns_of
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
 
 __all__ = ["Outcome", "Pipeline", "RollingPipelines", "clear", "run_together"]
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where outputs of frozen layers are kept.
+
+    Attributes:
+        stage: the first that trains.
+        frozen: nodes, from the first.
+        owner: rank of the process with the stage.
+    """
+
+    stage: int
+    frozen: int
+    owner: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +80,7 @@ class Pipeline:
     Attributes:
         number: n.
         place: as given; it may change between iterations.
+        kept: outputs of frozen layers; None: they are not kept.
     """
 
     def __init__(
@@ -87,6 +107,8 @@ class Pipeline:
         self._copies: dict[str, TiedParameters] = {}
         self._leaves: dict[str, dict[int, frozenset[str]]] = {}
         self._freezing: dict[str, Freezing] = {}
+        self.kept: FrozenOutputs | None = None
+        self._keeping: dict[str, Keeping] = {}
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -97,12 +119,13 @@ class Pipeline:
         """The call graph of a step function."""
         return self._graphs[step]
 
-    def load(self, graph: CallGraph, cuts: Sequence[int]) -> None:
+    def load(self, graph: CallGraph, cuts: Sequence[int], frozen: int = 0) -> None:
         """Make a step function runnable.
 
         Args:
             graph: of the step.
             cuts: K-1 positions.
+            frozen: nodes, from the first, whose outputs are kept.
         """
         self._recompute.check(graph)
         if self.place is not None:
@@ -119,12 +142,22 @@ class Pipeline:
             rank: frozenset().union(*(programs[k].leaves for k in self._cluster.stage_map.stages(rank)))
             for rank in range(self._cluster.group.world_size)
         }
+        keeper = bisect.bisect_right(cuts, frozen) if frozen and self.kept is not None else -1
+        if keeper >= 0:
+            owner = self._cluster.stage_map.owner(keeper)
+            self._leaves[graph.step][owner] |= {leaf.name for leaf in graph.needed_leaves(0, frozen)}
+            self._keeping[graph.step] = Keeping(keeper, frozen, owner)
+            assert self.kept is not None
+            prefix = [(n.kind, n.name, n.outputs, n.writes) for n in graph.nodes[:frozen]]
+            states = [(name, p.requires_grad) for name, p in self._module.named_parameters()]
+            self.kept.follow((owner, prefix, graph.live(frozen), states) if owner == self._cluster.rank else None)
         self._copies[graph.step] = copies
         of_units = self._of_units[graph.step] = OwnAttributes(self._module, graph.of_units, self.number == 0)
         self._stages[graph.step] = [
             Stage(
                 programs[k], self._module, self._cluster.device, versions or copies, self._recompute,
                 self._foreign_tensors, self.number == 0 and k == self._cluster.stages[-1], of_units,
+                *((self.kept, frozen) if k == keeper else ()),
             )
             for k in self._cluster.stages
         ]  # fmt: skip
@@ -142,6 +175,7 @@ class Pipeline:
         self._copies.clear()
         self._leaves.clear()
         self._freezing.clear()
+        self._keeping.clear()
 
     def leaves(self, step: str, rank: int, batch: Any) -> frozenset[str] | None:
         """Names of the tensors of a batch that a process needs for a step; None if that is not known: all of them."""
@@ -166,6 +200,28 @@ class Pipeline:
     def freezing(self, step: str) -> Freezing:
         """Which stages of a step function have nothing to train."""
         return self._freezing[step]
+
+    def known(self, step: str, samples: Sequence[tuple[Any, int]], schedule: Schedule) -> frozenset[int]:
+        """The micro-batches of an iteration for which outputs of frozen layers are kept. Every process calls it.
+
+        Args:
+            step: that will train.
+            samples: data and number of samples, by micro-batch.
+            schedule: of the iteration.
+        """
+        keeping, graph = self._keeping.get(step), self._graphs[step]
+        if keeping is None or self.kept is None:
+            return frozenset()
+        names = {leaf.name for leaf in graph.needed_leaves(0, keeping.frozen)}
+        # something may have been frozen or unfrozen since the plan was made
+        applies = num_forward_only(schedule) == keeping.stage and self._freezing[step].trained == graph.trained
+        found: frozenset[int] = frozenset()
+        if self._cluster.rank == keeping.owner:
+            if not applies:  # and what is kept may not be true any more
+                self.kept.forget()
+            there = applies and not schedule.turns and not _lacks(samples, names)
+            found = self.kept.look_up([digests(data, size, names) for data, size in samples] if there else ())
+        return self._cluster.group.broadcast(found, keeping.owner) if applies else found
 
     def copies(self, step: str) -> TiedParameters:
         """The parameters that several stages use in a step function."""
@@ -203,6 +259,8 @@ class Pipeline:
             to_previous = ends.to_previous if number > frozen else None
             lane = Lane(stage, ends.values, ends.to_next, ends.gradients, to_previous, task, self.place)
             row = in_turn(schedule.rows[number], *self._cluster.stage_map.share(number, rank, training))
+            row = tuple(a for a in row if number >= frozen or a.micro_batch not in task.known)
+            lane.begins = task.known if number == frozen else frozenset()
             lane.begin(row, observers, turns.get(number))
             lanes.append(lane)
             stage.begin(row, frozen)
@@ -319,6 +377,12 @@ def run_together(
         added = [obj for pipeline in pipelines[1:] for own in pipeline.own(step)[-2:] for obj in own.added()]
         for own in (own for pipeline in pipelines for own in pipeline.own(step)):
             own.accept(added)
+
+
+def _lacks(samples: Sequence[tuple[Any, int]], names: Collection[str]) -> bool:
+    """Whether tensors of these names have not come to this process."""
+    leaves = (pair for data, _ in samples for pair in tree.flatten_with_names(data)[0])
+    return any(isinstance(leaf, Absent) and name in names for name, leaf in leaves)
 
 
 def clear(lanes: Sequence[Lane]) -> None:

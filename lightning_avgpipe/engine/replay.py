@@ -51,11 +51,14 @@ class Replayed:
         result: of the step function; None unless this is the last stage.
         sent: the values that the program sends, in its order; or those of a detour.
         entries: what the nodes up to the end of this stage returned, or their path.
+        tapped: copies of the values that are alive where that was asked for, and what the nodes before it returned;
+            None if the step did not come there.
     """
 
     result: Any
     sent: tuple[Tensor, ...]
     entries: tuple[Entry, ...] | Path
+    tapped: tuple[tuple[Tensor, ...], tuple[Entry, ...]] | None = None
 
 
 _NOTHING = contextlib.nullcontext()
@@ -79,6 +82,7 @@ def replay(
     observe: Observe | None = None,
     repeat: Repeat | None = None,
     packer: Packer | None = None,
+    tap: int = 0,
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
 
@@ -97,13 +101,14 @@ def replay(
         observe: calls ``self.log`` and metrics on the last stage; None: as they are.
         repeat: makes what executes a unit into what keeps less for the backward.
         packer: of the module; None if no unit writes into objects.
+        tap: position, behind the start of the program, where values are copied; 0: nowhere.
     Raises:
         StepChangedError: the step did something else than when it was captured.
         AbsentValueError: the step needs a value that was not sent.
     """
     key = key or RandomKey(0)
     draws = Draws(drawing, key, device) if drawing else None
-    replayer = _Replayer(program, units, owned, received, entries, draws, device, observe, repeat, packer)
+    replayer = _Replayer(program, units, owned, received, entries, draws, device, observe, repeat, packer, tap)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
     with (
@@ -120,7 +125,7 @@ def replay(
             replayer.check_finished(result)
         finally:
             replayer.restore()
-    return Replayed(result, replayer.sent(), replayer.entries())
+    return Replayed(result, replayer.sent(), replayer.entries(), replayer.tapped)
 
 
 class _Replayer(StepTracer):
@@ -136,6 +141,7 @@ class _Replayer(StepTracer):
         observe: Observe | None,
         repeat: Repeat | None,
         packer: Packer | None,
+        tap: int,
     ) -> None:
         super().__init__(units, owned, device)
         self._observe = observe
@@ -158,7 +164,9 @@ class _Replayer(StepTracer):
         self._received = dict(zip(values, received, strict=True))
         self._own: list[Entry | Step] = []
         self._objects: dict[int, Tensor] = {}  # values of earlier stages, as the tensors that stand for them here
-        self._sends = frozenset(program.sends)
+        self._tap = tap
+        self.tapped: tuple[tuple[Tensor, ...], tuple[Entry, ...]] | None = None
+        self._sends = frozenset((*program.sends, *(program.graph.live(tap) if tap else ())))
         self._made: dict[int, Tensor] = {}  # values of this stage that will be sent
         self._position = 0
         self._observed: list[Tensor] = []  # what the last stage will look at
@@ -204,6 +212,9 @@ class _Replayer(StepTracer):
         module: nn.Module | None = None,
     ) -> Any:
         position, program = self._position, self._program
+        if position == self._tap > self._start and self._detour is None:
+            values = tuple(self._sent(value).detach().clone() for value in program.graph.live(position))
+            self.tapped = values, (*self._upstream, *self._own)  # type: ignore[arg-type]
         if position == self._ended:
             raise self._changed(kind, name, None)
         if position < self._start and isinstance(self._upstream[position], Step):
@@ -241,7 +252,7 @@ class _Replayer(StepTracer):
             target = tensors[i]._base if of_base else tensors[i]
             if target is not None:
                 self._register(target, value)
-        if not program.is_last and node.index >= self._start:
+        if (not program.is_last or position < self._tap) and node.index >= self._start:
             self._own.append(described(result) if entry is None else entry)
         return result
 
@@ -422,14 +433,14 @@ class _Replayer(StepTracer):
         """Tensors for ``program.sends``; empty ones for what was not made because the step ended before."""
         if self._detour is not None:
             return self._detour.sent
-        found = []
-        for value in self._program.sends:
-            for known in (self._made, self._objects, self._received):
-                tensor = known.get(value)
-                if tensor is not None:
-                    break
-            found.append(torch.empty(0, device=self._device) if tensor is None else tensor)
-        return tuple(found)
+        return tuple(self._sent(value) for value in self._program.sends)
+
+    def _sent(self, value: int) -> Tensor:
+        for known in (self._made, self._objects, self._received):
+            tensor = known.get(value)
+            if tensor is not None:
+                return tensor
+        return torch.empty(0, device=self._device)
 
     def entries(self) -> tuple[Entry, ...] | Path:
         """What all nodes up to the end of this stage returned."""

@@ -18,6 +18,7 @@ from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.constants import Constants
 from lightning_avgpipe.engine.detour import Path
 from lightning_avgpipe.engine.forward_only import check_nothing_asks, check_same
+from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.halves import Watch, WeightHalf, input_half
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
 from lightning_avgpipe.engine.randomness import Drawing
@@ -51,12 +52,14 @@ class Task:
         finish: turns the result of micro-batch i on the last stage into the tensor to start its backward from;
             None if there is no backward. It may return None for a micro-batch that does not count.
         key: random numbers of this iteration, and of the first micro-batch.
+        known: micro-batches for which the outputs of the frozen layers are kept.
     """
 
     run: Callable[..., Any]
     args: Sequence[Sequence[Any]]
     finish: Callable[[int, Any], Tensor | None] | None = None
     key: RandomKey = RandomKey(0)  # noqa: RUF009
+    known: frozenset[int] = frozenset()
 
     @property
     def trains(self) -> bool:
@@ -156,6 +159,8 @@ class Stage:
         foreign_tensors: what its first forward of training must not use; None: it may use everything.
         shown: whether hooks on this process see what it made of attributes of modules.
         of_units: what the units of its pipeline make of theirs.
+        kept: the first stage that trains keeps here what the frozen layers give, and begins behind them.
+        frozen: nodes, from the first of the step, that are frozen.
 
     Attributes:
         stash: micro-batch -> what its forward keeps for its backward.
@@ -174,7 +179,12 @@ class Stage:
         foreign_tensors: ForeignTensors | None = None,
         shown: bool = True,
         of_units: OwnAttributes | None = None,
+        kept: FrozenOutputs | None = None,
+        frozen: int = 0,
     ) -> None:
+        self._kept = kept
+        self._frozen = frozen
+        self._rest = program.behind(frozen) if kept is not None else program
         self._foreign_tensors = foreign_tensors
         self.program = program
         self._copies = copies
@@ -234,7 +244,9 @@ class Stage:
     def _forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
         """What a forward keeps depends on whether it trains, and on whether it will be repeated."""
         program = self.program
-        if message is not None and message.micro_batch != micro_batch:
+        if self._kept is not None and micro_batch in task.known:
+            message = self._kept.read(micro_batch, self._device, self._forward_only)
+        elif message is not None and message.micro_batch != micro_batch:
             raise StepChangedError(
                 f"stage {program.stage} wants micro-batch {micro_batch} and received {message.micro_batch}; "
                 "the stages do not run the same schedule"
@@ -245,6 +257,8 @@ class Stage:
                 return self._forward_to_repeat(task, micro_batch, message, copies)
             self._watch = None if self._watch is None else Watch()
             gates, replayed = self._replay(task, micro_batch, message, copies)
+            if self._kept is not None and replayed.tapped is not None:
+                self._kept.fill(micro_batch, *replayed.tapped)
         if program.is_last:
             self.results[micro_batch] = replayed.result
             if task.finish is not None:  # the user's hooks see the module's own parameters, no copies
@@ -278,11 +292,17 @@ class Stage:
         observe: Observe | None = None,
     ) -> tuple[tuple[_Gate, ...], Replayed]:
         """Execute this stage's part of the step; ``observe`` as for :func:`replay`."""
-        gates, received = self._entered(message, task.trains)
+        known, tap = self._kept is not None and micro_batch in task.known, 0
+        program = self._rest if known else self.program
+        if self._kept is not None and task.trains and not known:
+            tap = self._frozen
+            if tap == program.start and message is not None and not isinstance(message.entries, Path):
+                self._kept.fill(micro_batch, [t for t in message.tensors if t is not None], message.entries)
+        gates, received = self._entered(message, task.trains, program)
         with self._inspected(task) as inspection, self._rewritten.saved(task.trains), self._constants.checked():
             with self._watch or nullcontext():
                 replayed = replay(
-                    self.program,
+                    program,
                     partial(task.run, micro_batch),
                     task.args[micro_batch],
                     self._units,
@@ -295,18 +315,23 @@ class Stage:
                     observe,
                     self._repeat_units if task.trains else None,
                     self._packer,
+                    tap,
                 )
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
         return gates, replayed
 
-    def _entered(self, message: Message | None, trains: bool) -> tuple[tuple[_Gate, ...], list[Tensor]]:
+    def _entered(
+        self, message: Message | None, trains: bool, program: StageProgram
+    ) -> tuple[tuple[_Gate, ...], list[Tensor]]:
         """The gates of received values, and the values as they enter the step."""
         gates: list[_Gate] = []
         received: list[Tensor] = []
         if message is None:
             return (), received
-        for value, tensor, wanted in zip(self._received(message), message.tensors, message.requires_grad, strict=True):
+        for value, tensor, wanted in zip(
+            self._received(message, program), message.tensors, message.requires_grad, strict=True
+        ):
             assert tensor is not None
             if value in self._overwritten:  # it, or its neighbour in this process, is needed once more
                 tensor = tensor.clone()
@@ -316,9 +341,9 @@ class Stage:
             received.append(tensor)
         return tuple(gates), received
 
-    def _received(self, message: Message) -> tuple[int, ...]:
+    def _received(self, message: Message, program: StageProgram) -> tuple[int, ...]:
         """The numbers of a message's values."""
-        return message.entries.values if isinstance(message.entries, Path) else self.program.receives
+        return message.entries.values if isinstance(message.entries, Path) else program.receives
 
     def _message(self, task: Task, micro_batch: int, replayed: Replayed) -> Message:
         requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
@@ -386,7 +411,7 @@ class Stage:
             return
         graph = self.program.graph
         for value, tensor, version in zip(
-            self._received(kept.message), kept.message.tensors, kept.versions, strict=True
+            self._received(kept.message, self.program), kept.message.tensors, kept.versions, strict=True
         ):
             if version_of(tensor) != version:
                 name = f"'{graph.values[value].name}'" if value < len(graph.values) else "off the captured path"

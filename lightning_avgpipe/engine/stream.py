@@ -52,7 +52,7 @@ class _Joined(Task):
             assert begins is not None
             return begins(i % count, result)
 
-        return cls(run, _Arguments(tasks, count), finish, RandomKey(0, pipeline=pipeline), tasks, count)
+        return cls(run, _Arguments(tasks, count), finish, RandomKey(0, pipeline=pipeline), tasks=tasks, count=count)
 
     def key_of(self, micro_batch: int) -> RandomKey:
         """Random numbers of micro-batch i: those of its own batch."""

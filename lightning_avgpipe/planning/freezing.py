@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from lightning_avgpipe.capture.graph import CallGraph
 
-__all__ = ["num_frozen"]
+__all__ = ["frozen_prefix", "num_frozen"]
 
 
 def num_frozen(graph: CallGraph, cuts: Sequence[int], trained: Collection[str]) -> int:
@@ -20,6 +20,46 @@ def num_frozen(graph: CallGraph, cuts: Sequence[int], trained: Collection[str]) 
     """
     asking = _asking(graph, frozenset(trained))
     return max((k for k, cut in enumerate(cuts, 1) if asking.isdisjoint(graph.live(cut))), default=0)
+
+
+def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]:
+    """How many nodes, from the first, give the same for the same samples as long as they are frozen.
+
+    What crosses the cut behind them asks for no gradient, and neither chance nor what the step changes plays a part.
+
+    Args:
+        graph: of the step.
+        trained: full names of the parameters that are trained now.
+    Returns:
+        The number, 0 if there are none; and why there are not more, empty if these are all that are frozen.
+    """
+    if graph.batch_writes:
+        return 0, f"{graph.step} changes its batch"
+    asking, most, why = _asking(graph, frozenset(trained)), len(graph.nodes) - 1, ""
+    for path in sorted(graph.drawing | graph.host_drawing):
+        if not any(_within(path, unit) for unit in graph.units):  # code between units
+            begins = min((call.begin for call in graph.opened if call.path == path), default=0)
+            if begins < most:
+                most, why = begins, f"{f'the code of {path!r}' if path else graph.step} draws random numbers"
+    for node in graph.nodes:
+        found = (
+            "draws random numbers" if node.draws or graph.host_drawing.intersection(node.drawn)
+            else "uses what the step changes" if node.states or node.index in graph.upkeep
+            else "writes into objects" if node.opens
+            else ""
+        )  # fmt: skip
+        if found:
+            if node.index < most:
+                most, why = node.index, f"{node} {found}"
+            break
+    free = (p for p in range(len(graph.nodes)) if graph.obstacles[p] is None and asking.isdisjoint(graph.live(p)))
+    frozen = list(free)
+    position = max((p for p in frozen if p <= most), default=0)
+    return position, why if position < max(frozen, default=0) else ""
+
+
+def _within(path: str, unit: str) -> bool:
+    return path == unit or path.startswith(f"{unit}.")
 
 
 def _asking(graph: CallGraph, trained: frozenset[str]) -> set[int]:

@@ -81,6 +81,7 @@ class Plan:
         forecast: None if no schedule was given.
         links: of the hops, shape ``(K-1,)``, in the unit of the stages' times.
         note: why the stages are not even; empty if they are.
+        frozen: nodes, from the first, whose outputs are kept from epoch to epoch; their forwards take no time.
     """
 
     stages: tuple[StagePlan, ...]
@@ -90,6 +91,7 @@ class Plan:
     forecast: Forecast | None = None
     links: tuple[Link, ...] = ()
     note: str = ""
+    frozen: int = 0
 
     @property
     def slowest(self) -> StagePlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
@@ -22,7 +23,7 @@ from lightning_avgpipe.capture.samples import Samples
 from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units, why_whole
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
-from lightning_avgpipe.planning.freezing import num_frozen
+from lightning_avgpipe.planning.freezing import frozen_prefix, num_frozen
 from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.model_memory import copies_of_weights, memory_of, with_versions
 from lightning_avgpipe.planning.recompute_policy import Recompute
@@ -50,6 +51,7 @@ _SPARED = 1.8
 _ASKS = "reads numbers of values, so that what it calls may differ between batches"
 # A slowest stage beyond its fair share by this factor is explained, with so many reasons.
 _UNEVEN = 1.25
+_TRIALS = 3  # of reading what is kept
 _SHOWN = 3
 
 
@@ -97,6 +99,7 @@ class Planner:
         recompute: what is repeated before, or in, a backward.
         replicas: of each stage, which share its micro-batches; empty: one of each.
         policy: which weights actions use.
+        keeps: whether the outputs of frozen layers are kept, where that is faster than to compute them.
     """
 
     module: nn.Module
@@ -110,6 +113,7 @@ class Planner:
     recompute: Recompute = Recompute()  # noqa: RUF009
     replicas: Sequence[int] = ()
     policy: WeightPolicy = POLICIES["flush"]
+    keeps: bool = False
 
     @property
     def measures(self) -> bool:
@@ -166,6 +170,7 @@ class Planner:
         what, memory, spared = _Step(step, run, args), self._memory(conditions), set[str]()
         units = tuple(units) or initial_units(self.module, self.observers)
         units = split_units(self.module, units, self.recompute.modules, self.observers)
+        units = self._half_frozen(units) if self.keeps else units
         measured = partial(self._measured, what, conditions.links, Samples())
         if self.split_points is not None:
             units = split_units(self.module, units, self.split_points, self.observers)
@@ -180,7 +185,10 @@ class Planner:
             if self.measures:
                 plan, costs = self._refined(what, plan.graph, measured, memory, spared)
         note = self._note(plan, costs, spared)
-        plan = self._closed(what, plan, costs, memory)
+        kept = self._kept(plan.graph, costs)
+        plan = self._closed(what, plan, costs, memory, kept)
+        if kept:
+            plan = replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0])
         return replace(plan, forecast=_forecast(plan, conditions.schedule, self.policy), note=note)
 
     def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:
@@ -219,15 +227,16 @@ class Planner:
         return memory if self.measures else replace(memory, weights={})
 
     def _counted(self, graph: CallGraph) -> Costs:
-        return self.recompute.costs(graph, Costs.from_flops(graph))
+        return self._with_kept(graph, self.recompute.costs(graph, Costs.from_flops(graph)))
 
-    def _closed(self, step: _Step, plan: Plan, costs: Costs, memory: Memory) -> Plan:
-        """The same stages, with those units closed again that no cut divides."""
-        closed = closing(self.module, plan.graph, plan.cuts, self.recompute.modules, self.observers)
+    def _closed(self, step: _Step, plan: Plan, costs: Costs, memory: Memory, kept: int) -> Plan:
+        """The same stages, with those units closed again that no cut divides, nor the end of what is kept."""
+        stays = (*plan.cuts, kept) if kept else plan.cuts
+        closed = closing(self.module, plan.graph, stays, self.recompute.modules, self.observers)
         if closed is None:
             return plan
         graph = self.capture(step.name, step.run, step.args, closed.units)
-        if not closed.is_met_by(graph, plan.cuts):  # the step tells its parts apart, say by an attribute they set
+        if not closed.is_met_by(graph, stays):  # the step tells its parts apart, say by an attribute they set
             _log.debug("%s needs its units open: %s", step.name, ", ".join(plan.graph.units))
             return plan
         return self._made(graph, closed.cuts(plan.cuts), closed.costs(costs), memory)
@@ -302,7 +311,41 @@ class Planner:
             if self.cache is not None:
                 self.cache.save(key, costs, about)
         # what the cache holds is of the units alone, whatever is repeated
-        return self.recompute.costs(graph, replace(costs, links=links))
+        return self._with_kept(graph, self.recompute.costs(graph, replace(costs, links=links)))
+
+    def _half_frozen(self, units: tuple[str, ...]) -> tuple[str, ...]:
+        """Finer units, of which each is frozen or trained, as far as they can be opened."""
+        while True:
+            flags = {unit: {p.requires_grad for p in self.module.get_submodule(unit).parameters()} for unit in units}
+            mixed = [u for u in units if len(flags[u]) > 1 and divisible(self.module, u, self.observers)]
+            if not mixed:
+                return units
+            units = refine(self.module, units, mixed, self.observers)
+
+    def _with_kept(self, graph: CallGraph, costs: Costs) -> Costs:
+        """What is read instead takes no time."""
+        frozen = frozen_prefix(graph, graph.trained)[0] if self.keeps else 0
+        if costs.measured and sum(costs.forward[:frozen]) < self._reading_s(graph, frozen):
+            return costs
+        return replace(costs, forward=(0.0,) * frozen + tuple(costs.forward[frozen:]))
+
+    def _kept(self, graph: CallGraph, costs: Costs) -> int:
+        """How many nodes, from the first, are read instead."""
+        frozen = frozen_prefix(graph, graph.trained)[0] if self.keeps else 0
+        return 0 if any(costs.forward[:frozen]) else frozen
+
+    def _reading_s(self, graph: CallGraph, frozen: int) -> float:
+        """Seconds to find and read, for a micro-batch, what is kept: tried with as many bytes."""
+        data = [torch.zeros(leaf.nbytes, dtype=torch.uint8) for leaf in graph.needed_leaves(0, frozen)]
+        kept = torch.zeros(graph.boundary_bytes[frozen], dtype=torch.uint8)
+        times = []
+        for _ in range(_TRIALS):
+            begin = time.perf_counter()
+            for tensor in data:
+                hashlib.blake2b(tensor.numpy().data)
+            kept.clone().to(self.device or torch.device("cpu"))
+            times.append(time.perf_counter() - begin)
+        return min(times)
 
     def _heavy_units(self, graph: CallGraph, costs: Costs, limit: float) -> list[str]:
         weights: dict[str, float] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_avgpipe.capture.graph import CallGraph, Node
@@ -81,6 +81,10 @@ class StageProgram:
     def is_last(self) -> bool:
         """Whether the result of the step is computed here."""
         return self.stage == self.num_stages - 1
+
+    def behind(self, position: int) -> StageProgram:
+        """What is left of it if all before this position is there."""
+        return replace(self, start=position, receives=self.graph.live(position))
 
     @property
     def leaves(self) -> frozenset[str]:

@@ -213,6 +213,7 @@ class Iterations:
         if training:
             self._freeze(finish is not None)
         schedules = [self._schedule(parts, finish is not None) for parts in works]
+        known = self._known(works, schedules[0], num_pipelines) if training and finish is not None else frozenset()
         pipelines = self.models.pipelines_for(step, len(works))
         self.step_log.begin(sum(map(len, works)))
         iteration = self._number(step)
@@ -224,6 +225,7 @@ class Iterations:
                 [(part.data, *rest) for part in parts],
                 None if finish is None else partial(finish, n),
                 RandomKey(self.state.seed, iteration, first + n, before),
+                known,
             )
             for n, parts in enumerate(works)
         ]
@@ -258,8 +260,20 @@ class Iterations:
         if epoch != self._agreed_in:  # hooks that freeze run on every process, and should do the same there
             agree_on_trained(freezing, self.cluster.world)
             self._agreed_in = epoch
+            if self.deployment.pipeline.kept is not None:
+                self.deployment.pipeline.kept.begin_epoch()
         if trains:
             self.schedule_control.freeze(freezing.stages)
+
+    def _known(self, works: Works, schedule: Schedule, num_pipelines: int) -> frozenset[int]:
+        """The micro-batches whose forwards begin behind the frozen layers. Every process calls it."""
+        pipeline, samples = self.deployment.pipeline, [(part.data, part.size) for part in works[0]]
+        if num_pipelines > 1 and pipeline.kept is not None:  # one of them would not do for all
+            pipeline.kept.forget()
+            return frozenset()
+        found = pipeline.known("training_step", samples, schedule)
+        # memory is measured where everything runs
+        return frozenset() if self.schedule_control.measures(works, num_pipelines) else found
 
     def _micro_batch(
         self,

@@ -17,6 +17,7 @@ from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.ensemble import Ensemble
+from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import PartitionError, SkippedStepError, StepOrderError
 from lightning_avgpipe.planning import Plan, cut_like
@@ -227,7 +228,9 @@ class Deployment:
         self._place_parameters()
         if begins_alike:
             self._begin_alike()
-        self.pipeline.load(plan.graph, plan.cuts)
+        self.pipeline.load(plan.graph, plan.cuts, plan.frozen)
+        if not plan.frozen:
+            self._forget_kept()
         for graph in others:
             try:
                 self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
@@ -361,6 +364,7 @@ class Deployment:
 
     def abandon(self) -> None:
         """Go on with one model after a failure, without waiting for anybody."""
+        self._forget_kept()
         if self.ensemble is not None:
             self.ensemble.abandon()
         self.dissolve(average=False)
@@ -472,6 +476,7 @@ class Deployment:
         """
         self.dissolve()
         self.pipeline.unload()
+        self._forget_kept()
         if self.plan is None:
             return
         everybody = tuple(range(self._cluster.group.world_size))
@@ -493,6 +498,20 @@ class Deployment:
         self._placement = placement or self._placement
         self.replans = True
         self.pipeline.need_all("training_step")
+
+    def keep_frozen(self, limit: float, folder: str | None) -> None:
+        """Keep the outputs of frozen layers, with the next plan. Every process calls it.
+
+        Args:
+            limit: bytes on the host, of each process; what is beyond goes into files.
+            folder: for these files; None: where temporary files go.
+        """
+        self.pipeline.kept = FrozenOutputs(limit, folder)
+        self._planner = replace(self._planner, keeps=True)
+
+    def _forget_kept(self) -> None:
+        if self.pipeline.kept is not None:
+            self.pipeline.kept.follow(None)
 
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
         """Weights: on rank 0 those of all stages, or if not ``whole`` everywhere one's own. Every process calls it.

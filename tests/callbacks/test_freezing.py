@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_avgpipe import AdaptiveFreezing
 from lightning_avgpipe.callbacks.freezing import by_gradient_norms, by_schedule, repeated_blocks
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
+from tests.commands import LIMIT_S, started
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
 
@@ -131,6 +133,61 @@ def test_all_processes_freeze_the_same(mode: str, tmp_path: Path) -> None:
     expected, callback = fit(make=trainer, freezing={"mode": mode})
     assert first == second == callback.num_frozen > 0
     assert_same(expected.state_dict(), torch.load(path, weights_only=True)["state_dict"])
+
+
+@pytest.mark.parametrize(
+    "stages", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_kept_outputs_of_frozen_layers_change_no_bit(stages: int) -> None:
+    found = {}
+    for cache in (None, "1MB"):
+        torch.manual_seed(3)
+        module = FineTuned(dropout=0.1)
+        callback = AdaptiveFreezing(alpha=0.4, every_n_epochs=3, replan=True, cache=cache)
+        batches = loader(FineTuned, 3 * SIZE, SIZE, shuffle=True)
+        strategy = {"num_microbatches": MICRO_BATCHES}
+        runner = pipeline(stages, strategy=strategy, max_epochs=7, callbacks=[callback])
+        runner.fit(module, batches)
+        found[cache] = module.state_dict()
+        kept: Any = runner.strategy.run.deployment.pipeline.kept  # type: ignore[attr-defined]
+        assert (kept is None) == (cache is None) and (kept is None or kept.hits == 2 * 2 * SIZE)
+    assert_same(found[None], found["1MB"])
+
+
+@pytest.mark.parametrize("strategy", [{"num_pipelines": 2}, {"recompute": True}, {"split_points": ["head"]}], ids=str)
+def test_a_cache_that_cannot_work_is_refused(strategy: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"AdaptiveFreezing.*{next(iter(strategy))}"):
+        fit(num_stages=2, freezing={"cache": "1MB"}, strategy=strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "freezing",
+    [{"mode": "schedule"}, {"mode": "gradient_norm"}, {"every_n_epochs": 3, "cache": "1MB"}],
+    ids=str,
+)
+def test_a_script_freezes_as_one_process_does(freezing: dict[str, Any], tmp_path: Path) -> None:
+    """With the default launcher, measured costs, shuffled data and a plan for each step of freezing."""
+    options = {"alpha": 0.4, "replan": True, **freezing}
+    given = {
+        "devices": 2,
+        "model": "FineTuned",
+        "epochs": EPOCHS + 2,
+        "costs": "measured",
+        "microbatches": MICRO_BATCHES,
+    }
+    script = str(Path(__file__).parents[1] / "script.py")
+    with started(([script, str(tmp_path), json.dumps({**given, "freezing": options})], {})) as (process,):
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, errors
+    torch.manual_seed(5)
+    module, callback = FineTuned(), AdaptiveFreezing(**{**options, "replan": False, "cache": None})
+    batches = loader(FineTuned, 24, 8, shuffle=True)
+    runner = pipeline(1, strategy={"num_microbatches": MICRO_BATCHES}, max_epochs=EPOCHS + 2, callbacks=[callback])
+    runner.fit(module, batches)
+    assert callback.num_frozen > 0
+    for rank in range(2):
+        assert_same(module.state_dict(), torch.load(tmp_path / f"weights-{rank}.pt", weights_only=True))
 
 
 @pytest.mark.parametrize("mode", [pytest.param("schedule", marks=pytest.mark.slow), "gradient_norm"])
