@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import lightning as L
@@ -129,6 +129,16 @@ class LanguageModel(L.LightningModule):
         return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
+def standard_library(held_out: bool) -> Iterator[Path]:
+    """Python's own source files: one in ten is held out for validation, the others are for training."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests"}
+    paths = (path.relative_to(root) for path in root.rglob("*.py"))
+    # A hash of the path orders the files and splits them: the same on every machine, unlike the directory's order.
+    order = {path: zlib.crc32(path.as_posix().encode()) for path in paths if skipped.isdisjoint(path.parts)}
+    return (root / path for path in sorted(order, key=order.__getitem__) if (order[path] % 10 == 0) == held_out)
+
+
 class Windows(Dataset):
     """Consecutive windows of a text, each with its next bytes as targets."""
 
@@ -162,16 +172,8 @@ class PythonSources(L.LightningDataModule):
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        skipped = {"site-packages", "dist-packages", "test", "tests"}
-        paths = [path.relative_to(root) for path in root.rglob("*.py")]
-        paths = [path for path in paths if skipped.isdisjoint(path.parts)]
-        # A hash of the path orders the files and splits them: the same on every machine, unlike the directory's order,
-        # and no file is in both texts.
-        order = {path: zlib.crc32(path.as_posix().encode()) for path in paths}
-        files = sorted(paths, key=order.__getitem__)
-        self.train = self._windows((root / path for path in files if order[path] % 10), self.hparams.train_bytes)
-        self.val = self._windows((root / path for path in files if order[path] % 10 == 0), self.hparams.val_bytes)
+        self.train = self._windows(standard_library(held_out=False), self.hparams.train_bytes)
+        self.val = self._windows(standard_library(held_out=True), self.hparams.val_bytes)
 
     def _windows(self, paths: Iterable[Path], limit: int) -> Windows:
         text = bytearray()

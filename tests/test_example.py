@@ -1,10 +1,11 @@
-"""The example and its config run as a user runs them, only shorter."""
+"""The examples and their configs run as a user runs them, only shorter."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.commands import run
 
@@ -35,3 +36,52 @@ def test_the_config_trains_through_lightning_cli(tmp_path: Path) -> None:
     assert "2 stages on 2 processes" in out
     assert "`max_steps=3` reached" in out
     assert list(tmp_path.rglob("*.ckpt"))
+
+
+WORDS = "model reads batch while stages wait for every link slow busy".split()  # noqa: SIM905
+
+
+def sentence(index: int) -> str:
+    return " ".join(WORDS[(index * step + step) % len(WORDS)] for step in range(1, 6 + index % 5))
+
+
+def corpora(folder: Path) -> None:
+    """All that the examples read: texts of made-up sentences."""
+    for part, count in (("train", 96), ("valid", 24)):
+        lines = [sentence(index) for index in range(count)]
+        rows = [f"{line}\t{sentence(index * 3)}\t{index % 2}" for index, line in enumerate(lines)]
+        texts = {"en": lines, "de": [line.upper() for line in lines], "txt": lines}
+        for suffix, text in {**texts, "tsv": ["sentence1\tsentence2\tlabel", *rows]}.items():
+            (folder / f"{part}.{suffix}").write_text("\n".join(text) + "\n")
+
+
+SMALLER = {
+    "awd_lstm": ["--model.hidden=16", "--data.batch_size=4", "--data.steps=8", "--data.vocabulary=64"],
+    "bert": ["--model.layers=2", "--data.batch_size=8", "--data.vocabulary=200"],
+    "gnmt": ["--model.layers=3", "--data.batch_size=8", "--data.vocabulary=300"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)  # two commands, three processes
+@pytest.mark.parametrize("name", SMALLER)
+def test_an_example_trains_over_two_processes_to_the_weights_of_one(name: str, tmp_path: Path) -> None:
+    corpora(tmp_path)
+
+    def weights(folder: str, *options: str) -> dict[str, torch.Tensor]:
+        out = run(
+            tmp_path, EXAMPLES / f"{name}.py", "fit", "--config", CONFIG.parent / f"{name}.yaml", *SMALLER[name],
+            f"--data.dir={tmp_path}", f"--trainer.default_root_dir={tmp_path / folder}", "--model.width=16",
+            "--trainer.max_steps=4", "--trainer.val_check_interval=4", "--trainer.precision=64-true",
+            "--trainer.strategy.num_microbatches=4", *options,
+        )  # fmt: skip
+        assert "`max_steps=4` reached" in out
+        assert ("2 stages on 2 processes" in out) == (folder == "piped")
+        (checkpoint,) = (tmp_path / folder).rglob("*.ckpt")
+        return torch.load(checkpoint, weights_only=False)["state_dict"]
+
+    plain = weights("plain", "--trainer.devices=1", "--trainer.strategy.num_stages=1")
+    piped = weights("piped", "--trainer.devices=2")
+    assert piped.keys() == plain.keys()
+    for key, value in plain.items():
+        torch.testing.assert_close(piped[key], value, rtol=1e-6, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")

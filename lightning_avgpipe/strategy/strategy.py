@@ -46,7 +46,7 @@ from lightning_avgpipe.strategy.whole_run import WholeRun
 from lightning_avgpipe.utils import packages
 from lightning_avgpipe.utils.allowed import documented
 from lightning_avgpipe.utils.durations import duration
-from lightning_avgpipe.utils.option_types import Count, Duration, Natural
+from lightning_avgpipe.utils.option_types import Count, Duration, Natural, TensorName
 from lightning_avgpipe.verify import request
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import to_host
@@ -236,7 +236,7 @@ class AvgPipeStrategy(ParallelStrategy):
         memory_limit: str | int | float | None = None,
         recompute: bool | list[str] = False,
         loss_reduction: Literal["mean", "sum"] = "mean",
-        loss_weight: Callable[[Any], Any] | str | None = None,
+        loss_weight: TensorName | Callable[[Any], Any] | None = None,
         split_batch: SplitBatch | None = None,
         reader: Literal["last", "first"] = "last",
         send_batch: Literal["needed", "all"] = "needed",

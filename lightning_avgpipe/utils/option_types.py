@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from lightning_avgpipe.utils.durations import PATTERN
 
-__all__ = ["Count", "Duration", "Natural"]
+__all__ = ["Count", "Duration", "Natural", "TensorName"]
 
 if TYPE_CHECKING:
     Count = int
     Natural = int
     Duration = str
+    TensorName = str
 else:
     try:
         from jsonargparse.typing import NonNegativeInt as Natural
@@ -19,6 +20,8 @@ else:
         from jsonargparse.typing import restricted_string_type
 
         Duration = restricted_string_type("Duration", PATTERN)
+        # Beside functions: what has a dot is an import path of one.
+        TensorName = restricted_string_type("TensorName", "^[^.]+$")
     except ImportError:  # no LightningCLI either; all of it is checked once more
         Count = Natural = int
-        Duration = str
+        Duration = TensorName = str
