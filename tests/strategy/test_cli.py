@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
@@ -25,13 +26,19 @@ LIGHTNINGS = {"accelerator", "parallel_devices", "cluster_environment", "checkpo
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs the example's command line in this process."""
+    """Runs an example's command line in this process; unless named, the language model's."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    import language_model
 
-    def run(*arguments: str) -> LightningCLI:
+    def run(*arguments: str, name: str = "language_model") -> LightningCLI:
         monkeypatch.setattr(sys, "argv", ["cli.py", *arguments])
-        return LightningCLI(language_model.LanguageModel, language_model.PythonSources)
+        example = importlib.import_module(name)
+        model, data = {
+            "awd_lstm": ("AWDLSTM", "Words"),
+            "bert": ("SentencePairs", "Pairs"),
+            "gnmt": ("GNMT", "Sentences"),
+            "language_model": ("LanguageModel", "PythonSources"),
+        }[name]
+        return getattr(example, "CLI", LightningCLI)(getattr(example, model), getattr(example, data))
 
     return run
 
@@ -42,9 +49,9 @@ def options() -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if name not in LIGHTNINGS}
 
 
-def printed(example: Any, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def printed(example: Any, capsys: pytest.CaptureFixture[str], *arguments: str, **options: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        example("fit", *arguments)
+        example("fit", *arguments, **options)
     assert ended.value.code == 0
     return capsys.readouterr().out
 
@@ -118,9 +125,19 @@ def test_all_options_are_in_the_config_that_says_so_with_their_defaults(example:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_parses_and_is_commented(path: Path, example: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "avgpipe" in printed(example, capsys, "--config", str(path), "--print_config").lower()
+    own = {"name": path.stem} if (EXAMPLES / f"{path.stem}.py").exists() else {}
+    assert "avgpipe" in printed(example, capsys, "--config", str(path), "--print_config", **own).lower()
     assert path.read_text().startswith("# ")
     assert f"--config configs/{path.name}" in path.read_text()
+
+
+@pytest.mark.parametrize("weight", ["labels", "1.mask", "statistics.fmean"])
+def test_a_written_config_holds_what_was_given(
+    weight: str, example: Any, capsys: pytest.CaptureFixture[str]
+) -> None:  # a name or a function
+    given = f"--trainer.strategy.loss_weight={weight}"
+    out = printed(example, capsys, STRATEGY, given, "--print_config")
+    assert yaml.safe_load(out)["trainer"]["strategy"]["init_args"]["loss_weight"] == weight
 
 
 @pytest.mark.parametrize("strategy", ["short", "language_model", "all_options"])
