@@ -1,8 +1,7 @@
 """GNMT: a recurrent encoder and decoder with attention (Wu et al., arXiv:1609.08144), English to German.
 
     python examples/gnmt.py fit --config configs/gnmt.yaml          # Debian's package descriptions; needs apt
-    python examples/gnmt.py test --config configs/gnmt.yaml --ckpt_path PATH.ckpt \
-        --trainer.strategy auto --trainer.devices 1                 # BLEU of greedy translations
+    python examples/gnmt.py test --config configs/gnmt.yaml --ckpt_path PATH.ckpt   # BLEU of greedy translations
 
 An ordinary LightningModule and LightningDataModule. Any folder of `train.en`, `train.de`, `valid.en`,
 `valid.de` does.
