@@ -209,7 +209,7 @@ class AdaptiveFreezing(Callback):
         against = {
             f"num_pipelines={options.num_pipelines}, whose models differ": options.num_pipelines > 1,
             f"{run.cluster.stage_map.num_teams} groups, whose models differ": run.cluster.stage_map.num_teams > 1,
-            "replicas of single stages, which share its micro-batches": bool(run.cluster.stage_map.stage_replicas),
+            "replicas of single stages, which share its micro-batches": options.shares_stages,
             "rolling=True": options.rolling,
             f"weight_policy={options.weight_policy!r}": not options.policy.drains,
             "recompute=True, which keeps inputs of stages to begin with them once more": options.recompute is True,

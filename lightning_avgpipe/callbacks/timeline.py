@@ -69,7 +69,7 @@ class PipelineTimeline(Callback):
                 f"PipelineTimeline records the stages of a pipeline, but the strategy is "
                 f"{type(trainer.strategy).__name__}; use Trainer(strategy='avgpipe'), or remove the callback"
             )
-        if max(trainer.strategy.device_layout.stage_replicas, default=1) > 1:
+        if trainer.strategy.shares_stages:
             raise ConfigurationError(
                 "PipelineTimeline draws one process for each stage, but with a list of replicas a stage has several; "
                 "remove the callback"

@@ -132,7 +132,7 @@ class AvgPipeTuner(Callback):
                 f"AvgPipeTuner tunes a pipeline, but the strategy is {type(strategy).__name__}; use "
                 "Trainer(strategy='avgpipe'), or remove the callback"
             )
-        if strategy.device_layout.stage_replicas:
+        if strategy.shares_stages:
             raise ConfigurationError(
                 "AvgPipeTuner measures one process for each stage, but with a list of replicas a stage has several; "
                 "remove the callback"

@@ -98,9 +98,7 @@ class Cluster:
             if stage_map.replicas > 1:
                 members = self._together(self._replicas(position, team), rank)
                 self.replicas = ReplicaGroup(members, replica, on_host=shares_devices)
-        for party in self._of_stages():
-            if rank in party.ranks:
-                self.replicas = ReplicaGroup(self._together(party, rank), party.ranks.index(rank))
+        self._replicate_stages(rank)
         self._begin(None)  # there is nothing to watch before it is open
 
     # -- this process ------------------------------------------------------------------------------------------------
@@ -204,19 +202,54 @@ class Cluster:
             waits = f"waits for the other processes to ask for {asked} as well"
             self.waits.run(lambda: agreement.confirm(asked, where), waits)
 
-    def rearrange(self, num_stages: int, placement: Placement) -> None:
+    def rearrange(
+        self,
+        num_stages: int,
+        placement: Placement,
+        stage_replicas: tuple[int, ...] | None = None,
+        order: tuple[int, ...] = (),
+    ) -> None:
         """From now on these processes host other stages. Every process calls it, between iterations.
 
         Args:
-            num_stages: K, a multiple of the processes of a group.
+            num_stages: K, a multiple of the processes of a group, if each hosts whole stages.
             placement: of several stages on each process.
+            stage_replicas: processes that share each stage, see the stage map; None: as before.
+            order: of these processes.
         """
-        if (num_stages, placement) == (self.stage_map.num_stages, self.stage_map.placement):
+        now = self.stage_map
+        shared = {} if stage_replicas is None else {"stage_replicas": stage_replicas, "order": order}
+        self.stage_map = replace(now, num_stages=num_stages, placement=placement, **shared)  # type: ignore[arg-type]
+        if self.stage_map == now:
             return
-        self.stage_map = replace(self.stage_map, num_stages=num_stages, placement=placement)
+        if now.stage_replicas and stage_replicas is not None:
+            self.replicas = None
         self._names[:] = [self.stage_map.name(other) for other in range(self.stage_map.world_size)]
         self._links = None
         self.transport.rearrange(self.stage_map)
+
+    def place(self, devices: Sequence[Sequence[int]]) -> None:
+        """From now on these processes share these stages. Every process calls it, between iterations.
+
+        Args:
+            devices: ranks in a group of the processes of each stage, ascending; rank 0 is one of those of the last.
+        """
+        counts = tuple(map(len, devices))
+        order = tuple(rank for ranks in reversed(devices) for rank in ranks)
+        self.rearrange(len(devices), self.stage_map.placement, counts, order)
+        parties = list(self._of_stages())
+
+        def join() -> None:
+            for party in parties:
+                self._network.join(party)
+
+        self.waits.run(join, f"waits for the other processes to connect replicas={list(counts)}")
+        self._replicate_stages(self.world.rank)
+
+    def _replicate_stages(self, rank: int) -> None:
+        for party in self._of_stages():
+            if rank in party.ranks:
+                self.replicas = ReplicaGroup(self._together(party, rank), party.ranks.index(rank))
 
     def subset(self, ranks: Sequence[int]) -> Any:
         """Connect some processes of each group for collectives, unless they are; gives torch's process group.

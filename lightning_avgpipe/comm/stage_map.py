@@ -42,6 +42,8 @@ class StageMap:
         placement: how several stages are placed on each process: in a ``"loop"``, or there and back, as a ``"v"``.
         stage_replicas: of a group the processes that share the micro-batches of each stage, in turns; shape ``(K,)``.
             Empty: each process hosts whole stages.
+        order: the processes of a group, those of the last stage first, of each stage in the order of turns; rank 0 is
+            the first. Empty: ascending.
     """
 
     num_stages: int
@@ -50,6 +52,7 @@ class StageMap:
     replicas: int = 1
     placement: Placement = "loop"
     stage_replicas: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
     @classmethod
     def on(
@@ -126,7 +129,7 @@ class StageMap:
         """The processes of a group that host a stage; those that share its micro-batches in order."""
         if self.stage_replicas:
             first = sum(self.stage_replicas[stage + 1 :])
-            return tuple(range(first, first + self.stage_replicas[stage]))
+            return (self.order or tuple(range(self.group_size)))[first : first + self.stage_replicas[stage]]
         back, rank = divmod(self.num_stages - 1 - stage, self.group_size)
         return (self.group_size - 1 - rank if self.placement == "v" and back % 2 else rank,)
 

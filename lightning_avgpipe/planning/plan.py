@@ -82,6 +82,7 @@ class Plan:
         links: of the hops, shape ``(K-1,)``, in the unit of the stages' times.
         note: why the stages are not even; empty if they are.
         frozen: nodes, from the first, whose outputs are kept from epoch to epoch; their forwards take no time.
+        devices: ranks of the processes of each stage; empty: those of the stage map.
     """
 
     stages: tuple[StagePlan, ...]
@@ -92,6 +93,7 @@ class Plan:
     links: tuple[Link, ...] = ()
     note: str = ""
     frozen: int = 0
+    devices: tuple[tuple[int, ...], ...] = ()
 
     @property
     def slowest(self) -> StagePlan:
@@ -124,6 +126,9 @@ class Plan:
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("stage", "units", "parameters", "time", "memory", "sends to the next")]
         rows += [self._row(stage) for stage in self.stages]
+        if self.devices:
+            placed = ["ranks", *(", ".join(map(str, ranks)) for ranks in self.devices)]
+            rows = [(*row, ranks) for row, ranks in zip(rows, placed, strict=True)]
         shown = [i for i in range(len(rows[0])) if i != 4 or self.measured]  # the counted one leaves too much out
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(row[i].ljust(widths[i]) for i in shown).rstrip() for row in rows]

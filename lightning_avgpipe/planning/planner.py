@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import math
 import time
@@ -26,7 +27,11 @@ from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_
 from lightning_avgpipe.planning.freezing import frozen_prefix, num_frozen
 from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.model_memory import copies_of_weights, memory_of, with_versions
+from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.recompute_policy import Recompute
+from lightning_avgpipe.planning.replicated_costs import SppCosts
+from lightning_avgpipe.planning.spp import SppPlan
+from lightning_avgpipe.planning.turns import plan_in_turns, units_between
 from lightning_avgpipe.schedule import Schedule, StageCosts, forward_only, simulate
 from lightning_avgpipe.schedule.asynchronous import simulate_policy
 from lightning_avgpipe.schedule.rules import trains
@@ -65,6 +70,8 @@ class Conditions:
         state_copies: optimizer state of each trained parameter, in copies of it.
         num_pipelines: N.
         num_groups: of processes, each with N pipelines.
+        bandwidth: bytes per second between every two processes, shape ``(V, V)``, on which stages are placed; None:
+            every process has its stages.
     """
 
     schedule: Schedule | None = None
@@ -72,6 +79,7 @@ class Conditions:
     state_copies: int = 2
     num_pipelines: int = 1
     num_groups: int = 1
+    bandwidth: Matrix | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +175,17 @@ class Planner:
             PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
         """
         conditions = conditions or Conditions()
+        if conditions.bandwidth is not None and self.num_stages > 2:
+            try:  # units as fine as a stage on each device asks for
+                return self._plan(step, run, args, units, conditions)
+            except PartitionError as error:
+                _log.debug("%s: %s", step, error)
+            return replace(self, num_stages=self.num_stages - 1).plan(step, run, args, units, conditions)
+        return self._plan(step, run, args, units, conditions)
+
+    def _plan(
+        self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str], conditions: Conditions
+    ) -> Plan:
         what, memory, spared = _Step(step, run, args), self._memory(conditions), set[str]()
         units = tuple(units) or initial_units(self.module, self.observers)
         units = split_units(self.module, units, self.recompute.modules, self.observers)
@@ -184,12 +203,36 @@ class Planner:
             plan, costs = self._refined(what, graph, self._counted, counted, spared)
             if self.measures:
                 plan, costs = self._refined(what, plan.graph, measured, memory, spared)
+        if conditions.bandwidth is not None and conditions.schedule is not None:
+            return self._placed(
+                what, plan.graph, costs, conditions.bandwidth, conditions.schedule.num_microbatches, memory
+            )
         note = self._note(plan, costs, spared)
         kept = self._kept(plan.graph, costs)
         plan = self._closed(what, plan, costs, memory, kept)
         if kept:
             plan = replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0])
         return replace(plan, forecast=_forecast(plan, conditions.schedule, self.policy), note=note)
+
+    def _placed(
+        self, step: _Step, graph: CallGraph, costs: Costs, bandwidth: Matrix, num_microbatches: int, memory: Memory
+    ) -> Plan:
+        """SPP's stages, with the processes of each."""
+        begin = time.perf_counter()
+        weights = {name: p.numel() * p.element_size() for name, p in self.module.named_parameters()}
+        units, positions = units_between(graph, costs, weights)
+        found = plan_in_turns(units, bandwidth, num_microbatches)
+        took_s = time.perf_counter() - begin
+        _log.info("planned %d units on %d devices in %.1f s", units.num_units, len(bandwidth), took_s)
+        devices = tuple(ranks for _, _, ranks in found.stages)
+        slowest = [min(bandwidth[u][v] for u in here for v in after) for here, after in itertools.pairwise(devices)]
+        links = tuple(Link(1 / speed) for speed in slowest)
+        chosen = replace(self, num_stages=found.num_stages, replicas=tuple(map(len, devices)))
+        cuts = tuple(positions[last] for _, last, _ in found.stages[:-1])
+        costs = replace(costs, links=links)
+        plan = chosen._closed(step, chosen._made(graph, cuts, costs, memory), costs, memory, 0)
+        forecast = Forecast("spp", num_microbatches, found.makespan_s, _idle(units, found, num_microbatches))
+        return replace(plan, forecast=forecast, devices=devices)
 
     def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:
         """Why the slowest stage takes so long, if it does."""
@@ -359,6 +402,12 @@ class Planner:
     def _made(self, graph: CallGraph, cuts: Sequence[int], costs: Costs, memory: Memory | None = None) -> Plan:
         sizes = {name: parameter.numel() for name, parameter in self.module.named_parameters()}
         return make_plan(graph, cuts, costs, sizes, memory, self.replicas)
+
+
+def _idle(units: SppCosts, plan: SppPlan, num_microbatches: int) -> float:
+    """The share of all devices' time in which they do not compute."""
+    devices = sum(len(ranks) for _, _, ranks in plan.stages)
+    return max(0.0, 1 - num_microbatches * float(units.busy_s[-1]) / (devices * plan.makespan_s))
 
 
 def _unevenness(plan: Plan) -> float:

@@ -34,7 +34,16 @@ from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.schedule.builders import from_warm_up
 
-__all__ = ["SppCosts", "SppPlan", "device_order", "execution_order", "partition", "plan"]
+__all__ = [
+    "SppCosts",
+    "SppPlan",
+    "all_plans",
+    "device_order",
+    "execution_order",
+    "num_plans",
+    "partition",
+    "plan",
+]
 
 _MOST_PLANS = 200_000
 _ROUNDING = 1e-9
@@ -96,7 +105,7 @@ def plan(
         best = None
         for along in dict.fromkeys((order, order[::-1])):
             problem = Problem(costs, Network.of(bandwidth).ordered(along), num_microbatches, memory_limit)
-            best = _better(problem, along, _all_plans(problem), best)
+            best = _better(problem, along, all_plans(problem), best)
     if best is None:
         raise problem.too_little_memory()
     return best
@@ -192,9 +201,19 @@ def _best_of_least(problem: Problem, order: Sequence[int]) -> SppPlan | None:
     return best
 
 
-def _all_plans(problem: Problem) -> Iterator[Sequence[Stage]]:
+def num_plans(problem: Problem) -> int:
+    """Of contiguous units along the order of devices."""
     units, devices = problem.costs.num_units, len(problem.network)
-    count = math.comb(units + devices - 2, devices - 1)
+    return math.comb(units + devices - 2, devices - 1)
+
+
+def all_plans(problem: Problem) -> Iterator[Sequence[Stage]]:
+    """All of these that fit into the memory.
+
+    Raises:
+        PartitionError: there are too many.
+    """
+    units, devices, count = problem.costs.num_units, len(problem.network), num_plans(problem)
     if count > _MOST_PLANS:
         raise PartitionError(
             f"candidates='all' would try {count:,} plans for {units} units on {devices} devices in each direction, and "

@@ -64,7 +64,14 @@ def options(given: Options) -> None:
             f"advance={given.advance} has no meaning for schedule={given.schedule!r}; use schedule='advance_forward', "
             "or advance=0"
         )
-    if given.stage_replicas:
+    if (given.replicas == "auto") != (given.planner == "spp"):
+        raise ConfigurationError(
+            f"replicas={given.replicas!r} and planner={given.planner!r}: the planner 'spp' chooses stages and their "
+            "replicas together; use both planner='spp' and replicas='auto', or neither"
+        )
+    if given.planner != "spp" and given.bandwidth != "measured":
+        raise ConfigurationError(f"bandwidth has no use with planner={given.planner!r}; use planner='spp', or leave it")
+    if given.shares_stages:
         _stage_replicas(given)
     if given.loss_weight is not None and given.loss_reduction == "sum":
         raise ConfigurationError(
@@ -190,18 +197,25 @@ def _rolling(running: pl.Trainer, use: str) -> None:
 
 
 def _stage_replicas(given: Options) -> None:
-    counts = list(given.stage_replicas)
-    if given.num_stages not in ("auto", len(counts)):
+    counts: Any = list(given.stage_replicas) or "auto"
+    if counts != "auto" and given.num_stages not in ("auto", len(counts)):
         raise ConfigurationError(f"replicas={counts} names {len(counts)} stages, but num_stages={given.num_stages}")
+    chooses = counts == "auto"
     refused = {
         "schedule": (given.schedule not in NAMES, "forwards and backwards by warm-ups; use schedule='advance_forward'"),
         "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file; use False"),
         "rolling": (given.rolling, "models that step together; use False"),
+        "num_stages": (chooses and given.num_stages != "auto", "num_stages='auto', since the planner chooses it"),
+        "split_points": (chooses and given.split_points is not None, "no split_points, since the planner cuts"),
+        "num_microbatches": (chooses and given.num_microbatches == "auto", "a number, on which the plan depends"),
+        "memory_limit": (chooses and given.memory_limit is not None, "no limit, since plans are made by time alone"),
+        "processes_per_device": (given.processes_per_device > 1, "one process on each device"),
+        "recompute": (chooses and given.recompute is True, "submodules by name, or none"),
     }
     for name, (set_, needed) in refused.items():
         if set_:
             raise ConfigurationError(
-                f"replicas={counts} and {name}={getattr(given, name)!r}: replicas of single stages need {needed}, or "
+                f"replicas={counts!r} and {name}={getattr(given, name)!r}: replicas of single stages need {needed}, or "
                 "replicate whole pipelines (replicas=2)"
             )
 

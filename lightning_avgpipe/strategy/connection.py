@@ -72,8 +72,8 @@ class Connection:
             between = None if port_of(device).is_host or not several else device_backend(self.backend, device)
             network = ProcessGroups(rank, device, options.timeout, between)
             self.cluster = Cluster(stage_map, rank, device, options.timeout, network, layout.sharing > 1, parent.deaths)
-        else:
-            self.cluster.rearrange(num_stages, options.placement)
+        else:  # a plan of the last run may have placed stages
+            self.cluster.rearrange(num_stages, options.placement, layout.stage_replicas)
         return self.cluster
 
     def open(self, environment: ClusterEnvironment, options: Options) -> None:

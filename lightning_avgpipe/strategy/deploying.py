@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torchmetrics import Metric
 
+from lightning_avgpipe.comm.bandwidth import measure_bandwidth
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
+from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
+from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import chosen
 from lightning_avgpipe.strategy.checkpoint_state import DividedState, State, take_origin
@@ -61,7 +66,27 @@ def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before
     )
     origin = take_origin(module, cluster, seed, before)
     parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.elasticity, metrics, weights
-    return Deployment(*parts), seed
+    place_by = partial(_bandwidth, cluster, options, trainer.state.fn == TrainerFn.FITTING)
+    return Deployment(*parts, place_by), seed
+
+
+def _bandwidth(cluster: Cluster, options: Options, trains: bool) -> Matrix | None:
+    """Between processes, if stages are placed by it. Every process calls it."""
+    if options.planner != "spp" or not trains:
+        return None
+    if isinstance(options.bandwidth, str):
+        if not port_of(cluster.device).is_host:
+            raise ConfigurationError(
+                f"planner='spp' with bandwidth='measured' measures links between hosts, not between {cluster.device} "
+                "and others; give a matrix of bytes per second, one row per process"
+            )
+        return measure_bandwidth(cluster.group)
+    if len(options.bandwidth) != cluster.group.world_size:
+        raise ConfigurationError(
+            f"bandwidth has {len(options.bandwidth)} rows, but there are {cluster.group.world_size} processes; give a "
+            "row, and an entry in each, for every process"
+        )
+    return options.bandwidth
 
 
 def planned(connection: Connection, options: Options) -> dict[str, Any]:

@@ -113,15 +113,19 @@ class StepLog:
         module: whose ``log`` it is.
         hosts_last: whether the last stage is here.
         leaders: where the last stages of the groups are.
-        replicas: that share the micro-batches of the last stage in training, and this process is one of; the first of
-            them logs what all of them collect.
+        replicas: that share the micro-batches of the last stage in training, as of when it is called, and None where
+            this process is none of them; the first of them logs what all of them collect.
 
     Attributes:
         listener: is told each name and value that a step logs for its batch.
     """
 
     def __init__(
-        self, module: pl.LightningModule, hosts_last: bool, leaders: Collectives, replicas: Collectives | None = None
+        self,
+        module: pl.LightningModule,
+        hosts_last: bool,
+        leaders: Collectives,
+        replicas: Callable[[], Collectives | None] = lambda: None,
     ) -> None:
         self.batch_values = BatchValues()
         self._leaders = leaders
@@ -149,7 +153,7 @@ class StepLog:
             return
         if tracer is not None:
             tracer.observe(self._collect, args, kwargs)
-        elif self._hosts_last or self._replicas is not None:
+        elif self._hosts_last or self._replicas() is not None:
             self._collect(*args, **kwargs)
         else:
             raise AvgPipeError(
@@ -207,8 +211,8 @@ class StepLog:
 
     def issue(self, over_groups: bool = False) -> None:
         """Log what was collected, once per name; ``over_groups`` with what other groups have collected."""
-        if over_groups and self._replicas is not None:
-            self._collected = self._of_replicas(self._replicas)
+        if over_groups and (replicas := self._replicas()) is not None:
+            self._collected = self._of_replicas(replicas)
         if over_groups and self._hosts_last and self._leaders.world_size > 1:
             self._collected = self._of_all_groups()
         entries: dict[str, list[_Entry]] = {}
@@ -377,8 +381,8 @@ def local_metrics(
         metrics: of the module.
         values: told of what they return.
         leaders: where the last stages of the groups are.
-        replicas: that share the micro-batches of the last stage in training, and this process is one of; the first of
-            them logs what all of them collect.
+        replicas: that share the micro-batches of the last stage in training, as of when it is called, and None where
+            this process is none of them; the first of them logs what all of them collect.
         training: whether the trainer trains now.
     """
 

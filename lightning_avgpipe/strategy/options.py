@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -16,6 +17,7 @@ from lightning_avgpipe.elastic.averaging import Elasticity, OuterOptimizer
 from lightning_avgpipe.engine.weighting import LossWeight
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, parse_limit
+from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.own import Builder
 from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
@@ -50,6 +52,16 @@ def _is_memory(value: Any) -> bool:
     return True
 
 
+def _is_matrix(value: Any) -> bool:
+    """Positive numbers, as many in each row as there are rows, but for the diagonal."""
+    if not isinstance(value, (list, tuple)) or any(
+        not isinstance(row, (list, tuple)) or len(row) != len(value) for row in value
+    ):
+        return False
+    links = [speed for u, row in enumerate(value) for v, speed in enumerate(row) if u != v]
+    return all(isinstance(speed, (int, float)) and 0 < speed < math.inf for speed in links) and len(value) > 0
+
+
 def _is_backend(value: Any) -> bool:
     """A name that torch.distributed knows, or one for each kind of device: ``cpu:gloo,cuda:nccl``."""
     known = set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED}
@@ -71,12 +83,17 @@ ALLOWED = {
     "num_stages": whole(1, 1024, 4, "auto"),
     "num_pipelines": whole(1, 1024, 2),
     "replicas": either(
-        _COUNT,
+        whole(1, 1024, 2, "auto"),
         Allowed(
             "a list with the number of replicas of each stage",
             "[3, 1]",
             lambda value: isinstance(value, (list, tuple)) and bool(value) and all(map(_COUNT.accepts, value)),
         ),
+    ),
+    "planner": choice("balanced", "spp"),
+    "bandwidth": either(
+        choice("measured"),
+        Allowed("a list with a row of bytes per second for each process", "[[1e9, 1e8], [1e8, 1e9]]", _is_matrix),
     ),
     "processes_per_device": whole(1, 64, 2),
     "num_microbatches": whole(1, 1_000_000, 16, "auto"),
@@ -145,7 +162,9 @@ class Options:
 
     num_stages: int | Literal["auto"]
     num_pipelines: int
-    replicas: int | Sequence[int]
+    replicas: int | Sequence[int] | Literal["auto"]
+    planner: Literal["balanced", "spp"]
+    bandwidth: Matrix | Literal["measured"]
     processes_per_device: int
     num_microbatches: int | Literal["auto"]
     schedule: str | Builder
@@ -236,7 +255,12 @@ class Options:
     @property
     def stage_replicas(self) -> tuple[int, ...]:
         """Replicas of each stage; empty if pipelines are replicated as a whole."""
-        return () if isinstance(self.replicas, int) else tuple(self.replicas)
+        return () if isinstance(self.replicas, (int, str)) else tuple(self.replicas)
+
+    @property
+    def shares_stages(self) -> bool:
+        """Whether processes may share the micro-batches of a stage."""
+        return not isinstance(self.replicas, int)
 
     @property
     def splits(self) -> bool:

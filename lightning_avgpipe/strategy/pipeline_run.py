@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import MemoryLimit
@@ -116,8 +117,7 @@ class PipelineRun:
         fitting, options = trainer.state.fn == TrainerFn.FITTING, self.configuration.options
         own(trainer)
         self.deployment, seed = deploy(trainer, self._connection, options, self._before)
-        together = cluster.replicas.members if cluster.shares_last and cluster.replicas is not None else None
-        self.step_log = StepLog(module, cluster.hosts_last, cluster.leaders, together)
+        self.step_log = StepLog(module, cluster.hosts_last, cluster.leaders, self._sharing_last)
         self.models = ParallelModels(
             trainer, cluster, self.configuration, self.deployment, self.step_log, self.observers
         )
@@ -149,6 +149,11 @@ class PipelineRun:
         self._adapt(fitting)
         self._undo.callback(give_back, self.deployment, self._connection, self.state)
         self._undo.callback(lambda: self.iterations.leave(together=not self._connection.failed))
+
+    def _sharing_last(self) -> Collectives | None:
+        """The replicas of the last stage, on each of them; None if there is one."""
+        cluster = self.cluster
+        return cluster.replicas.members if cluster.shares_last and cluster.replicas is not None else None
 
     def _break(self) -> None:
         """Some models or stages have stepped and others have not: nothing is whole."""

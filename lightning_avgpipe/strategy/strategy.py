@@ -90,6 +90,13 @@ class AvgPipeStrategy(ParallelStrategy):
             every copy has all data. If there are more groups, ``replicas`` of them train the same models, and the next
             ones others. A list replicates single stages, as ``[3, 1]`` on four devices: the replicas of a stage take
             its micro-batches in turns and sum their gradients, so nothing but the rounding of that sum depends on them.
+            ``"auto"``: chosen by ``planner="spp"``.
+        planner: ``"balanced"`` makes stages of about equal time, one for each device of a replica. ``"spp"`` chooses
+            the number of stages, their cuts, and which devices share each, by measured times and the bandwidth between
+            every two devices, for the shortest iteration (Luo et al., INFOCOM 2022); with ``replicas="auto"`` and a
+            given ``num_microbatches``.
+        bandwidth: of the links, for ``planner="spp"``: ``"measured"`` before the first plan, each two processes at a
+            time, or bytes per second from each process (row) to each other one.
         processes_per_device: groups that share the same devices, each with processes of its own: ``devices=2``,
             ``processes_per_device=2`` are four processes, two groups of two stages. They train what as many pipelines
             of one process do, with the same numbers, as the AvgPipe paper arranges it. It is for kernels too small for
@@ -222,7 +229,9 @@ class AvgPipeStrategy(ParallelStrategy):
         self,
         num_stages: Count | Literal["auto"] = "auto",
         num_pipelines: Count = 1,
-        replicas: Count | list[Count] = 1,
+        replicas: Count | list[Count] | Literal["auto"] = 1,
+        planner: Literal["balanced", "spp"] = "balanced",
+        bandwidth: list[list[float]] | Literal["measured"] = "measured",
         processes_per_device: Count = 1,
         num_microbatches: Count | Literal["auto"] = "auto",
         schedule: Literal[
@@ -266,7 +275,7 @@ class AvgPipeStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
         )  # fmt: skip
         options = Options(
-            num_stages=num_stages, num_pipelines=num_pipelines, replicas=replicas,
+            num_stages=num_stages, num_pipelines=num_pipelines, replicas=replicas, planner=planner, bandwidth=bandwidth,
             processes_per_device=processes_per_device, num_microbatches=num_microbatches, schedule=schedule,
             advance=advance, split_points=split_points,
             costs=costs, costs_cache=costs_cache, memory_limit=memory_limit, recompute=recompute,
@@ -446,6 +455,11 @@ class AvgPipeStrategy(ParallelStrategy):
     def replicas(self) -> int:
         """Groups that train the same models, each on its share of the data."""
         return self.device_layout.replicas
+
+    @property
+    def shares_stages(self) -> bool:
+        """Whether processes may share the micro-batches of a stage."""
+        return self._options.shares_stages
 
     @property
     def save_replicas(self) -> bool:
@@ -758,9 +772,9 @@ class AvgPipeStrategy(ParallelStrategy):
                 "strategy='auto', and has no pipeline to change; begin with 2 or more of stages, micro-batches or "
                 "pipelines"
             )
-        if self._options.stage_replicas and (num_stages is not None or split_points is not None):
+        if self._options.shares_stages and (num_stages is not None or split_points is not None):
             raise ConfigurationError(
-                f"reconfigure: replicas={list(self._options.stage_replicas)} stay where they are, and so do their "
+                f"reconfigure: replicas={self._options.replicas!r} stay where they are, and so do their "
                 "stages; begin with the stages that you want"
             )
         if module is not None:

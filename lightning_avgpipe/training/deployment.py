@@ -22,6 +22,7 @@ from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import PartitionError, SkippedStepError, StepOrderError
 from lightning_avgpipe.planning import Plan, cut_like
 from lightning_avgpipe.planning.model_memory import state_copies
+from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.kinds import Placement
@@ -61,6 +62,7 @@ class Deployment:
         elasticity: how parallel models are held together.
         observers: modules that only look at values (metrics).
         weights: versions of them that training uses; None: there is one.
+        bandwidth: of the processes, if stages are to be placed by it. Every process calls it.
 
     Attributes:
         weights: as given.
@@ -81,7 +83,9 @@ class Deployment:
         elasticity: Elasticity | None = None,
         observers: Collection[nn.Module] = (),
         weights: WeightStore | None = None,
+        bandwidth: Callable[[], Matrix | None] = lambda: None,
     ) -> None:
+        self._bandwidth = bandwidth
         self.weights = weights
         versions = {} if weights is None else {"training_step": weights}
         self.pipeline = Pipeline(cluster, module, planner.recompute, weights=versions)
@@ -208,9 +212,12 @@ class Deployment:
         planner, before = self._planner, None if self._final else self.plan
         copies, teams = state_copies(self._optimizers()), self._cluster.stage_map.num_teams
         with self._whole_on_rank_zero():
+            bandwidth = self._bandwidth() if final else None
             # asked on rank 0, which measures
-            links = self._cluster.links() if final and self._cluster.group.broadcast(planner.measures) else ()
-            conditions = Conditions(schedule, links, copies, num_pipelines, teams)
+            asks = final and bandwidth is None and self._cluster.group.broadcast(planner.measures)
+            conditions = Conditions(
+                schedule, self._cluster.links() if asks else (), copies, num_pipelines, teams, bandwidth
+            )
             units = () if before is None else before.graph.units
             make = partial(planner.plan, units=units) if final else planner.provisional
             plan: Plan | None = self._on_first(examples, lambda args: make(step, run, args, conditions=conditions))
@@ -219,6 +226,8 @@ class Deployment:
         if self._final and self.plan is not None and self._has_trained:
             models = 1 if self.ensemble is None else self.ensemble.size
             check_movable(self.plan, plan, self._arranged, self._cluster.stage_map, models)
+        if plan.devices:
+            self._cluster.place(plan.devices)
         check_shared(plan, self._cluster.stage_map.stage_replicas)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         begins_alike = not self._final

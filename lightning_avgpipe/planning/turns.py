@@ -1,0 +1,148 @@
+"""SPP's plans where replicas of a stage take whole micro-batches in turns, as they do here.
+
+SPP slices each micro-batch over the replicas of a stage. In turns a replica computes as much, but a micro-batch takes
+the time of one device to pass, and only pairs of replicas whose turns meet send to each other. So plans are chosen by
+a simulation of turns: of all, where these are few, or for each number of stages of the one whose slowest stage or link
+is fastest for SPP.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+
+from lightning_avgpipe.capture.costs import Costs
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.planning.balance import gaps
+from lightning_avgpipe.planning.bottleneck import least_bottlenecks
+from lightning_avgpipe.planning.network import Matrix, Network, device_order
+from lightning_avgpipe.planning.problem import Problem, Stage
+from lightning_avgpipe.planning.replicated_costs import SppCosts
+from lightning_avgpipe.planning.spp import SppPlan, all_plans, execution_order, num_plans
+from lightning_avgpipe.schedule import FORWARD, Schedule, build, in_turn, with_replicas
+
+__all__ = ["least_in_turns_s", "plan_in_turns", "seconds_in_turns", "units_between"]
+
+_MOST_PLANS = 5_000  # of which each is looked at; beyond, those with SPP's least bottlenecks
+
+
+def plan_in_turns(costs: SppCosts, bandwidth: Matrix, num_microbatches: int) -> SppPlan:
+    """The plan with the shortest simulated iteration, of those along the order of devices; the first device is in the
+    last stage.
+
+    Args:
+        costs: of the units.
+        bandwidth: bytes per second between every two devices, shape ``(V, V)``.
+        num_microbatches: M.
+    """
+    order = device_order(bandwidth)[::-1]
+    problem = Problem(costs, Network.of(bandwidth).ordered(order), num_microbatches, None)
+    best: tuple[float, tuple[int, ...], Sequence[Stage]] = math.inf, (), ()
+    bounds = [(least_in_turns_s(problem, stages), stages) for stages in _candidates(problem)]
+    for at_least_s, stages in sorted(bounds, key=lambda pair: (pair[0], len(pair[1]))):
+        if at_least_s >= best[0]:
+            break
+        for schedule in _orders(stages, num_microbatches):
+            seconds = seconds_in_turns(problem, stages, schedule)
+            if seconds < best[0]:
+                best = seconds, schedule.warm_up, stages
+    seconds, warm_up, stages = best
+    named = tuple((s.begin, s.end - 1, tuple(sorted(order[s.first : s.stop]))) for s in stages)
+    return SppPlan(named, seconds, least_in_turns_s(problem, stages), len(stages), warm_up)
+
+
+def _candidates(problem: Problem) -> Collection[Sequence[Stage]]:
+    """Plans to look at."""
+    if num_plans(problem) <= _MOST_PLANS:
+        return list(all_plans(problem))
+    found = (least_bottlenecks(problem, limit_s, problem.most_stages) for limit_s in problem.limits_s())
+    return next(plans for plans in found if plans).values()
+
+
+def least_in_turns_s(problem: Problem, stages: Sequence[Stage]) -> float:
+    """Seconds that no order of turns falls short of: a stage waits for its first value, its first replica does its
+    work, and its last gradient travels home, with links that take no time.
+    """
+    busy, home_s = problem.costs.busy_s, problem.reduce_s(stages[0])
+    before = least = 0.0
+    for stage in stages:
+        work = float(busy[stage.end] - busy[stage.begin])
+        turns_s = math.ceil(problem.num_microbatches / stage.replicas) * work
+        least = max(least, before + turns_s + home_s, turns_s + problem.reduce_s(stage))
+        before += work
+    return least
+
+
+def units_between(graph: CallGraph, costs: Costs, weights: Mapping[str, int]) -> tuple[SppCosts, tuple[int, ...]]:
+    """The units of a step, which lie between the cuts that leave each parameter on one side; and these cuts.
+
+    Args:
+        graph: of the step.
+        costs: of its nodes.
+        weights: full name of each parameter -> its bytes.
+    """
+    uses: dict[str, list[int]] = defaultdict(list)
+    for node in graph.nodes:
+        for name in (*node.parameters, *node.states):
+            uses[name].append(graph.upkeep.get(node.index, node.index))
+    spans = [(min(found), max(found)) for found in uses.values()]
+    legal = [gap.position for gap in gaps(graph) if gap.obstacle is None]
+    cuts = tuple(p for p in legal if not any(first < p <= last for first, last in spans))
+    bounds = list(itertools.pairwise((0, *cuts, len(graph.nodes))))
+    gradients = [[graph.values[v] for v in graph.live(p) if graph.values[v].requires_grad] for p in cuts]
+    held = [sum(weights.get(n, 0) for n, found in uses.items() if a <= min(found) < b) for a, b in bounds]
+    return SppCosts(
+        tuple(sum(costs.forward[a:b]) for a, b in bounds),
+        tuple(sum(costs.backward[a:b]) for a, b in bounds),
+        tuple(float(graph.boundary_bytes[p]) for p in cuts),
+        tuple(float(sum(value.nbytes for value in values)) for values in gradients),
+        tuple(map(float, held)),
+    ), cuts
+
+
+def _orders(stages: Sequence[Stage], num_microbatches: int) -> list[Schedule]:
+    made = (execution_order(len(stages), num_microbatches), build("1f1b", len(stages), num_microbatches))
+    return [with_replicas(schedule, [stage.replicas for stage in stages]) for schedule in made]
+
+
+def seconds_in_turns(problem: Problem, stages: Sequence[Stage], schedule: Schedule) -> float:
+    """Seconds until the gradients of all stages are all-reduced; links between two devices do not contend.
+
+    Args:
+        problem: with the devices in their order.
+        stages: of a plan.
+        schedule: with replicas, all of whose rows are in the order of micro-batches.
+    """
+    costs, speed = problem.costs, problem.network.bandwidth
+    last = len(stages) - 1
+    lanes = [
+        (k, stage.first + j, deque(in_turn(schedule.rows[k], j, stage.replicas)))
+        for k, stage in enumerate(stages)
+        for j in range(stage.replicas)
+    ]
+    seconds = [
+        {True: sum(costs.forward_s[s.begin : s.end]), False: sum(costs.backward_s[s.begin : s.end])} for s in stages
+    ]
+    free: dict[int, float] = {device: 0.0 for _, device, _ in lanes}
+    links: dict[tuple[int, int], float] = {}
+    arrived: dict[tuple[bool, int, int], float] = {(True, 0, i): 0.0 for i in range(schedule.num_microbatches)}
+    arrived |= {(False, last, i): 0.0 for i in range(schedule.num_microbatches)}
+    moved = True
+    while moved:
+        moved = False
+        for k, device, row in lanes:
+            while row and (key := (row[0].kind is FORWARD, k, row[0].micro_batch)) in arrived:
+                forward, i = key[0], row.popleft().micro_batch
+                free[device] = max(free[device], arrived[key]) + seconds[k][forward]
+                moved, to = True, k + 1 if forward else k - 1
+                if 0 <= to <= last:
+                    peer = stages[to].first + i % stages[to].replicas
+                    sizes, hop = (costs.bytes_forward, k) if forward else (costs.bytes_backward, to)
+                    size = sizes[stages[hop].end - 1]
+                    begin = max(links.get((device, peer), 0.0), free[device])
+                    links[device, peer] = begin + size / speed[device][peer]
+                    arrived[forward, to, i] = links[device, peer]
+    ends = [max(free[device] for device in range(stage.first, stage.stop)) for stage in stages]
+    return max(end + problem.reduce_s(stage) for end, stage in zip(ends, stages, strict=True))

@@ -1,0 +1,80 @@
+"""SPP's plans in turns: placed by links, and as long as the turns take."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_avgpipe.planning.network import Network
+from lightning_avgpipe.planning.problem import Problem, Stage
+from lightning_avgpipe.planning.spp import SppCosts, all_plans
+from lightning_avgpipe.planning.turns import least_in_turns_s, plan_in_turns, seconds_in_turns
+from lightning_avgpipe.schedule import build, simulate, with_replicas
+
+
+def costs_of(units: int, draw: random.Random) -> SppCosts:
+    def numbers(count: int, largest: float) -> tuple[float, ...]:
+        return tuple(draw.uniform(0, largest) for _ in range(count))
+
+    return SppCosts(
+        numbers(units, 1), numbers(units, 2), numbers(units - 1, 3), numbers(units - 1, 3), numbers(units, 8)
+    )
+
+
+def problem_of(costs: SppCosts, bandwidth: list[list[float]], num_microbatches: int) -> Problem:
+    return Problem(costs, Network.of(bandwidth), num_microbatches, None)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "afab"])
+def test_without_replicas_turns_take_what_the_simulator_says(name: str) -> None:
+    draw = random.Random(3)
+    problem = problem_of(costs_of(3, draw), [[draw.uniform(1, 4) for _ in range(3)] for _ in range(3)], 5)
+    stages = [Stage(k, k + 1, k, k + 1) for k in range(3)]
+    schedule = build(name, 3, 5)
+    expected = simulate(schedule, problem.stage_costs(stages)).iteration_s
+    assert seconds_in_turns(problem, stages, schedule) == pytest.approx(expected)
+
+
+def test_replicas_in_turns_pass_each_micro_batch_whole() -> None:
+    # F of 2 s on two replicas, then F and B of 1 s on one; micro-batches 0 and 2 on the first replica
+    problem = problem_of(SppCosts((2, 1), (2, 1), (0,), (0,), (0, 0)), [[1.0] * 3] * 3, 4)
+    stages = [Stage(0, 1, 0, 2), Stage(1, 2, 2, 3)]
+    schedule = with_replicas(build("afab", 2, 4), (2, 1))
+    #   replica 0   F0 F0 F2 F2 .. .. .. B0 B0 ..     forwards end at 2 and 4
+    #   replica 1   F1 F1 F3 F3
+    #   stage 1           F0 F1 F2 F3 B0 B1 B2 B3     busy from 2 to 10
+    assert seconds_in_turns(problem, stages, schedule) == 12
+
+
+def test_a_stage_ends_when_its_gradients_are_all_reduced() -> None:
+    problem = problem_of(SppCosts((1,), (1,), (), (), (6,)), [[1.0, 2.0], [2.0, 1.0]], 2)
+    assert seconds_in_turns(problem, [Stage(0, 1, 0, 2)], build("1f1b", 1, 2)) == 1 + 1 + 6 / 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_plan_in_turns_is_faster_and_none_falls_short_of_its_bound(seed: int) -> None:
+    draw = random.Random(seed)
+    units, devices, count = draw.randint(1, 5), draw.randint(1, 4), draw.randint(1, 6)
+    costs = costs_of(units, draw)
+    bandwidth = [[draw.uniform(0.5, 8) for _ in range(devices)] for _ in range(devices)]
+    found = plan_in_turns(costs, bandwidth, count)
+    order = [device for _, _, ranks in found.stages for device in ranks]
+    assert sorted(order) == list(range(devices))
+    assert found.stages[-1][2][0] == 0
+    problem = problem_of(costs, bandwidth, count)
+    for stages in all_plans(problem):
+        schedule = with_replicas(build("1f1b", len(stages), count), [stage.replicas for stage in stages])
+        assert seconds_in_turns(problem, stages, schedule) >= least_in_turns_s(problem, stages) * (1 - 1e-9)
+    assert found.makespan_s >= found.bound_s * (1 - 1e-9)
+
+
+def test_devices_with_fast_links_share_a_stage() -> None:
+    bandwidth = [[100.0 if u % 2 == v % 2 else 0.1 for v in range(4)] for u in range(4)]
+    costs = SppCosts((1, 1), (2, 2), (0.1,), (0.1,), (5, 5))
+    assert [ranks for _, _, ranks in plan_in_turns(costs, bandwidth, 8).stages] == [(1, 3), (0, 2)]
+
+
+def test_equal_links_and_heavy_parameters_ask_for_a_straight_pipeline() -> None:
+    costs = SppCosts((1,) * 4, (2,) * 4, (0.1,) * 3, (0.1,) * 3, (1000,) * 4)
+    assert plan_in_turns(costs, [[1.0] * 4] * 4, 16).num_stages == 4
