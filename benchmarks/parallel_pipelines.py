@@ -2,6 +2,7 @@
 
     python benchmarks/parallel_pipelines.py                     # about three minutes on two cores; links need root
     python benchmarks/parallel_pipelines.py --json parallel.json --pictures timelines
+    python benchmarks/parallel_pipelines.py --parts rolling     # beside them with rolling=True, in a Trainer
     python benchmarks/parallel_pipelines.py --compute real      # a transformer, whose arithmetic needs two idle cores
 
 Two stages in two processes, joined by a link of a limited rate in each direction. An iteration is what the strategy
@@ -14,6 +15,10 @@ message of that size on the link. ``lost`` is the share of the iteration in whic
 the input of some action was there: what the executor wastes. With one pipeline's iteration of T seconds, in which
 the busiest stage works for W, N of them take T + (N-1) W at best where nothing but the ramps is idle: with a bubble of
 a third, two pipelines are 1.2 times as fast as one, and three 1.29 times.
+
+Rolling: seconds per batch of a Trainer's run, with Lightning's own work, as ``trained.py`` measures them, for N
+pipelines with and without ``rolling=True``; beside the limits N / (N - (N-1) b) and 1 / (1-b) for one pipeline that is
+idle for b.
 
 Memory: resident megabytes of each process above what it held before the model was built, at the peak of two iterations
 of a transformer with AdamW, beside what is counted: N (weights + gradients + optimizer states) + N (stash) + reference
@@ -39,7 +44,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import network
+from benchmarks import network, trained
 from benchmarks.models import SIZES, LanguageModel, Size, example, make_model
 from benchmarks.processes import add_options, connected, launch
 from benchmarks.resident import MIB, Resident
@@ -72,7 +77,7 @@ from lightning_avgpipe.utils.random_streams import RandomKey
 
 NUM_STAGES = 2
 STEP = "training_step"
-PARTS = ["time", "memory"]
+PARTS = ["time", "memory", "rolling"]
 _NO_MEMORY = StageMemory(0, 0, 0, 0)
 _MEASURED_SIZE = Size(width=384, layers=8, samples=2, length=64)  # of the model whose memory is measured
 _MEASURED_MICROBATCHES = 4
@@ -387,6 +392,44 @@ def work(options: argparse.Namespace) -> None:
         options.result.write_text(json.dumps(measured))
 
 
+# -- rolling ---------------------------------------------------------------------------------------------------------
+
+
+def measure_rolling(options: argparse.Namespace, megabits: int) -> list[dict[str, Any]]:
+    """A row for one pipeline, and for each other N with and without a barrier, with the fewest micro-batches asked."""
+    count = min(options.microbatches)
+    costs = trained.Costs(
+        NUM_STAGES, count, options.forward_ms, options.backward_ms, options.message_bytes, options.steps
+    )
+    of_stages = costs.on(megabits)
+    advance = first_advance(uneven_steps(of_stages), count, of_stages)
+    settings = [(1, False), *((n, rolls) for n in options.pipelines if n > 1 for rolls in (False, True))]
+    strategies = [{"num_pipelines": n, "rolling": rolls, "advance": advance} for n, rolls in settings]
+    seconds = trained.measure(costs, megabits, strategies, options.rounds, options.limit_s)
+    expected = [trained.simulated(costs, megabits, strategy) for strategy in strategies]
+    idle = 1 - count * (options.forward_ms + options.backward_ms) / 1e3 / seconds[0]
+    return [
+        {
+            "megabits": megabits, "microbatches": count, "pipelines": n, "rolling": rolls, "idle": idle,
+            "seconds": found, "over_one": seconds[0] / found, "simulated_over_one": expected[0] / simulated,
+            "limit": min(n, 1 / (1 - idle)) if rolls else n / (n - (n - 1) * idle),
+        }
+        for (n, rolls), found, simulated in zip(settings, seconds, expected, strict=True)
+    ]  # fmt: skip
+
+
+def rolling_table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line per setting."""
+    lines = ["   link    M  N  rolling  idle N=1  s a batch  over N=1  simulated  limit"]
+    for row in rows:
+        lines.append(
+            f"{row['megabits']:5d} Mb {row['microbatches']:3d} {row['pipelines']:2d}  {row['rolling']!s:7}  "
+            f"{row['idle']:8.1%} {row['seconds']:10.4f} {row['over_one']:8.2f}x {row['simulated_over_one']:9.2f}x "
+            f"{row['limit']:5.2f}x"
+        )
+    return "\n".join(lines)
+
+
 # -- the parent ------------------------------------------------------------------------------------------------------
 
 
@@ -417,7 +460,7 @@ def memory_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    result.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS, help="what to measure")
+    result.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS[:2], help="what to measure")
     result.add_argument("--pipelines", type=int, nargs="+", default=[1, 2, 3], help="N; ratios are against the first")
     result.add_argument("--microbatches", type=int, nargs="+", default=[2, 16], help="M of each batch")
     result.add_argument("--megabits", type=int, nargs="+", default=[100, 1000], help="per second, of the links")
@@ -428,6 +471,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--size", choices=list(SIZES), default="large", help="of the transformer")
     result.add_argument("--rounds", type=int, default=3, help="of all N; medians count")
     result.add_argument("--actions", type=int, default=4, help="micro-batches of a round's iterations, at least one")
+    result.add_argument("--steps", type=int, default=28, help="of a Trainer's epoch, for rolling")
     result.add_argument("--links", choices=["auto", "namespaces", "throttled"], default="auto")
     result.add_argument("--quick", action="store_true", help="two N, one link, short sleeps and few rounds")
     result.add_argument("--pictures", type=Path, help="folder for a picture of an iteration of each kind")
@@ -466,6 +510,9 @@ def main(arguments: Sequence[str]) -> None:
             rows = ranks(limit, "--parts", "time", "--megabits", str(megabits))
             found["rows"] += [{"megabits": megabits, **row} for row in rows]
         print(f"compute: {options.compute}, links: {options.links}\n{table(found['rows'])}", flush=True)
+    if "rolling" in options.parts:
+        found["rolling"] = [row for megabits in options.megabits for row in measure_rolling(options, megabits)]
+        print(f"\na Trainer, with and without a barrier\n{rolling_table(found['rolling'])}", flush=True)
     if "memory" in options.parts:
         found["memory"] = ranks(None, "--parts", "memory")
         print(f"\nmemory in MiB\n{memory_table(found['memory'])}", flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import parallel_pipelines, scale, statistical_efficiency, tuning
+from benchmarks import parallel_pipelines, scale, statistical_efficiency, tuning, weight_policies
 from benchmarks.engine import summary
 from benchmarks.predictors import random_profile
 from benchmarks.schedules import table
@@ -215,3 +215,22 @@ def test_pipelines_are_for_slow_links_where_a_model_fits_a_device(gbit: float, b
     assert min(found, key=lambda way: way.batch_s).kind in best
     assert max(way.bytes for way in found) <= scale.MEMORY
     assert {way.stages * way.replicas for way in found} == {8}
+
+
+def test_time_to_the_goal_is_samples_times_seconds() -> None:
+    samples = {"flush": [1000.0, 2000.0, 4000.0], "stash": [2200.0, 1800.0, math.inf]}
+    seconds = {100: {"flush": (0.4, 0.4), "stash": (0.2, 0.25)}}
+    rows = weight_policies.rows_of(samples, seconds)
+    assert [row["samples"] for row in rows] == [1.0, 1.1]
+    assert [row["faster"] for row in rows] == [1.0, 2.0]
+    assert rows[1]["over_flush"] == pytest.approx(2 / 1.1)
+    assert weight_policies.table(rows).splitlines()[-1] == (
+        "| 100 Mbit/s | stash | 0.200 (0.250) | 2.00x | 1.10 (0.90 - inf) | 1.82x sooner |"
+    )
+
+
+@pytest.mark.slow
+def test_a_policy_trains_to_the_goal_and_stops_there() -> None:
+    found = [weight_policies.train(side, "digits", "momentum", 4, 0, 6_000) for side in ("flush", "stash")]
+    assert all(samples is not None and 500 < samples < 6_000 for samples in found)
+    assert found[0] != found[1]

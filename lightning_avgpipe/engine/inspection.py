@@ -13,7 +13,7 @@ written in C++ may hide them, where its gradients would go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,12 +25,27 @@ from lightning_avgpipe.utils.placeholder import has_memory
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import storage_id
 
-__all__ = ["ForeignTensors", "Inspection"]
+__all__ = ["ForeignTensors", "Inspection", "leaves_of"]
 
 # From names of buffers that a step changes to what other models have, by name: parameters, and these buffers.
 ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
 
 _SHOWN = 3  # names in a message
+
+
+def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Where the gradients of a forward's outputs go."""
+    nodes = [tensor.grad_fn for tensor in outputs]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        nodes += [following for following, _ in node.next_functions]
 
 
 class Inspection(TorchDispatchMode):
@@ -63,17 +78,8 @@ class Inspection(TorchDispatchMode):
 
     def follow_gradients(self, outputs: Iterable[Tensor]) -> None:
         """Look where the gradients of a forward's outputs go."""
-        nodes = [tensor.grad_fn for tensor in outputs]
-        seen = set()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                self._look(leaf, lambda: "compiled code or a library")
-            nodes += [following for following, _ in node.next_functions]
+        for leaf in leaves_of(outputs):
+            self._look(leaf, lambda: "compiled code or a library")
 
     def check(self, pipeline: int) -> None:
         """Raise if something was found.

@@ -481,6 +481,11 @@ class Stage:
             with self._placed():
                 half.run()
 
+    def roots(self, micro_batch: int) -> tuple[Tensor, ...]:
+        """What a backward begins with, of a forward that keeps it."""
+        stash = self.stash[micro_batch]
+        return stash.roots if isinstance(stash, _Stash) else ()
+
     def changed_buffers(self) -> dict[str, Tensor]:
         """Those that its forwards change, by name."""
         names = dict.fromkeys(name for node in self.program.nodes for name in node.states)

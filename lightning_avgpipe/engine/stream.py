@@ -14,6 +14,7 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
+from lightning_avgpipe.engine.inspection import leaves_of
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, clear
 from lightning_avgpipe.engine.stage import Stage, Task
@@ -143,12 +144,16 @@ class Stream(Observer):
         """Have an action use its weights, and keep the buffers that a batch ahead will change."""
         kind, i = work.action
         self._weights.act(work.stage, i, kind is BACKWARD)
+        if kind is BACKWARD:
+            return do()
+        stage = next(lane.stage for lane in self._lanes if lane.stage.program.stage == work.stage)
         batch, part = divmod(i, self.num_microbatches)
         if batch > self.batch and not part:
-            stage = next(lane.stage for lane in self._lanes if lane.stage.program.stage == work.stage)
             before = {name: buffer.detach().clone() for name, buffer in stage.changed_buffers().items()}
             self._kept[batch].append((stage, before))
-        return do()
+        message = do()
+        self._weights.check_used(work.stage, leaves_of(stage.roots(i)))
+        return message
 
     def _ended(self) -> Outcome:
         """What the batch gave; nothing of it is left."""

@@ -19,7 +19,7 @@ statistics are of all micro-batches, once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +48,7 @@ class _Stage:
         leaves: of versions that are used later.
         before: the weights before the last update; empty unless they are needed.
         now: what the action that runs uses.
+        checked: whether it is known that forwards use the versions.
     """
 
     place: Place
@@ -56,6 +57,7 @@ class _Stage:
     leaves: dict[Use, Weights] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
     now: Use = Use(0)  # noqa: RUF009
+    checked: bool = False
 
 
 class WeightStore:
@@ -204,6 +206,26 @@ class WeightStore:
         finally:
             for name, parameter in here.parameters.items():
                 parameter.data = own[name]
+
+    def check_used(self, stage: int, leaves: Iterable[Tensor]) -> None:
+        """Check where the gradients of a forward go, once for each stage.
+
+        Raises:
+            ConfigurationError: to a parameter itself, where its versions should be.
+        """
+        here = self._stages[stage]
+        if here.checked or self.policy.backward is not None:
+            return
+        here.checked = True
+        names = {id(parameter): name for name, parameter in here.parameters.items()}
+        for leaf in leaves:
+            if id(leaf) in names:
+                raise ConfigurationError(
+                    f"training_step uses the parameter '{names[id(leaf)]}' from a place where versions of it cannot be "
+                    f"put, as weight_policy='{self.policy.name}' has to: a closure, a functools.partial, a global or "
+                    "an object that is no nn.Module. Get it from the module when it is used (self.layer.weight), or "
+                    "use weight_policy='flush'"
+                )
 
     # -- updates -----------------------------------------------------------------------------------------------------
 

@@ -306,9 +306,22 @@ def test_a_pipeoptim_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
         AvgPipeStrategy(weight_policy="swift")  # type: ignore[arg-type]
 
 
+class Held(Net):
+    """Uses a parameter that no module holds."""
+
+    def __init__(self) -> None:
+        super().__init__("momentum")
+        weight = self.scale
+        self.scaled = lambda x: x * weight
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.scaled(batch[0]).mean()
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        ({"module": Held}, "the parameter 'scale' from a place"),
         ({"module": Changing}, "weight_policy='stash' micro-batches of two"),
         ({"module": ReadsRate}, "reads trainer.optimizers"),
         ({"module": ReadsOptimizers}, r"reads optimizers\(\)"),

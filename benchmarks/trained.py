@@ -1,0 +1,159 @@
+"""Seconds per batch of a Trainer: a process for each stage, links of a limited rate, and sleeps in place of compute.
+
+What is measured is all that a user's run does, with Lightning around it, at the steps in the middle of an epoch. Other
+benchmarks launch this script; beside its numbers they put the simulator's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import network
+from benchmarks.processes import add_options, launch
+from benchmarks.schedules import Blocks
+from lightning_avgpipe import AvgPipeStrategy, PipeOptim
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, StageCosts, build, simulate
+from lightning_avgpipe.schedule.asynchronous import simulate_policy
+
+__all__ = ["Costs", "measure", "simulated"]
+
+LATENCY_S = 0.001
+_EDGE = 4  # steps at either end of an epoch, in which the pipeline fills and drains
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of each stage and link.
+
+    Attributes:
+        stages: K.
+        microbatches: M.
+        forward_ms: of a micro-batch.
+        backward_ms: of a micro-batch.
+        message_bytes: of a micro-batch.
+        steps: of an epoch.
+    """
+
+    stages: int
+    microbatches: int
+    forward_ms: float
+    backward_ms: float
+    message_bytes: int
+    steps: int
+
+    def on(self, megabits: int) -> StageCosts:
+        """With links of this rate per second."""
+        link_s = self.message_bytes * 8 / (megabits * 1e6)
+        return StageCosts.uniform(self.stages, self.forward_ms / 1e3, self.backward_ms / 1e3, link_s, LATENCY_S)
+
+
+def simulated(costs: Costs, megabits: int, strategy: dict[str, Any]) -> float:
+    """Seconds per batch as the simulator has it, updates taking no time."""
+    given, count = AvgPipeStrategy(**strategy), strategy.get("num_pipelines", 1)
+    of_stages, policy = costs.on(megabits), given._options.policy
+    if not policy.drains:
+        return simulate_policy(policy, of_stages, costs.microbatches, costs.steps).steady_s
+    schedule = build(str(given.schedule), costs.stages, costs.microbatches, strategy.get("advance", 0))
+    if strategy.get("rolling"):
+        return simulate([schedule] * count, of_stages, iterations=costs.steps).steady_s / count
+    return simulate([schedule] * count, of_stages).iteration_s / count
+
+
+def measure(costs: Costs, megabits: int, strategies: Sequence[dict[str, Any]], rounds: int, limit_s: float) -> Any:
+    """Seconds per batch of each strategy: medians over rounds, in which all take turns.
+
+    Raises:
+        SystemExit: a process failed, or nobody may limit links here.
+    """
+    if not network.available():
+        raise SystemExit("links of a limited rate are network namespaces, which need root, ip and tc")
+    work = json.dumps({"costs": vars(costs), "strategies": list(strategies), "rounds": rounds}, default=asdict)
+    found = launch(__file__, ["--work", work], costs.stages, megabits, limit_s)
+    return [statistics.median(seconds) for seconds in found]
+
+
+class _Model(L.LightningModule):
+    """A block for each stage, which sleeps."""
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__()
+        self.net = Blocks(costs.stages, max(1, costs.message_bytes // 4))
+        for block in self.net.blocks:
+            block.rest_s.update({FORWARD: costs.forward_ms / 1e3, BACKWARD: costs.backward_ms / 1e3})
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.net.training_step(x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-6, momentum=0.9)
+
+
+class _Clock(L.Callback):
+    """When each step ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def _seconds(costs: Costs, strategy: dict[str, Any]) -> float:
+    """Of a batch, in the middle of an epoch."""
+    clock, count = _Clock(), strategy.get("num_pipelines", 1)
+    batches = torch.ones(costs.steps * count * costs.microbatches, 1)
+    points = [f"net.blocks.{k}" for k in range(1, costs.stages)]
+    trainer = L.Trainer(
+        strategy=AvgPipeStrategy(
+            num_microbatches=costs.microbatches, split_points=points, costs="flops", timeout=120, **strategy
+        ),
+        accelerator="cpu", devices=costs.stages, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
+    )  # fmt: skip
+    trainer.fit(_Model(costs), DataLoader(batches, batch_size=costs.microbatches))  # type: ignore[arg-type]
+    ends = clock.ends[_EDGE:-_EDGE]
+    return (ends[-1] - ends[0]) / (len(ends) - 1) / count
+
+
+def _work(options: argparse.Namespace) -> None:
+    """What each process does, as torchrun would start it; rank 0 writes the results."""
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    work = json.loads(options.work)
+    costs, found = Costs(**work["costs"]), [[] for _ in work["strategies"]]
+    for strategy in work["strategies"]:
+        if isinstance(policy := strategy.get("weight_policy"), dict):
+            strategy["weight_policy"] = PipeOptim(**policy)
+    for _ in range(work["rounds"]):
+        for seconds, strategy in zip(found, work["strategies"], strict=True):
+            seconds.append(_seconds(costs, strategy))
+    if rank == "0":
+        options.result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    add_options(parser, 600.0, "setting")
+    _work(parser.parse_args())

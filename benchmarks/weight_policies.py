@@ -1,0 +1,271 @@
+"""What do old gradients cost, and what do they gain? Weight policies, and rolling parallel pipelines, beside a drain.
+
+    python benchmarks/weight_policies.py --json policies.json --picture docs/weight_policies.png   # some twelve minutes
+    python benchmarks/weight_policies.py --quick
+
+Two measurements of a Trainer's run, both with four stages and as many micro-batches in a batch:
+
+- time: seconds per batch with a process for each stage, links of a limited rate and sleeps in place of compute, as in
+  ``trained.py``, beside what the simulator says;
+- samples: how many a training needs until its loss on validation data is down to a goal, all stages in one process,
+  with the optimizer and its best learning rate of ``workloads.py``; medians of the seeds, as multiples of ``flush``.
+  What a run computes does not depend on processes and timing.
+
+Time to the goal is the product. ``flush`` is 1F1B with a drain after each batch; ``advance`` the same weights in the
+order of advance forward propagation; ``pipeoptim, no repeat`` is ``PipeOptim(exact_backward=False)``; of ``rolling``
+two models are trained, and their reference is judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import logging
+import math
+import os
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import trained
+from benchmarks.statistical_efficiency import batches, judge, optimizer
+from benchmarks.workloads import WORKLOADS, Samples, Workload
+from lightning_avgpipe import AvgPipeStrategy, PipeOptim
+
+STAGES = 4
+PATIENCE = 6  # times the samples of flush, after which a training is given up
+EVERY = 160  # samples between evaluations
+FIRST_LIMIT = 40_000
+
+SIDES: dict[str, dict[str, Any]] = {
+    "flush": {"schedule": "1f1b"},
+    "advance": {"advance": 1},
+    "stash": {"weight_policy": "stash"},
+    "2bw": {"weight_policy": "2bw"},
+    "spectrain": {"weight_policy": "spectrain"},
+    "pipeoptim": {"weight_policy": "pipeoptim"},
+    "pipeoptim, no repeat": {"weight_policy": PipeOptim(exact_backward=False)},
+    "rolling N=2": {"num_pipelines": 2, "rolling": True, "advance": 1},
+}
+
+
+# -- samples to the goal -----------------------------------------------------------------------------------------------
+
+
+class _Model(L.LightningModule):
+    """A workload's."""
+
+    def __init__(self, workload: Workload, kind: str) -> None:
+        super().__init__()
+        self.net = workload.model()
+        self.workload, self.kind = workload, kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        *inputs, targets = batch
+        return self.workload.loss(self.net(*inputs), targets)
+
+    def configure_optimizers(self) -> Any:
+        return optimizer(self.kind, self, self.workload.rates[self.kind])
+
+
+class _Batches(IterableDataset):  # type: ignore[type-arg]
+    """Without end."""
+
+    def __init__(self, samples: Samples, size: int, seed: int) -> None:
+        self.made = functools.partial(batches, samples, size, seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.made()
+
+
+class _Judge(L.Callback):
+    """Ends training at the goal. It only looks at weights, so nothing drains.
+
+    Attributes:
+        samples: until the goal was reached, interpolated between evaluations; None if it was not.
+    """
+
+    def __init__(self, workload: Workload, held_out: Samples, limit: int, count: int) -> None:
+        self.workload, self.held_out, self.limit, self.count = workload, held_out, limit, count
+        self.samples: int | None = None
+        self._before = 0, math.inf
+        self._seen = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        self._seen += self.count * self.workload.batch_size
+        if self._seen - self._before[0] < EVERY:
+            return
+        with trainer.strategy.reference():  # type: ignore[attr-defined]
+            now = judge(self.workload, module.net, self.held_out)
+            module.net.train()
+        if now <= self.workload.goal:
+            seen, loss = self._before
+            share = 1.0 if math.isinf(loss) else (loss - self.workload.goal) / (loss - now)
+            self.samples = round(seen + share * (self._seen - seen))
+        self._before = self._seen, now
+        trainer.should_stop = self.samples is not None or self._seen >= self.limit or not math.isfinite(now)
+
+
+def train(side: str, workload: str, kind: str, microbatches: int, seed: int, limit: int) -> int | None:
+    """Samples to the goal."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    goal = WORKLOADS[workload]
+    samples, held_out = goal.data()
+    looks = _Judge(goal, held_out, limit, SIDES[side].get("num_pipelines", 1))
+    strategy = AvgPipeStrategy(num_stages=STAGES, num_microbatches=microbatches, costs="flops", **SIDES[side])
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[looks],
+    )  # fmt: skip
+    trainer.fit(_Model(goal, kind), DataLoader(_Batches(samples, goal.batch_size, seed), batch_size=None))
+    return looks.samples
+
+
+def measure_samples(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Of each side, by seed; infinite if it was given up."""
+    found: dict[str, list[float]] = {}
+    common = options.workload, options.optimizer, options.microbatches
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+
+        def all_seeds(side: str, limit: int) -> list[Any]:
+            return [pool.submit(train, side, *common, seed, limit) for seed in range(options.seeds)]
+
+        def results(runs: Sequence[Any]) -> list[float]:
+            return [math.inf if run.result() is None else float(run.result()) for run in runs]
+
+        found["flush"] = results(all_seeds("flush", FIRST_LIMIT))
+        limit = round(PATIENCE * statistics.median(found["flush"]))
+        runs = {side: all_seeds(side, limit) for side in options.sides if side not in ("flush", "advance")}
+        found |= {side: results(of) for side, of in runs.items()}
+    found["advance"] = found["flush"]  # the same weights, bit for bit
+    return {side: found[side] for side in options.sides}
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+def measure_time(options: argparse.Namespace, megabits: int) -> dict[str, tuple[float, float]]:
+    """Of each side seconds per batch, measured and simulated."""
+    costs = trained.Costs(
+        STAGES, options.microbatches, options.forward_ms, options.backward_ms, options.message_bytes, options.steps
+    )
+    strategies = [SIDES[side] for side in options.sides]
+    seconds = trained.measure(costs, megabits, strategies, options.rounds, options.limit_s)
+    expected = [trained.simulated(costs, megabits, strategy) for strategy in strategies]
+    return dict(zip(options.sides, zip(seconds, expected, strict=True), strict=True))
+
+
+def rows_of(
+    samples: dict[str, list[float]], seconds: dict[int, dict[str, tuple[float, float]]]
+) -> list[dict[str, Any]]:
+    """For each link and side; ``over_flush`` is how many times sooner the goal is reached."""
+    flush = statistics.median(samples["flush"])
+    rows = []
+    for megabits, of_sides in seconds.items():
+        for side, (found, expected) in of_sides.items():
+            needed = [value / flush for value in samples[side]]
+            ratio = statistics.median(needed)
+            faster = of_sides["flush"][0] / found
+            rows.append(
+                {
+                    "megabits": megabits, "side": side, "seconds": found, "simulated_s": expected, "faster": faster,
+                    "samples": ratio, "seeds": needed, "over_flush": faster / ratio,
+                }
+            )  # fmt: skip
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| link | | seconds a batch (simulated) | faster | samples (seeds) | time to the goal |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        seeds = f"{min(row['seeds']):.2f} - {max(row['seeds']):.2f}"
+        lines.append(
+            f"| {row['megabits']} Mbit/s | {row['side']} | {row['seconds']:.3f} ({row['simulated_s']:.3f}) | "
+            f"{row['faster']:.2f}x | {row['samples']:.2f} ({seeds}) | {row['over_flush']:.2f}x sooner |"
+        )
+    return "\n".join(lines)
+
+
+def picture(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Time to the goal as a multiple of that of flush: a panel per link."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    links = list(dict.fromkeys(row["megabits"] for row in rows))
+    figure, axes = pyplot.subplots(1, len(links), figsize=(5 * len(links), 3.2), sharey=True, squeeze=False)
+    for axis, megabits in zip(axes[0], links, strict=True):
+        here = [row for row in rows if row["megabits"] == megabits]
+        for y, row in enumerate(here):
+            low, high = (row["faster"] and value / row["faster"] for value in (min(row["seeds"]), max(row["seeds"])))
+            axis.barh(y, min(PATIENCE, row["samples"] / row["faster"]), color="#2f6fb2", height=0.7)
+            axis.plot([min(PATIENCE, low), min(PATIENCE, high)], [y, y], color="black", linewidth=1.5)
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(here)), [row["side"] for row in here])
+        axis.set_title(f"links of {megabits} Mbit/s", fontsize=10)
+    axes[0][0].invert_yaxis()
+    figure.supxlabel(f"time to the goal, as a multiple of that of flush ({title}); lines: seeds", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    result.add_argument("--workload", choices=WORKLOADS, default="digits")
+    result.add_argument("--optimizer", choices=("momentum", "adam"), default="momentum")
+    result.add_argument("--seeds", type=int, default=3)
+    result.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time")
+    result.add_argument("--microbatches", type=int, default=STAGES, help="M; 2bw needs as many as there are stages")
+    result.add_argument("--megabits", type=int, nargs="+", default=[100, 1000], help="per second, of the links")
+    result.add_argument("--forward-ms", type=float, default=20.0)
+    result.add_argument("--backward-ms", type=float, default=40.0)
+    result.add_argument("--message-bytes", type=int, default=250_000, help="of a micro-batch")
+    result.add_argument("--steps", type=int, default=28, help="of an epoch that is timed")
+    result.add_argument("--rounds", type=int, default=3, help="of all sides; medians count")
+    result.add_argument("--limit-s", type=float, default=900.0, help="for each link")
+    result.add_argument("--quick", action="store_true", help="one seed, one link, one short round")
+    result.add_argument("--json", type=Path)
+    result.add_argument("--picture", type=Path)
+    return result
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
+    options.sides = list(dict.fromkeys(["flush", *options.sides]))
+    if options.quick:
+        options.seeds, options.rounds, options.steps, options.megabits = 1, 1, 12, options.megabits[:1]
+        options.forward_ms, options.backward_ms, options.message_bytes = 10.0, 20.0, 60_000
+    seconds = {megabits: measure_time(options, megabits) for megabits in options.megabits}
+    rows = rows_of(measure_samples(options), seconds)
+    print(f"{options.workload}, {options.optimizer}, {STAGES} stages, {options.microbatches} micro-batches\n")
+    print(table(rows))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
+    if options.picture is not None:
+        picture(rows, options.picture, f"{options.workload}, {options.optimizer}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
