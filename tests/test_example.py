@@ -11,6 +11,7 @@ from tests.commands import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIG = EXAMPLES.parent / "configs" / "language_model.yaml"
+FINE_TUNING = CONFIG.with_name("finetune.yaml")
 
 
 @pytest.mark.slow  # as the README's first snippet: tests/test_readme.py
@@ -85,3 +86,15 @@ def test_an_example_trains_over_two_processes_to_the_weights_of_one(name: str, t
     assert piped.keys() == plain.keys()
     for key, value in plain.items():
         torch.testing.assert_close(piped[key], value, rtol=1e-6, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.slow
+def test_fine_tuning_freezes_layers_through_lightning_cli(tmp_path: Path) -> None:
+    out = run(
+        tmp_path, EXAMPLES / "finetune.py", "fit", "--config", FINE_TUNING, "--trainer.max_epochs", 3,
+        "--model.layers", 3, "--model.width", 32, "--model.pretraining_steps", 2, "--data.train", 32, "--data.val", 32,
+        "--data.batch_size", 16, "--trainer.strategy.costs", "flops", COLUMNS="120",
+    )  # fmt: skip
+    assert "2 stages on 2 processes" in out
+    assert "from epoch 2 on 2 of 3 layers are frozen, up to 'net.vit.layers.1'" in out
+    assert "`max_epochs=3` reached" in out
