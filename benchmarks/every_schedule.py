@@ -208,7 +208,7 @@ def _row(
     }  # fmt: skip
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]], head: bool = True) -> str:
     """One line per measurement."""
     lines = ["processes compute  schedule         measured  simulated   error     torch  over torch (rounds)"]
     for row in rows:
@@ -220,7 +220,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['processes']:9d} {row['compute']:8s} {row['schedule']:15s} {row['seconds']:7.3f} s "
             f"{row['simulated_s']:8.3f} s {row['error']:+7.1%}  {beside}".rstrip()
         )
-    return "\n".join(lines)
+    return "\n".join(lines if head else lines[1:])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -237,13 +237,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(counts: Sequence[int], computes: Sequence[str], arguments: Sequence[str], limit_s: float) -> list[Any]:
-    """Launch the processes for each number of them, each placement and each compute; returns the rows."""
+    """Launch the processes for each number of them, each placement and each compute; prints and returns the rows."""
     rows: list[Any] = []
     for compute in computes:
         for count in counts:
             for place in PLACES:
                 options = ["--processes", str(count), "--place", place, "--compute", compute, *arguments]
-                rows += launch(__file__, options, count, None, limit_s)
+                found = launch(__file__, options, count, None, limit_s)
+                print(table(found, head=not rows), flush=True)
+                rows += found
     return rows
 
 

@@ -344,7 +344,6 @@ def main(arguments: Sequence[str]) -> None:
         rest = ["--rounds", str(options.rounds)]
         rest += ["--microbatches", "4"] if options.quick else []
         found["every"] = every_schedule.run(options.stages, options.compute, rest, options.limit_s)
-        print(every_schedule.table(found["every"]))
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))
 

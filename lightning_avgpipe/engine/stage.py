@@ -29,7 +29,7 @@ from lightning_avgpipe.errors import ScheduleError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule
-from lightning_avgpipe.schedule.rules import check_one_line
+from lightning_avgpipe.schedule.rules import check_can_run
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -514,7 +514,7 @@ def check_runnable(schedule: Schedule) -> None:
     Raises:
         ScheduleError: it has a kind of actions that stages have no handler for, or several lines of stages.
     """
-    check_one_line(schedule)
+    check_can_run(schedule)
     kinds = dict.fromkeys(action.kind for row in schedule.rows for action in row)
     strange = [f"{kind.name} ({kind})" for kind in kinds if kind not in _HANDLERS]
     if strange:

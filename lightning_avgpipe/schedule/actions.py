@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from lightning_avgpipe.errors import ScheduleError
-from lightning_avgpipe.schedule.kinds import Kind
+from lightning_avgpipe.schedule.kinds import GRAPH, Kind
 
 __all__ = ["Action", "Schedule"]
 
@@ -45,6 +46,7 @@ class Schedule:
             whose turn it is, by stage, one entry for each action. Empty: what is most urgent goes first.
         lines: of stages that pass messages on among themselves: the rows of one after those of the other. Line l treats
             the micro-batches i with ``i % lines == l``.
+        segments: in how many a message goes on from a stage that runs G to the stage behind it; 1: as a whole.
     Raises:
         ScheduleError: another number of rows or warm-ups than of stages; turns that are not those of the rows.
     """
@@ -57,6 +59,7 @@ class Schedule:
     warm_up: tuple[int, ...] = ()
     turns: tuple[tuple[int, ...], ...] = ()
     lines: int = 1
+    segments: int = 1
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.num_stages:
@@ -96,7 +99,7 @@ class Schedule:
         turns = tuple(tuple(stage for stage, _ in order) for order in orders)
         return cls(name, num_stages, num_microbatches, rows, turns=turns, lines=lines)
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Stages of each line."""
         return self.num_stages // self.lines
@@ -104,6 +107,11 @@ class Schedule:
     def micro_batches(self, stage: int) -> range:
         """Those that a stage treats."""
         return range(stage // self.length, self.num_microbatches, self.lines)
+
+    @cached_property
+    def relays(self) -> frozenset[int]:
+        """Stages that pass messages on unread, to the stage behind: they run G."""
+        return frozenset(k for k, row in enumerate(self.rows) if any(action.kind is GRAPH for action in row))
 
     @property
     def devices(self) -> tuple[int, ...]:

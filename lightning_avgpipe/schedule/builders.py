@@ -182,15 +182,15 @@ def check(schedule: Schedule) -> None:
     """
     _check_complete(schedule)
     left = [deque(row) for row in schedule.rows]
-    turns = turns_of(schedule)
+    turns, relays, length = turns_of(schedule), schedule.relays, schedule.length
     happened: set[Event] = set()
     moved = True
     while moved:
         moved = False
         for k, rest in enumerate(left):
             mine = turns.get(k)
-            while rest and (mine is None or mine[0] == k) and needs(rest[0], k, schedule.length) <= happened:
-                happened |= results(rest.popleft(), k, schedule.length)
+            while rest and (mine is None or mine[0] == k) and needs(rest[0], k, length) <= happened:
+                happened |= results(rest.popleft(), k, length, relays)
                 moved = True
                 if mine is not None:
                     mine.popleft()

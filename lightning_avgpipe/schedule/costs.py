@@ -130,6 +130,11 @@ class StageCosts:
         """K."""
         return len(self.forward_s)
 
+    @property
+    def double_s(self) -> tuple[float, ...]:
+        """Seconds of a forward of each stage and of the one before it, shape ``(K,)``."""
+        return tuple(a + b for a, b in zip((0.0, *self.forward_s), self.forward_s, strict=False))
+
     def pieces(self, kind: Kind, stage: int) -> Pieces:
         """Of an action, which uses all of its device."""
         return ((getattr(self, kind.cost)[stage], 1.0),)

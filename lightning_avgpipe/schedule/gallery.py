@@ -54,15 +54,13 @@ def gallery() -> str:
         timeline = simulate(schedule, StageCosts.uniform(num_stages, 1, 2))
         of = " of half a process" if each > recipe.lines else ""
         where = f" {recipe.where}" if recipe.where else ""
-        only = "It has the model twice, half of the micro-batches for each; it is simulated only.\n" * (
-            recipe.lines > 1
-        )
+        note = f"{recipe.note}\n" if recipe.note else ""
         sections.append(
             f'### {recipe.title}: `"{name}"`\n\n'
             f"```\n{text(timeline, round(timeline.iteration_s))}\n```\n\n"
             f"An iteration is longer than a process's work by `{recipe.idle}`{where}: here "
             f"{timeline.bubble_fraction:.1%} of the time is idle.\nStashed are `{recipe.stash}` micro-batches{of}.\n"
-            f"{only}Source: {recipe.source}.\n"
+            f"{note}Source: {recipe.source}.\n"
         )
     return "\n".join(sections)
 

@@ -6,6 +6,8 @@
     B  backward         own F, message from the stage after -> message to the one before           frees it
     I  input gradient   the half of a backward that others wait for: as B, but frees nothing yet
     W  weight gradient  the other half: own I; sends nothing, so that it may run whenever it is convenient; frees it
+    G  graph            a forward that others do not wait for: as F, but sends nothing: what it gets has gone on already
+    D  double forward   as F, for the stage before as well, which it does without a graph: there this is a G
 
 The letters are those of torch.distributed.pipelining; papers on zero-bubble schedules write B for what is I here.
 Rules that follow from these data are in ``rules``; a stage has a handler for each kind that it can run.
@@ -19,7 +21,9 @@ from typing import Literal
 __all__ = [
     "BACKWARD",
     "COURSES",
+    "DOUBLE_FORWARD",
     "FORWARD",
+    "GRAPH",
     "INPUT_GRADIENT",
     "KINDS",
     "WEIGHT_GRADIENT",
@@ -47,6 +51,7 @@ class Kind:
         after: kinds that the stage has run on the micro-batch before.
         stash: change of the number of stashed micro-batches: 1 from the begin of the action on, -1 from its end on.
         priority: of what may run, the lowest goes first.
+        counts_as: a kind that other kinds may wait for in its place; None: only itself.
     """
 
     symbol: str
@@ -57,6 +62,7 @@ class Kind:
     after: tuple[Kind, ...]
     stash: int
     priority: int
+    counts_as: Kind | None = None
 
     def __repr__(self) -> str:
         return self.symbol
@@ -69,11 +75,19 @@ FORWARD = Kind("F", "forward", "forward_s", "forward", "forward", (), 1, 1)
 BACKWARD = Kind("B", "backward", "backward_s", "backward", "backward", (FORWARD,), -1, 0)
 INPUT_GRADIENT = Kind("I", "input gradient", "input_s", "backward", "backward", (FORWARD,), 0, 0)
 WEIGHT_GRADIENT = Kind("W", "weight gradient", "weight_s", None, None, (INPUT_GRADIENT,), -1, 2)
+GRAPH = Kind("G", "graph", "forward_s", "forward", None, (), 1, 1, FORWARD)
+DOUBLE_FORWARD = Kind("D", "double forward", "double_s", "forward", "forward", (), 1, 1, FORWARD)
 
-KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, GRAPH, DOUBLE_FORWARD)
 
 # The ways in which a stage may treat a micro-batch; the first is that of an iteration that does not train.
-COURSES = ((FORWARD,), (FORWARD, BACKWARD), (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT))
+COURSES = (
+    (FORWARD,),
+    (FORWARD, BACKWARD),
+    (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT),
+    (GRAPH, BACKWARD),
+    (DOUBLE_FORWARD, BACKWARD),
+)
 
 
 def _of_symbol(symbol: str) -> Kind:

@@ -8,7 +8,7 @@ from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.builders import check
 from lightning_avgpipe.schedule.kinds import KINDS
-from lightning_avgpipe.schedule.rules import check_one_line, trains
+from lightning_avgpipe.schedule.rules import check_can_run, trains
 
 __all__ = ["Builder", "Rows", "of_function", "parse"]
 
@@ -57,7 +57,7 @@ def of_function(function: Builder, num_stages: int, num_microbatches: int) -> Sc
             f"{made.num_stages} and {made.num_microbatches}"
         )
     check(made)
-    check_one_line(made)
+    check_can_run(made)
     if not any(map(trains, made.rows)):
         raise ScheduleError(f"{name}({num_stages}, {num_microbatches}) has no backwards, and trains nothing")
     return made

@@ -11,8 +11,8 @@ from lightning_avgpipe.schedule.kinds import COURSES, Direction, Kind
 
 __all__ = [
     "Event",
+    "check_can_run",
     "check_hosted",
-    "check_one_line",
     "course",
     "courses",
     "in_words",
@@ -54,12 +54,14 @@ def needs(action: Action, stage: int, length: int) -> set[Event]:
     return events
 
 
-def results(action: Action, stage: int, length: int) -> set[Event]:
-    """What has happened after an action."""
-    events: set[Event] = {(stage, action.kind, action.micro_batch)}
+def results(action: Action, stage: int, length: int, relays: Collection[int] = ()) -> set[Event]:
+    """What has happened after an action; ``relays`` are the stages that pass messages on to the stage behind."""
+    events: set[Event] = {(stage, action.kind.counts_as or action.kind, action.micro_batch)}
     there = receiver(action.kind, stage, length)
     if action.kind.produces is not None and there is not None:
         events.add((there, action.kind.produces, action.micro_batch))
+        if action.kind.produces == "forward" and there in relays:
+            events.add((there + 1, "forward", action.micro_batch))
     return events
 
 
@@ -114,8 +116,14 @@ def check_hosted(schedule: Schedule, owners: Sequence[int]) -> None:
             )
 
 
-def check_one_line(schedule: Schedule) -> None:
+def check_can_run(schedule: Schedule) -> None:
     """Raise ScheduleError for a schedule that can be simulated, and not run."""
+    if schedule.relays:
+        through = ", ".join(map(str, sorted(schedule.relays)))
+        raise ScheduleError(
+            f"the schedule {schedule.name!r} has values pass through the stages {through} to those behind, which have "
+            "their weights as well; that can be simulated only; use another schedule for training"
+        )
     if schedule.lines > 1:
         raise ScheduleError(
             f"the schedule {schedule.name!r} has {schedule.lines} lines of stages, each with weights of its own, which "

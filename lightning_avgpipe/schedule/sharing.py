@@ -39,11 +39,11 @@ class SimulatedLink:
         self.begins: list[tuple[float, int, int]] = []
         self._free = 0.0
 
-    def send(self, now: float, pipeline: int, micro_batch: int) -> float:
-        """When a message that is ready now arrives."""
+    def send(self, now: float, pipeline: int, micro_batch: int, until: float = 0.0) -> float:
+        """When a message arrives that is ready now, or begins to be and is so at last."""
         begin = self._free if self._free > now else now
         self.begins.append((begin, pipeline, micro_batch))
-        self._free = begin + self.occupied_s
+        self._free = max(begin + self.occupied_s, until)
         return self._free + self.latency_s
 
 
@@ -66,14 +66,15 @@ class SimulatedLane:
         others: lanes of the same stage that it rolls with: updates on a stage come in the order (iteration, pipeline).
         waits: the directions of messages that kinds wait for here.
         receivers: where the messages of kinds go from here, and over which link.
+        onwards: where values go from here unread, over which link, and in how many segments; None: nowhere.
         arrivals: when a message is there, as far as that is known.
         begin_s: of the action that runs.
         spans: begins and ends of the actions that are over.
     """
 
     __slots__ = (
-        "arrivals", "begin_s", "device", "length", "others", "pieces", "pipeline", "receivers", "row", "spans",
-        "stage", "turns", "waits",
+        "arrivals", "begin_s", "device", "length", "onwards", "others", "pieces", "pipeline", "receivers", "row",
+        "spans", "stage", "turns", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +96,7 @@ class SimulatedLane:
             self.row = [Action(kind, t * count + i) for t in range(iterations) for kind, i in row]
         self.waits: dict[Kind, Direction] = {}
         self.receivers: dict[Kind, tuple[SimulatedLane, SimulatedLink]] = {}
+        self.onwards: tuple[SimulatedLane, SimulatedLink, int] | None = None
         self.arrivals: dict[tuple[Direction, int], float] = {}
         self.begin_s = 0.0
         self.spans: list[tuple[float, float]] = []

@@ -91,7 +91,7 @@ class Simulation:
         self._devices = tuple(devices)
         self._sizes = [schedule.num_microbatches for schedule in schedules]
         self.lanes = _lanes(schedules, costs, self._devices, sharing, iterations)
-        self._links = _connect(self.lanes, costs, schedules[0].length)
+        self._links = _connect(self.lanes, costs, schedules[0])
         # time, serial number (so that nothing else is compared), device and its version, or lane: when it may go on, or
         # if its device serves no other lane when its action ends
         self._events: list[tuple[float, int, Sharing | SimulatedLane, int]] = []
@@ -149,11 +149,21 @@ class Simulation:
             there, link = lane.receivers[action.kind]
             arrival_s = link.send(self.now, lane.pipeline, action.micro_batch)
             assert action.kind.produces is not None
-            waiting = there.input_s() is None
-            there.arrivals[action.kind.produces, action.micro_batch] = arrival_s
-            if waiting:
-                self._wake(there)
+            self._arrive(there, action.kind.produces, action.micro_batch, arrival_s)
+            if there.onwards is not None and action.kind.produces == "forward":
+                behind, following, segments = there.onwards
+                piece_s, rest_s = link.occupied_s / segments, following.occupied_s / segments
+                first_s = arrival_s - link.occupied_s + piece_s  # a segment goes on when it is there
+                at_s = following.send(first_s, lane.pipeline, action.micro_batch, arrival_s + rest_s)
+                self._arrive(behind, "forward", action.micro_batch, at_s)
         self._wake(lane)
+
+    def _arrive(self, lane: SimulatedLane, direction: Direction, micro_batch: int, arrival_s: float) -> None:
+        """It is known when a message arrives."""
+        waiting = lane.input_s() is None
+        lane.arrivals[direction, micro_batch] = arrival_s
+        if waiting:
+            self._wake(lane)
 
     def timeline(self) -> Timeline:
         """All that has happened."""
@@ -211,11 +221,16 @@ def _lanes(
     return lanes
 
 
-def _connect(lanes: Sequence[SimulatedLane], costs: Costs, length: int) -> dict[tuple[Direction, int], SimulatedLink]:
+def _connect(
+    lanes: Sequence[SimulatedLane], costs: Costs, schedule: Schedule
+) -> dict[tuple[Direction, int], SimulatedLink]:
     """Tell lanes where messages come from and go to; returns the links by direction and hop."""
     links: dict[tuple[Direction, int], SimulatedLink] = {}
-    by_place = {(lane.pipeline, lane.stage): lane for lane in lanes}
+    by_place, relays, length = {(lane.pipeline, lane.stage): lane for lane in lanes}, schedule.relays, schedule.length
     for lane in lanes:
+        if lane.stage in relays and lane.stage + 1 < costs.num_stages:
+            link = links.setdefault(("forward", lane.stage), SimulatedLink(*costs.message_s("forward", lane.stage)))
+            lane.onwards = by_place[lane.pipeline, lane.stage + 1], link, schedule.segments
         for kind in lane.pieces:
             if kind.consumes is not None and sender(kind, lane.stage, length) is not None:
                 lane.waits[kind] = kind.consumes

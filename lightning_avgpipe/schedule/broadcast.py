@@ -1,0 +1,72 @@
+"""Broadcast forward: values skip every other stage on their way to the last, for a forward that is done twice.
+
+::
+
+    groups of three   root r, mid r + 1, leaf r + 2, from the last stage on; each leaf is the root of the next group
+    K = 6             0 -> 1 => 2 => 3 => 4 => 5        roots 1, 3     mids 2, 4     leaves 3, 5
+
+The root's message goes through the mid to the leaf, in segments that do not wait for each other nor for the mid. The
+leaf runs the mid's forward, without a graph and with a copy of its weights, and then its own. The mid builds its graph
+just before its backward, while the gradient is still on its way. So of three stages one takes longer, and a value makes
+half as many hops that wait for each other: it gains where links are slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.schedule.actions import Action, Schedule
+from lightning_avgpipe.schedule.builders import formula
+from lightning_avgpipe.schedule.costs import StageCosts
+from lightning_avgpipe.schedule.kinds import BACKWARD, DOUBLE_FORWARD, FORWARD, GRAPH
+from lightning_avgpipe.schedule.simulator import simulate
+
+__all__ = ["Broadcast", "leaves_of"]
+
+
+def leaves_of(num_stages: int) -> range:
+    """The leaves, from the last stage; the stage before each is a mid, the one before that a root."""
+    return range(num_stages - 1, 1, -2)
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """1F1B with broadcast forward, as a function of K and M that gives a schedule.
+
+    Attributes:
+        segments: of each message, beta: through a mid it takes ``2 latency + (1 + 1 / beta) transfer``.
+    Raises:
+        ScheduleError: no segment.
+    """
+
+    segments: int = 8
+
+    def __post_init__(self) -> None:
+        if self.segments < 1:
+            raise ScheduleError(f"segments={self.segments}: a message has at least one")
+
+    @property
+    def __name__(self) -> str:
+        return "broadcast"
+
+    def __call__(self, num_stages: int, num_microbatches: int) -> Schedule:
+        """The schedule; with fewer than three stages it is 1F1B."""
+        plain, leaves = formula("1f1b", num_stages, num_microbatches), leaves_of(num_stages)
+        rows = list(plain.rows)
+        for leaf in leaves:
+            rows[leaf] = tuple(a._replace(kind=DOUBLE_FORWARD) if a.kind is FORWARD else a for a in rows[leaf])
+            rows[leaf - 1] = tuple(_late(num_microbatches))
+        return replace(plain, name="broadcast", rows=tuple(rows), segments=self.segments if leaves else 1)
+
+    def gain(self, costs: StageCosts, num_microbatches: int) -> float:
+        """By simulation: how many times as fast as 1F1B. Below 1 it loses."""
+        plain = simulate(formula("1f1b", costs.num_stages, num_microbatches), costs).iteration_s
+        return plain / simulate(self(costs.num_stages, num_microbatches), costs).iteration_s
+
+
+def _late(num_microbatches: int) -> Iterator[Action]:
+    for i in range(num_microbatches):
+        yield Action(GRAPH, i)
+        yield Action(BACKWARD, i)

@@ -1,0 +1,72 @@
+"""Broadcast forward: who is what, what a message takes through a mid, and when it gains over 1F1B."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from lightning_avgpipe.errors import DeadlockError, ScheduleError
+from lightning_avgpipe.schedule import FORWARD, Schedule, StageCosts, build, check, of_function, simulate
+from lightning_avgpipe.schedule.broadcast import Broadcast, leaves_of
+from lightning_avgpipe.schedule.own import parse
+
+
+def test_groups_of_three_are_stacked_from_the_last_stage() -> None:
+    assert list(leaves_of(12)) == [11, 9, 7, 5, 3]
+    assert sorted(Broadcast()(12, 4).relays) == [2, 4, 6, 8, 10]
+    assert [list(leaves_of(num_stages)) for num_stages in (1, 2, 3, 4, 5)] == [[], [], [2], [3], [4, 2]]
+
+
+def test_a_mid_builds_its_graph_just_before_its_backward() -> None:
+    assert str(Broadcast()(4, 3)) == (
+        "stage 0 | F0 F1 F2 B0 B1 B2\n"
+        "stage 1 | F0 F1 F2 B0 B1 B2\n"
+        "stage 2 | G0 B0 G1 B1 G2 B2\n"
+        "stage 3 | D0 B0 D1 B1 D2 B2"
+    )  # fmt: skip
+
+
+def test_every_size_is_complete_and_finishes() -> None:
+    for num_stages, num_microbatches in itertools.product(range(1, 9), range(1, 9)):
+        schedule = Broadcast()(num_stages, num_microbatches)
+        check(schedule)
+        found = simulate(schedule, StageCosts.uniform(num_stages, 1, 2)).iteration_s
+        assert found == 3 * (num_microbatches + num_stages - 1) + (num_microbatches - 1) * (num_stages > 2)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 8])
+def test_a_message_takes_two_latencies_and_one_and_a_segment_of_transfers_through_a_mid(segments: int) -> None:
+    costs = StageCosts.uniform(3, 1, 2, send_s=4, latency_s=0.25)
+    spans = simulate(Broadcast(segments)(3, 1), costs).spans
+    (leaf,) = (span for span in spans if span.stage == 2 and span.action.kind.counts_as is FORWARD)
+    assert leaf.begin_s == pytest.approx(1 + 2 * 0.25 + (1 + 1 / segments) * 4)
+    assert leaf.end_s - leaf.begin_s == 2  # the mid's forward and its own
+    (graph,) = (span for span in spans if span.stage == 1 and span.action.kind.counts_as is FORWARD)
+    assert graph.begin_s == pytest.approx(1 + 0.25 + 4)
+
+
+@pytest.mark.parametrize(("ratio", "gain"), [(0, 0.84), (0.5, 1.00), (1, 1.07), (2, 1.11)])
+def test_it_gains_where_a_transfer_takes_longer_than_half_a_forward(ratio: float, gain: float) -> None:
+    costs = StageCosts.uniform(12, 1, 2, send_s=ratio)
+    assert Broadcast().gain(costs, 16) == pytest.approx(gain, abs=0.006)
+
+
+def test_a_value_goes_on_while_the_mid_is_at_work() -> None:
+    slow = StageCosts((1, 1, 1), (1, 50, 1), (0, 0), (0, 0), (0, 0))
+    spans = [s for s in simulate(Broadcast()(3, 3), slow).spans if s.stage == 2 and s.action.kind.counts_as]
+    assert [span.begin_s for span in spans] == [1, 4, 7]  # the first backward of the mid takes until 54
+
+
+def test_what_would_wait_for_itself_is_a_deadlock() -> None:
+    rows = [parse("F0 B0 F1 B1"), parse("G1 B1 G0 B0"), parse("D0 B0 D1 B1")]
+    with pytest.raises(DeadlockError, match="stage 1 at G1"):
+        check(Schedule("stuck", 3, 2, tuple(rows)))
+
+
+def test_it_can_be_simulated_and_not_trained_with() -> None:
+    with pytest.raises(ScheduleError, match=r"'broadcast' has values pass through the stages 2 to .* simulated only"):
+        of_function(Broadcast(), 4, 4)
+    assert of_function(Broadcast(), 2, 4).rows == build("1f1b", 2, 4).rows  # nobody is in the middle
+    with pytest.raises(ScheduleError, match="segments=0"):
+        Broadcast(0)
