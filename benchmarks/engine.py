@@ -49,7 +49,8 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.engine.stage import Stage, Task
+from lightning_avgpipe.engine.stage import Stage
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import cut_at
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.program import stage_programs

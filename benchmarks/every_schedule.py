@@ -35,7 +35,7 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING

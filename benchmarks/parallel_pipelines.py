@@ -55,7 +55,7 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.engine.accounting import HostMeter
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import run_together
-from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Link
 from lightning_avgpipe.planning.model_memory import Holding
 from lightning_avgpipe.planning.planner import Planner

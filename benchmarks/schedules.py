@@ -41,7 +41,7 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import (
     BACKWARD,

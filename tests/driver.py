@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.engine.microbatch import MicroBatch, split
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import chosen

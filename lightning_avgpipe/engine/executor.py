@@ -20,7 +20,8 @@ from lightning_avgpipe.comm.channel import Inbox, Outbox
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.engine.observer import Observer, Work
-from lightning_avgpipe.engine.stage import Stage, Task
+from lightning_avgpipe.engine.stage import Stage
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import StageError
 from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.schedule.rules import urgency

@@ -21,7 +21,8 @@ from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs, digests
 from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.observer import Observer
-from lightning_avgpipe.engine.stage import Stage, Task, check_runnable
+from lightning_avgpipe.engine.stage import Stage, check_runnable
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,8 @@ from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import Observations, Surroundings, UnitRepeater, overwritten, scope
 from lightning_avgpipe.engine.replay import Observe, Replayed, replay
 from lightning_avgpipe.engine.rewriting import Rewritten
+from lightning_avgpipe.engine.stash import Gate, Inputs, Stash, entered
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ScheduleError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
@@ -32,119 +33,13 @@ from lightning_avgpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT
 from lightning_avgpipe.schedule.rules import check_can_run
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
-from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters
 
-__all__ = ["Stage", "Task", "check_runnable"]
+__all__ = ["Stage", "check_runnable"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Task:
-    """One iteration's work, the same for all stages of a process.
-
-    Attributes:
-        run: ``run(i, *args[i])`` executes the step function on micro-batch i.
-        args: arguments per micro-batch.
-        finish: turns the result of micro-batch i on the last stage into the tensor to start its backward from;
-            None if there is no backward. It may return None for a micro-batch that does not count.
-        key: random numbers of this iteration, and of the first micro-batch.
-        known: micro-batches for which the outputs of the frozen layers are kept.
-    """
-
-    run: Callable[..., Any]
-    args: Sequence[Sequence[Any]]
-    finish: Callable[[int, Any], Tensor | None] | None = None
-    key: RandomKey = RandomKey(0)  # noqa: RUF009
-    known: frozenset[int] = frozenset()
-
-    @property
-    def trains(self) -> bool:
-        """Whether forwards keep what backwards need."""
-        return self.finish is not None
-
-    def key_of(self, micro_batch: int) -> RandomKey:
-        """Random numbers of micro-batch i."""
-        return replace(self.key, micro_batch=self.key.micro_batch + micro_batch)
-
-
-class _Gate:
-    """Where a received value enters the step, and its gradient comes out.
-
-    The gradient is what autograd found, with its strides: accumulated in a leaf it would be laid out anew, and the
-    kernels of the stage before would round otherwise.
-
-    Attributes:
-        leaf: the value, with nothing before it.
-        gradient: once it has come.
-    """
-
-    def __init__(self, leaf: Tensor) -> None:
-        self.leaf = leaf
-        self.gradient: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Stash:
-    """What a forward keeps.
-
-    Attributes:
-        gates: that its gradients come out of.
-        roots: the tensors that they start from.
-        whole: why its backward cannot be split; empty if it may be.
-    """
-
-    gates: tuple[_Gate, ...]
-    roots: tuple[Tensor, ...]
-    whole: str = ""
-
-    @property
-    def is_skipped(self) -> bool:
-        """Of the last stage, whether there is no loss."""
-        return not self.roots
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """What a forward keeps that will be repeated.
-
-    Attributes:
-        task: which holds the micro-batch.
-        message: as received; None on the first stage.
-        versions: of the received tensors.
-        surroundings: what else the forward reads.
-        observations: what it logged.
-        ending: on the last stage where its backward starts, and the tensors of the result that lead there.
-    """
-
-    task: Task
-    message: Message | None
-    versions: tuple[int, ...]
-    surroundings: Surroundings
-    observations: Observations
-    ending: tuple[Tensor | None, tuple[Tensor | None, ...]] | None
-
-    @property
-    def is_skipped(self) -> bool:
-        """Of the last stage, whether there is no loss."""
-        return self.ending is not None and self.ending[0] is None
-
-
-class _Enter(torch.autograd.Function):
-    """A received leaf enters the step: without a copy, and yet such that in-place glue may change it."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, gate: _Gate) -> Tensor:
-        ctx.gate = gate
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.gate.gradient = gradients[0]
-        return None, None
 
 
 class Stage:
@@ -207,7 +102,7 @@ class Stage:
         self._repeat_units = UnitRepeater(module, recompute, self._drawing, device, read) if recompute.modules else None
         self._scope = scope(program, module) if recompute.stages else ([], frozenset())
         self._overwritten = overwritten(program) if recompute.stages else frozenset()
-        self.stash: dict[int, _Stash | _Inputs] = {}
+        self.stash: dict[int, Stash | Inputs] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
         self.results: dict[int, Any] = {}
         self.skipped: set[int] = set()
@@ -280,8 +175,8 @@ class Stage:
         with self._copies.placed(self.program.stage) as copies, self._of_units.placed(), self.attributes.placed():
             yield copies
 
-    def _keep(self, micro_batch: int, gates: tuple[_Gate, ...], roots: tuple[Tensor, ...]) -> None:
-        self.stash[micro_batch] = _Stash(gates, roots, "" if self._watch is None else self._watch.found)
+    def _keep(self, micro_batch: int, gates: tuple[Gate, ...], roots: tuple[Tensor, ...]) -> None:
+        self.stash[micro_batch] = Stash(gates, roots, "" if self._watch is None else self._watch.found)
 
     def _replay(
         self,
@@ -290,7 +185,7 @@ class Stage:
         message: Message | None,
         copies: dict[int, str],
         observe: Observe | None = None,
-    ) -> tuple[tuple[_Gate, ...], Replayed]:
+    ) -> tuple[tuple[Gate, ...], Replayed]:
         """Execute this stage's part of the step; ``observe`` as for :func:`replay`."""
         known, tap = self._kept is not None and micro_batch in task.known, 0
         program = self._rest if known else self.program
@@ -298,7 +193,11 @@ class Stage:
             tap = self._frozen
             if tap == program.start and message is not None and not isinstance(message.entries, Path):
                 self._kept.fill(micro_batch, [t for t in message.tensors if t is not None], message.entries)
-        gates, received = self._entered(message, task.trains, program)
+        gates: tuple[Gate, ...] = ()
+        received: list[Tensor] = []
+        if message is not None:
+            values = self._received(message, program)
+            gates, received = entered(message, values, task.trains, self._overwritten)
         with self._inspected(task) as inspection, self._rewritten.saved(task.trains), self._constants.checked():
             with self._watch or nullcontext():
                 replayed = replay(
@@ -320,26 +219,6 @@ class Stage:
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
         return gates, replayed
-
-    def _entered(
-        self, message: Message | None, trains: bool, program: StageProgram
-    ) -> tuple[tuple[_Gate, ...], list[Tensor]]:
-        """The gates of received values, and the values as they enter the step."""
-        gates: list[_Gate] = []
-        received: list[Tensor] = []
-        if message is None:
-            return (), received
-        for value, tensor, wanted in zip(
-            self._received(message, program), message.tensors, message.requires_grad, strict=True
-        ):
-            assert tensor is not None
-            if value in self._overwritten:  # it, or its neighbour in this process, is needed once more
-                tensor = tensor.clone()
-            if wanted and trains:
-                gates.append(_Gate(tensor.detach().requires_grad_()))
-                tensor = _Enter.apply(gates[-1].leaf, gates[-1])
-            received.append(tensor)
-        return tuple(gates), received
 
     def _received(self, message: Message, program: StageProgram) -> tuple[int, ...]:
         """The numbers of a message's values."""
@@ -383,12 +262,12 @@ class Stage:
             self.results[micro_batch] = result
             leaves = tuple(tensor if tensor.requires_grad else None for tensor in tree.tensors(result))
             ending = task.finish(micro_batch, result), leaves
-        self.stash[micro_batch] = _Inputs(task, message, versions, surroundings, observations, ending)
+        self.stash[micro_batch] = Inputs(task, message, versions, surroundings, observations, ending)
         return None if self.program.is_last else self._message(task, micro_batch, replayed)
 
     def _repeat(
-        self, kept: _Inputs, micro_batch: int, gradients: Message | None, copies: dict[int, str]
-    ) -> tuple[_Stash, Sequence[Tensor | None]]:
+        self, kept: Inputs, micro_batch: int, gradients: Message | None, copies: dict[int, str]
+    ) -> tuple[Stash, Sequence[Tensor | None]]:
         """Execute a forward once more: what it would have kept, and the gradients of its roots."""
         self._check_unchanged(kept)
         with _profiled(f"avgpipe::R{micro_batch}"), kept.surroundings.again():
@@ -396,7 +275,7 @@ class Stage:
         whole = "recompute, which would keep all that it repeats until then"
         if kept.ending is None:
             assert gradients is not None
-            return _Stash(gates, _roots(again), whole), gradients.tensors
+            return Stash(gates, _roots(again), whole), gradients.tensors
         loss, leaves = kept.ending
         wanted = [leaf for leaf in leaves if leaf is not None]
         gradients_of: Sequence[Tensor | None] = [None] * len(wanted)
@@ -404,9 +283,9 @@ class Stage:
             gradients_of = torch.autograd.grad(loss, wanted, allow_unused=True)
         found = iter(gradients_of)
         roots = tuple(tree.tensors(again.result))
-        return _Stash(gates, roots, whole), [None if t is None else next(found) for t in leaves]
+        return Stash(gates, roots, whole), [None if t is None else next(found) for t in leaves]
 
-    def _check_unchanged(self, kept: _Inputs) -> None:
+    def _check_unchanged(self, kept: Inputs) -> None:
         if kept.message is None:
             return
         graph = self.program.graph
@@ -437,7 +316,7 @@ class Stage:
             self.skipped.add(micro_batch)
         alone = message is None  # a loss needs no gradient
         with self._placed() as copies:
-            if isinstance(stash, _Inputs):
+            if isinstance(stash, Inputs):
                 stash, gradients = self._repeat(stash, micro_batch, message, copies)
                 alone = False
             pairs = [
@@ -461,7 +340,7 @@ class Stage:
         return self._backward(task, micro_batch, message, halve=True)
 
     def _input_half(
-        self, stash: _Stash, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
+        self, stash: Stash, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> WeightHalf | None:
         half = stash.whole or input_half(roots, gradients, [gate.leaf for gate in stash.gates])
         if isinstance(half, WeightHalf):
@@ -484,7 +363,7 @@ class Stage:
     def roots(self, micro_batch: int) -> tuple[Tensor, ...]:
         """What a backward begins with, of a forward that keeps it."""
         stash = self.stash[micro_batch]
-        return stash.roots if isinstance(stash, _Stash) else ()
+        return stash.roots if isinstance(stash, Stash) else ()
 
     def changed_buffers(self) -> dict[str, Tensor]:
         """Those that its forwards change, by name."""

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
-from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.engine.stream import Stream
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy.ahead import STEP, AheadIterations, Read

@@ -198,7 +198,7 @@ class DividedState:
         assert self._deployment is not None
         states = [{"state": {}, **state} for state in checkpoint["optimizer_states"]]
         if on_meta(self._before.module):
-            self._deployment.load_later(states)
+            self._deployment.holdings.load_later(states)
             states = [{**state, "state": {}} for state in states]
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(state)

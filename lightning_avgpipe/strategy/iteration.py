@@ -20,7 +20,7 @@ from lightning_avgpipe.engine.loss import loss_in, trainable_loss
 from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Outcome, run_together
-from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches

@@ -33,7 +33,7 @@ from lightning_avgpipe.engine.accounting import Footprint, Meter
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.recording import Recording
-from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.utilisation import BusyRecorder
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.model_memory import Holding, holdings

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, RollingPipelines
-from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.strategy.ahead import STEP as _STEP
 from lightning_avgpipe.strategy.ahead import AheadIterations, Read
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be

@@ -29,7 +29,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.accounting import DeviceMeter, Footprint, HostMeter, Meter
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observers
-from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.model_memory import holdings_of_models

@@ -31,7 +31,7 @@ def averaging_parts(trainer: pl.Trainer, module: nn.Module, deployment: Deployme
                 for name in ("update_parameters", "transfer_weights"):
                     undo.enter_context(replaced(callback, name, _on_parts(getattr(callback, name), module)))
                 undo.enter_context(replaced(callback, "state_dict", _whole(callback, deployment)))
-                deployment.copies.append(partial(getattr, callback, "_average_model"))
+                deployment.holdings.copies.append(partial(getattr, callback, "_average_model"))
             elif isinstance(callback, checks.weight_averaging()):
                 _average_parts(undo, callback, module, deployment)
         yield
@@ -51,7 +51,7 @@ def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module,
             f"{type(callback).__name__} copies the weights before training, but those of {type(module).__name__} "
             "are on the meta device until then; build it with contents, or remove the callback"
         )
-    deployment.copies.append(lambda: average.module)
+    deployment.holdings.copies.append(lambda: average.module)
     copied: list[bool] = []
 
     def on_parts(function: Callable[..., Any], ends: bool = False) -> Callable[..., Any]:

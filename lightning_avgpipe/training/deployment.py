@@ -26,25 +26,20 @@ from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.kinds import Placement
+from lightning_avgpipe.training.holdings import Holdings
 from lightning_avgpipe.training.kept import check_movable
 from lightning_avgpipe.training.replicas import check_shared
 from lightning_avgpipe.training.state import (
     full_ensemble_state,
     full_state_dict,
     load_ensemble_state,
-    load_present_state,
-    move_state,
     own_state_dict,
 )
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.torch_compat import address
-from lightning_avgpipe.weights.belongings import Belongings, ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.initialisation import Origin
-from lightning_avgpipe.weights.on_demand import OnDemandGather
-from lightning_avgpipe.weights.ownership import Owners, answering, owners_of
-from lightning_avgpipe.weights.relocation import Relocation, holders
 from lightning_avgpipe.weights.store import WeightStore
 
 __all__ = ["Deployment"]
@@ -70,7 +65,7 @@ class Deployment:
         plan: None before the first step.
         ensemble: the parallel models, from the first step of training on; None if there is one model.
         replans: whether the next step of training that begins with cleared gradients may make another plan.
-        copies: return copies of the module that are divided as it is (averages of weights), or None.
+        holdings: what each process has.
     """
 
     def __init__(
@@ -99,22 +94,17 @@ class Deployment:
         self._cluster = cluster
         self._planner = planner
         self._optimizers = optimizers
-        self._gather = OnDemandGather(module, cluster, origin)
-        self._scattered = False  # some parameters have no contents on some process before the first plan
-        self._unloaded: Sequence[Mapping[str, Any]] = ()  # states for optimizers whose parameters have no contents yet
+        self.holdings = Holdings(module, cluster, optimizers, origin)
         self._final = False
-        self._owners: Owners = {}  # of what this process and others hold now
-        self._owner: dict[str, int] = {}  # of the plan, by every name
         self.replans = False
         self._arranged = cluster.stage_map  # as of the plan
         self._placement = cluster.stage_map.placement
-        self.copies: list[Callable[[], nn.Module | None]] = []
         self._due = False  # a plan is made with the step that begins
         self._has_trained = False
 
     def needed_elsewhere(self) -> frozenset[tuple[str, str]]:
         """Path of a module and name of the attributes that steps read on other processes, and of buffers there."""
-        owned = (name.rpartition(".") for name, rank in self._owner.items() if rank != self._cluster.rank)
+        owned = (name.rpartition(".") for name in self.holdings.answers if self.holdings.answered_elsewhere(name))
         return self.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
 
     def kept_elsewhere(self) -> frozenset[str]:
@@ -125,7 +115,7 @@ class Deployment:
         here = dict(self._module.named_parameters())
         others = {name for name in here if any(self._cluster.stage_map.ranks(k) != (rank,) for k in used.get(name, ()))}
         changed = frozenset().union(*(self.pipeline.graph(step).changed for step in self.pipeline.steps))
-        return changed.difference(here, (n for n in changed if self._owner.get(n, rank) == rank)) | others
+        return frozenset(filter(self.holdings.answered_elsewhere, changed - here.keys())) | others
 
     def prepare(
         self,
@@ -195,7 +185,7 @@ class Deployment:
                 return None
 
         for args in examples:
-            made = self._gather.on_rank_zero(partial(attempt, args))
+            made = self.holdings.gather.on_rank_zero(partial(attempt, args))
             if made is not None:
                 return made
         return None
@@ -211,7 +201,7 @@ class Deployment:
     ) -> bool:
         planner, before = self._planner, None if self._final else self.plan
         copies, teams = state_copies(self._optimizers()), self._cluster.stage_map.num_teams
-        with self._whole_on_rank_zero():
+        with self.holdings.whole_on_rank_zero() if self._final else contextlib.nullcontext():
             bandwidth = self._bandwidth() if final else None
             # asked on rank 0, which measures
             asks = final and bandwidth is None and self._cluster.group.broadcast(planner.measures)
@@ -234,9 +224,9 @@ class Deployment:
         self.pipeline.unload()
         self.plan, self._final, self.replans, self._pipelines = plan, final, False, [self.pipeline]
         self._arranged = self._cluster.stage_map
-        self._place_parameters()
+        self._place()
         if begins_alike:
-            self._begin_alike()
+            self.holdings.begin_alike()
         self.pipeline.load(plan.graph, plan.cuts, plan.frozen)
         if not plan.frozen:
             self._forget_kept()
@@ -250,17 +240,6 @@ class Deployment:
                 pass  # it needs finer units: a new capture is made when it is run
         return True
 
-    @contextlib.contextmanager
-    def _whole_on_rank_zero(self) -> Iterator[None]:
-        """Within this context rank 0 has all weights once more, if it had them before the first plan: to time units."""
-        lent = {} if self._scattered or not self._final else {n: (*ranks, 0) for n, ranks in self._owners.items()}
-        tensors = ModuleTensors(self._module)
-        relocate(Relocation(self._owners, lent), self._cluster.group, [tensors], torch.device("cpu"))
-        try:
-            yield
-        finally:
-            tensors.drop([name for name in lent if self._cluster.rank not in self._owners[name]])
-
     def place_parameters(self, plan: Plan) -> dict[str, int]:
         """Divide the module by a plan of which it is only known who owns what. Every process calls it.
 
@@ -268,15 +247,13 @@ class Deployment:
             Full name of each parameter and buffer that one process owns -> its rank.
         """
         self.plan, self._final = plan, True
-        self._place_parameters()
-        return {name: self._owner[name] for name in plan.stages_of if name in self._owner}
+        self._place()
+        answers = self.holdings.answers
+        return {name: answers[name] for name in plan.stages_of if name in answers}
 
-    def _begin_alike(self) -> None:
-        """All groups begin with the weights and buffers of the first."""
-        parameters = [p.detach() for p in self._module.parameters() if not p.is_meta]
-        for others in (self._cluster.replica_group, self._cluster.replicas):
-            if others is not None:
-                others.copy([*parameters, *self._module.buffers()])
+    def _place(self) -> None:
+        assert self.plan is not None
+        self.holdings.place(self.plan, self._final, [] if self.ensemble is None else self.ensemble.belongings)
 
     # -- parallel models ---------------------------------------------------------------------------------------------
 
@@ -362,7 +339,7 @@ class Deployment:
         """On rank 0 what parallel models have of their own; None if there is one model. Every process calls it."""
         if self.ensemble is None:
             return None
-        return full_ensemble_state(self.ensemble, self._cluster, self._owner)
+        return full_ensemble_state(self.ensemble, self._cluster, self.holdings.answers)
 
     def dissolve(self, average: bool = True) -> None:
         """Go on with one model: the reference, after a last averaging if that is wanted. Every process calls it."""
@@ -400,55 +377,7 @@ class Deployment:
             self.dissolve(average=False)
             self._saved_ensemble, self._has_trained = before
 
-    # -- who holds what ----------------------------------------------------------------------------------------------
-
-    def _find_owners(self) -> None:
-        """Before the first plan: every process has everything but for parameters on meta, and those it knows of."""
-        held = {name for name, parameter in self._module.named_parameters() if not parameter.is_meta}
-        found, everybody = holders(self._cluster.group, held), tuple(range(self._cluster.group.world_size))
-        self._owners = {name: found.get(name, ()) for name, _ in self._module.named_parameters()}
-        self._scattered = any(ranks != everybody for ranks in self._owners.values())
-        self._owners |= {name: everybody for name, _ in self._module.named_buffers()}
-
-    def _relocate(self, owners: Owners, kinds: Sequence[Belongings], device: torch.device | None = None) -> None:
-        """Let everything be where these owners say, as far as anybody has it. Every process calls it.
-
-        Args:
-            kinds: what moves.
-            device: where it goes; None: that of the cluster.
-        """
-        relocate(Relocation(self._owners, owners), self._cluster.group, kinds, device or self._cluster.device)
-        self._owners = owners
-
-    def _place_parameters(self) -> None:
-        """Bring the own stages to the device; if the plan is final, give the others' parameters up."""
-        plan, device, rank = self.plan, self._cluster.device, self._cluster.rank
-        assert plan is not None
-        if not self._owners:
-            self._find_owners()
-        planned = owners_of(self._module, plan.stages_of, self._cluster.stage_map.ranks, self._cluster.group.world_size)
-        kinds: list[Belongings] = [ModuleTensors(self._module)]
-        if self._final:
-            kinds += [OptimizerStates(self._optimizers(), lambda: dict(self._module.named_parameters()))]
-            kinds += [] if self.ensemble is None else self.ensemble.belongings
-            kinds += [ModuleTensors(copy) for other in self.copies if (copy := other()) is not None]
-            self._relocate(planned, kinds)
-        else:
-            kept = {name: tuple(dict.fromkeys((*self._owners[name], *planned[name]))) for name in planned}
-            self._relocate(kept, kinds)
-        mine = [name for name, _ in self._module.named_parameters() if rank in planned[name]]
-        self._gather.fill(mine)
-        for name in mine:
-            parameter = self._module.get_parameter(name)
-            if parameter.device != device:
-                parameter.data = parameter.data.to(device)
-        for buffer in self._module.buffers():
-            buffer.data = buffer.data.to(device)
-        self._owner = answering(self._module, planned)
-        if self._final:
-            self._load_optimizers()
-        for optimizer in self._optimizers():
-            move_state(optimizer, device)
+    # -- copies of parameters -----------------------------------------------------------------------------------------
 
     def sum_copied_gradients(self, number: int | None = None) -> None:
         """Where several stages use a parameter, each gets the gradient of all. Every process calls it.
@@ -465,19 +394,6 @@ class Deployment:
             for pipeline in self._pipelines:
                 pipeline.copies("training_step").verify()
 
-    def load_later(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load optimizer states when the parameters are there that they belong to.
-
-        Args:
-            states: one per optimizer, of the whole module; they may be mapped from a file.
-        """
-        self._unloaded = states
-
-    def _load_optimizers(self) -> None:
-        for optimizer, state in zip(self._optimizers(), self._unloaded, strict=False):
-            load_present_state(optimizer, state["state"])
-        self._unloaded = ()
-
     def restore(self) -> None:
         """Every process holds the whole module again, unless it began on meta. Every process calls it.
 
@@ -486,12 +402,8 @@ class Deployment:
         self.dissolve()
         self.pipeline.unload()
         self._forget_kept()
-        if self.plan is None:
-            return
-        everybody = tuple(range(self._cluster.group.world_size))
-        names = [name for name, _ in self._module.named_buffers()] if self._scattered else list(self._owners)
-        whole = {**self._owners, **dict.fromkeys(names, everybody)}
-        self._relocate(whole, [ModuleTensors(self._module)], torch.device("cpu"))
+        if self.plan is not None:
+            self.holdings.restore()
 
     def replan(self, placement: Placement | None = None, **changes: Any) -> None:
         """Make another plan with the next step of training that begins with cleared gradients. Every process calls it.
@@ -529,10 +441,10 @@ class Deployment:
         """
         with self.showing_reference():
             if not whole:
-                return own_state_dict(self._module, self._cluster, self._owner)
+                return own_state_dict(self._module, self._cluster, self.holdings.answers)
             if self._cluster.group.world_size == 1 or self.plan is None or self._cluster.group_number:
                 return self._module.state_dict()
-            return full_state_dict(self._module, self._cluster, self._owner)
+            return full_state_dict(self._module, self._cluster, self.holdings.answers)
 
     def collected(self, copy: nn.Module) -> dict[str, Any]:
         """The state dict of a copy of the module that is divided as the module is; whole on rank 0.
@@ -541,4 +453,4 @@ class Deployment:
         """
         if self._cluster.group.world_size == 1 or self.plan is None:
             return copy.state_dict()
-        return full_state_dict(copy, self._cluster, self._owner)
+        return full_state_dict(copy, self._cluster, self.holdings.answers)

@@ -16,7 +16,7 @@ from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.observer import Observer, Work
-from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import MemoryShortage, PeerError, StageError
 from lightning_avgpipe.schedule import Action, Schedule, build, in_turn, with_replicas
 from lightning_avgpipe.schedule.kinds import FORWARD, WEIGHT_GRADIENT

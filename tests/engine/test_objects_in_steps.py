@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.units import initial_units
-from lightning_avgpipe.engine.stage import Stage, Task
+from lightning_avgpipe.engine.stage import Stage
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action
 from lightning_avgpipe.weights.tied import TiedParameters

@@ -16,7 +16,7 @@ from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.units import initial_units
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.engine.stage import Task
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.balance import gaps
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import build

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.engine.stage import Task
 from lightning_avgpipe.engine.stream import Stream
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import Recompute

@@ -22,7 +22,8 @@ from torchmetrics import Metric
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.microbatch import MicroBatch, split, split_with
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.engine.stage import Stage, Task
+from lightning_avgpipe.engine.stage import Stage
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan, cut_like
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.program import stage_programs
