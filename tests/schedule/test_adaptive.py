@@ -249,7 +249,8 @@ def climb(pipeline: Pipeline, start: int) -> int:
     return here
 
 
-@pytest.mark.parametrize("noise", [pytest.param(0.005, marks=pytest.mark.slow), 0.02])
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.005, 0.02])
 @pytest.mark.parametrize("uneven", [0.0, 0.3], ids=["even", "uneven"])
 def test_it_finds_the_best_reachable_within_noise_in_99_of_100_runs(uneven: float, noise: float) -> None:
     """Best: no advance from the start on that fits is faster by more than 2.5%, in 99 of 100 runs.

@@ -35,6 +35,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
         model, data = {
             "awd_lstm": ("AWDLSTM", "Words"),
             "bert": ("SentencePairs", "Pairs"),
+            "finetune": ("FineTuning", "Stripes"),
             "gnmt": ("GNMT", "Sentences"),
             "language_model": ("LanguageModel", "PythonSources"),
         }[name]

@@ -154,9 +154,11 @@ CHANGED = {"norm.running_mean": (0,), "norm.running_var": (0,), "norm.num_batche
 
 
 def test_owners_follow_from_the_stages() -> None:
-    owners = owners_of(Net(), {**STAGES, **CHANGED}, lambda stage: 1 - stage, 2)
+    owners = owners_of(Net(), {**STAGES, **CHANGED}, lambda stage: (1 - stage,), 2)
     assert owners["first.weight"] == (1, 0) and owners["last.bias"] == (0,) and owners["norm.running_var"] == (1,)
-    assert owners_of(Net(), {}, lambda stage: 1 - stage, 2)["last.bias"] == (0, 1), "what no stage uses is kept by all"
+    assert owners_of(Net(), {}, lambda stage: (1 - stage,), 2)["last.bias"] == (0, 1), (
+        "what no stage uses is kept by all"
+    )
     ranks = answering(Net(), owners)
     assert ranks["last.weight"] == ranks["first.weight"] == 1
 
@@ -173,8 +175,8 @@ def trained() -> tuple[Net, torch.optim.Optimizer]:
 
 
 def test_a_parameter_goes_with_its_gradient_and_states_and_a_buffer_with_its_contents() -> None:
-    old = owners_of(Net(), {**STAGES, **CHANGED}, lambda stage: 1 - stage, 2)
-    new = owners_of(Net(), {**STAGES, **dict.fromkeys((*CHANGED, "norm.weight"), (1,))}, lambda stage: 1 - stage, 2)
+    old = owners_of(Net(), {**STAGES, **CHANGED}, lambda stage: (1 - stage,), 2)
+    new = owners_of(Net(), {**STAGES, **dict.fromkeys((*CHANGED, "norm.weight"), (1,))}, lambda stage: (1 - stage,), 2)
 
     whole, whole_optimizer = trained()
     copies = [copy.deepcopy((whole, whole_optimizer)) for _ in range(2)]
