@@ -244,9 +244,10 @@ class Planner:
         whole = self._whole(plan.graph) | dict.fromkeys(spared, _ASKS)
         found = limits(plan.graph, costs, whole, start, end)[:_SHOWN]
         because = "".join(f"\n  - {limit}" for limit in found)
+        because = because and f". What cannot be divided in it:{because}"
         return (
             f"stage {slowest.index} takes {slowest.share:.0%} of the time: {self.num_stages} stages are at most "
-            f"{1 / slowest.share:.2f} times as fast as one" + (f". In it cannot be divided{because}" if because else "")
+            f"{1 / slowest.share:.2f} times as fast as one{because}"
         )
 
     def _whole(self, graph: CallGraph) -> dict[str, str]:
