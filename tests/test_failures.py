@@ -26,9 +26,9 @@ from tests.trainers import pipeline
 USUAL = [
     ("raise", "last", "capture"), ("SIGKILL", "last", "backward"), ("SIGKILL", "first", "averaging"),
     ("SIGTERM", "first", "backward"), ("SIGTERM", "last", "checkpoint"),
-    ("SIGSTOP", "last", "first iteration"), ("SIGINT", "middle", "validation"), ("stall", "first", "forward"),
+    ("SIGSTOP", "last", "first iteration"), ("SIGINT", "middle", "validation"),
 ]  # fmt: skip
-ALL = USUAL + [
+ALL = [*USUAL, ("stall", "first", "forward")] + [
     fault
     for fault in [(kind, stage, phase) for kind in faults.KINDS for stage in faults.STAGES for phase in faults.PHASES]
     if fault not in USUAL

@@ -380,6 +380,7 @@ def weights(model: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp_path: Path) -> None:
     outcomes = processes.results(processes.run(2, tuned, tmp_path, folder=tmp_path))
     for found in outcomes:

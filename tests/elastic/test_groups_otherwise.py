@@ -102,6 +102,7 @@ def all_of_it(rank: int, folder: Path) -> Any:
     return scaled(rank), reconfigured(rank), begun_on_meta(rank, folder)
 
 
+@pytest.mark.slow
 def test_two_groups_scale_reconfigure_and_begin_on_meta_as_two_pipelines(tmp_path: Path) -> None:
     groups, one = tmp_path / "groups", tmp_path / "one"
     results = processes.results(processes.run(GROUPS, all_of_it, groups, folder=tmp_path))

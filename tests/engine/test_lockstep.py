@@ -206,6 +206,7 @@ def fit(rank: int, devices: int, *models: type[Plain]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_submodules_hold_hide_and_change_is_the_same_everywhere(tmp_path: Path) -> None:
     models = (Attributes, InPlace, Regions, ByHand, Closed)
     one = fit(0, 1, *models)

@@ -115,6 +115,7 @@ def test_weights_buffers_and_logs_are_the_same_bitwise(
             assert a.calls == b.calls and a.seen == b.seen and len(a.seen) == a.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [True, ["blocks.*"]], ids=["stages", "units"])
 def test_autocast_clipping_and_single_micro_batches_are_the_same_bitwise(recompute: Any, tmp_path: Path) -> None:
     torch.manual_seed(1)

@@ -306,6 +306,7 @@ def all_of_it(rank: int, folder: Path) -> tuple[list[dict[str, Any]], dict[str, 
     return fits, fine_tuned(make).state_dict(), suggested(make), predictions
 
 
+@pytest.mark.slow
 def test_in_two_processes_all_ranks_decide_as_one_device(tmp_path: Path) -> None:
     ranks = processes.results(processes.run(2, all_of_it, tmp_path / "two", folder=tmp_path))
     expected = [fit(trainer, tmp_path / "one" / interval, interval, monitor) for interval, monitor in PLATEAUS]

@@ -101,6 +101,7 @@ def fit_all(rank: int) -> list[tuple[dict[str, Tensor], dict[str, float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_way_of_clipping_takes_the_norm_over_all_processes(tmp_path: Path) -> None:
     for rank in processes.results(processes.run(2, fit_all, folder=tmp_path)):
         for model, (weights, found) in zip(MODELS, rank, strict=True):

@@ -166,6 +166,7 @@ def fit_all(rank: int) -> list[tuple[list[Tensor], int, dict[str, Tensor]]]:
     return found
 
 
+@pytest.mark.slow
 def test_in_two_processes_inputs_and_targets_are_those_of_one_reader(tmp_path: Path) -> None:
     zero, other = processes.results(processes.run(2, fit_all, folder=tmp_path))
     for name, (seen, steps, weights), (_, other_steps, other_weights) in zip(NAMES, zero, other, strict=True):

@@ -100,6 +100,7 @@ def test_a_script_takes_its_stuck_process_with_it(tmp_path: Path) -> None:
         assert "in on_train_batch_start" in errors
 
 
+@pytest.mark.slow
 def test_sigterm_to_a_script_saves_and_ends_all_its_processes(tmp_path: Path) -> None:
     with started(([str(SCRIPT), *options(tmp_path, epochs=10_000)], {})) as (process,):
         deadline = time.monotonic() + LIMIT_S

@@ -249,6 +249,7 @@ def fit_all(rank: int) -> dict[str, dict[str, Any]]:
     return {name: found(name, piped(2)) for name in CASES}
 
 
+@pytest.mark.slow
 def test_two_processes_see_what_one_device_sees(tmp_path: Path) -> None:
     """Weights and metrics everywhere; results of steps on rank 0, and None in their place on the other rank."""
     zero, other = processes.results(processes.run(2, fit_all, folder=tmp_path))

@@ -112,6 +112,7 @@ def test_options_without_effect_are_said_to_have_none() -> None:
         pipeline(strategy={"alpha": 0.5, "average_every": 2}, max_steps=1).fit(model, loader(model, 8, 4))
 
 
+@pytest.mark.slow
 def test_a_strange_mark_of_a_starter_is_none(tmp_path: Path) -> None:
     printed = run(tmp_path, "-c", "import lightning_avgpipe; print('imported')", AVGPIPE_STARTER="nobody")
     assert printed.startswith("imported")

@@ -182,6 +182,7 @@ def test_numbers_of_stages_that_groups_cannot_host_are_refused(num_stages: int, 
     checks.stages(num_stages * 4, 4, layout)
 
 
+@pytest.mark.slow
 def test_weights_and_states_move_between_processes(tmp_path: Path) -> None:
     compare_in_two([(Normed, {}, {}), (MLP, {"num_pipelines": 2, "average_every": 2}, {})], tmp_path)
 
