@@ -216,7 +216,10 @@ class AdaptiveFreezing(Callback):
         }
         for what, found in against.items():
             if self._cache is not None and found:
-                raise ConfigurationError(f"AdaptiveFreezing(cache={self._cache!r}) with {what}; remove one of the two")
+                raise ConfigurationError(
+                    f"AdaptiveFreezing(cache={self._cache!r}) with {what}: kept outputs are those of one model, whose "
+                    "first trained stage has every micro-batch to itself; remove one of the two"
+                )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What a checkpoint says is frozen is so again."""

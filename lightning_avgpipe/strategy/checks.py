@@ -199,7 +199,10 @@ def _rolling(running: pl.Trainer, use: str) -> None:
 def _stage_replicas(given: Options) -> None:
     counts: Any = list(given.stage_replicas) or "auto"
     if counts != "auto" and given.num_stages not in ("auto", len(counts)):
-        raise ConfigurationError(f"replicas={counts} names {len(counts)} stages, but num_stages={given.num_stages}")
+        raise ConfigurationError(
+            f"replicas={counts} names {len(counts)} stages, but num_stages={given.num_stages}; give a number for each "
+            "stage, or leave num_stages='auto'"
+        )
     chooses = counts == "auto"
     refused = {
         "schedule": (given.schedule not in NAMES, "forwards and backwards by warm-ups; use schedule='advance_forward'"),
