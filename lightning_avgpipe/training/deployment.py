@@ -226,7 +226,7 @@ class Deployment:
         self._arranged = self._cluster.stage_map
         self._place()
         if begins_alike:
-            self.holdings.begin_alike()
+            self.holdings.begin_alike(plan.copied)
         self.pipeline.load(plan.graph, plan.cuts, plan.frozen)
         if not plan.frozen:
             self._forget_kept()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.cluster import Cluster
@@ -98,8 +98,21 @@ class Holdings:
         finally:
             tensors.drop([name for name in lent if self._cluster.rank not in self._owners[name]])
 
-    def begin_alike(self) -> None:
-        """All groups have the weights and buffers of the first. Every process calls it."""
+    @torch.no_grad()
+    def begin_alike(self, copied: Collection[str]) -> None:
+        """What several processes have begins as the first of them has it. Every process calls it.
+
+        Without a seed each has drawn weights of its own. Groups begin with those of the first.
+
+        Args:
+            copied: parameters that several stages use.
+        """
+        buffers = {name: buffer for name, buffer in self._module.named_buffers() if not buffer.is_meta}
+        named: dict[str, Tensor] = {**dict(self._module.named_parameters()), **buffers}
+        shared = {name: self._owners[name] for name in (*copied, *buffers)}
+        relocation = Relocation({name: ranks[:1] for name, ranks in shared.items()}, shared)
+        for name, arrival in relocation.carry_out(self._cluster.group, lambda name: named[name].detach()).items():
+            named[name].copy_(arrival.on(self._cluster.device))
         parameters = [p.detach() for p in self._module.parameters() if not p.is_meta]
         for others in (self._cluster.replica_group, self._cluster.replicas):
             if others is not None:
