@@ -153,16 +153,17 @@ class ParallelModels:
         self.skipped = frozenset(n for n in range(count) if not trained[n])
         self._fed = max(self._fed, count)
         if steps:
+            summed, models = self._deployment.summed_with_copies, map(self._parameters, range(self._fed))
             with self._observers.activity("averaging"):
-                sum_gradients([p for n in range(self._fed) for p in self._parameters(n)], replicas)
+                sum_gradients([p for named in models for name, p in named.items() if name not in summed], replicas)
         replicas.copy([t for n in range(num_pipelines) for t in self._deployment.changed_by_steps(n)])
         return count
 
-    def _parameters(self, number: int) -> list[torch.nn.Parameter]:
+    def _parameters(self, number: int) -> dict[str, torch.nn.Parameter]:
         """Of one model, as far as they are held here."""
         if self._ensemble is not None:
-            return list(self._ensemble.parameters(number).values())
-        return [p for p in self._module.parameters() if not p.is_meta]
+            return self._ensemble.parameters(number)
+        return {name: p for name, p in self._module.named_parameters() if not p.is_meta}
 
     def after_backwards(self, loss: torch.Tensor, count: int) -> None:
         """What follows a backward, for each of so many pipelines: hooks may change the gradients of the model they see.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
@@ -152,7 +153,7 @@ class Deployment:
         plan = self.plan
         graph = self._on_first(examples, lambda args: self._planner.capture_like(step, run, args, plan))
         if graph is not None:
-            self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
+            self._load_like(plan, graph)
         return False
 
     def arrange(self, batches: Sequence[Any]) -> bool:
@@ -218,7 +219,7 @@ class Deployment:
             check_movable(self.plan, plan, self._arranged, self._cluster.stage_map, models)
         if plan.devices:
             self._cluster.place(plan.devices)
-        check_shared(plan, self._cluster.stage_map.stage_replicas)
+        check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         begins_alike = not self._final
         self.pipeline.unload()
@@ -232,13 +233,19 @@ class Deployment:
             self._forget_kept()
         for graph in others:
             try:
-                self.pipeline.load(graph, cut_like(graph, plan.stages_of, plan.num_stages))
+                self._load_like(plan, graph)
             except StepOrderError:
                 if not plan.copied:  # finer units might find an order among copies
                     raise
             except PartitionError:
                 pass  # it needs finer units: a new capture is made when it is run
         return True
+
+    def _load_like(self, plan: Plan, graph: CallGraph) -> None:
+        """Make another step runnable on the stages of a plan."""
+        cuts = cut_like(graph, plan.stages_of, plan.num_stages)
+        check_shared(graph, cuts, self._cluster.stage_map)
+        self.pipeline.load(graph, cuts)
 
     def place_parameters(self, plan: Plan) -> dict[str, int]:
         """Divide the module by a plan of which it is only known who owns what. Every process calls it.
@@ -387,6 +394,11 @@ class Deployment:
         """
         for pipeline in self._pipelines if number is None else self._pipelines[number : number + 1]:
             pipeline.copies("training_step").sum_gradients()
+
+    @property
+    def summed_with_copies(self) -> Collection[str]:
+        """Parameters of which that sum has the gradients of all replicas of their stages."""
+        return self.pipeline.copies("training_step").names if self._cluster.stage_map.stage_replicas else ()
 
     def verify_copies(self) -> None:
         """Check that what several stages use is the same on all of them. Every process calls it."""

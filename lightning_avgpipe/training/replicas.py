@@ -18,51 +18,49 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.planning import Plan
 
 __all__ = ["check_shared", "sum_gradients", "weighed_together"]
 
 _DENSE, _SPARSE = 0, 1
 
 
-def check_shared(plan: Plan, replicas: Sequence[int]) -> None:
-    """Look whether stages whose replicas take micro-batches in turns can do what a plan gives them.
+def check_shared(graph: CallGraph, cuts: Sequence[int], stage_map: StageMap) -> None:
+    """Look whether stages whose replicas take micro-batches in turns can do what a step wants of them.
 
     Args:
-        plan: of the stages.
-        replicas: of each stage; empty: one of each.
+        graph: of the step; only training shares the last stage.
+        cuts: K-1 positions.
+        stage_map: who hosts what.
     Raises:
-        PartitionError: a parameter has copies on several stages, or a step keeps something for the next micro-batch.
+        PartitionError: the step keeps something for the next micro-batch, which another process has.
     """
-    if max(replicas, default=1) == 1:
+    trains = graph.step == "training_step"
+    ends = (*cuts, len(graph.nodes))
+    shared = [k for k in range(len(ends)) if len(stage_map.hosts(k, trains)) > 1]
+    if kept := sorted({".".join(filter(None, key)) for key in _kept_on(graph, (0, *ends), shared)}):
+        raise PartitionError(
+            f"{graph.step} keeps {', '.join(map(repr, kept))} for the next micro-batch, which with "
+            f"replicas={list(stage_map.stage_replicas)} is another process's; collect what steps return in "
+            "on_train_batch_end, keep it in a buffer (register_buffer) if no result depends on it, use num_stages "
+            "alone, or replicate whole pipelines (replicas=2)"
+        )
+
+
+def _kept_on(graph: CallGraph, bounds: Sequence[int], shared: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Attributes that a step changes and reads on a stage with replicas, or before it: path of a module, and name."""
+    if not shared:
         return
-    asked, instead = f"replicas={list(replicas)}", "or replicate whole pipelines (replicas=2)"
-    if plan.copied:
-        name, stages = next(iter(plan.copied.items()))
-        raise PartitionError(
-            f"'{name}' is used on the stages {', '.join(map(str, stages))}, and with {asked} copies of tied parameters "
-            f"are not summed over both; keep its uses on one stage with split_points, {instead}"
-        )
-    if kept := sorted(".".join(filter(None, key)) for key in _kept_on(plan, replicas)):
-        raise PartitionError(
-            f"{plan.graph.step} keeps {', '.join(map(repr, kept))} for the next micro-batch, which with {asked} is "
-            "another process's; keep it in a buffer (register_buffer) if no result depends on it, use num_stages "
-            f"alone, {instead}"
-        )
-
-
-def _kept_on(plan: Plan, replicas: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Attributes that steps change and read on a stage with replicas, or before it: path of a module, and name."""
-    graph, bounds = plan.graph, (*plan.cuts, len(plan.graph.nodes))
-    last = max(bounds[k] for k, count in enumerate(replicas) if count > 1)
-    early = {key for key, position in graph.reads if position <= last}
+    early = {key for key, position in graph.reads if position <= bounds[shared[-1] + 1]}
     yield from early.intersection((*graph.attributes, *(key for key, _ in graph.holders)))
-    shared = {name for stage in plan.stages if replicas[stage.index] > 1 for name in stage.units}
+    nodes = (node for k in shared for node in graph.executed(bounds[k], bounds[k + 1]) if node.kind != "glue")
+    units = {name for node in nodes for name in node.name.split(", ")}  # of a region several
     for path, name in {*graph.of_units, *graph.written}:
-        if not path or any(f"{path}.".startswith(f"{unit}.") or f"{unit}.".startswith(f"{path}.") for unit in shared):
+        if not path or any(f"{path}.".startswith(f"{unit}.") or f"{unit}.".startswith(f"{path}.") for unit in units):
             yield path, name
 
 

@@ -5,7 +5,8 @@
     stage 0   embed.weight ──┐            grad 0 ──┐
     stage 2   head.weight  ──┴ same values  grad 2 ──┴─ summed in the order of stages, before clipping and stepping
 
-Every holder then takes the same optimizer step on the same gradient, so the copies stay equal bit for bit.
+Every holder then takes the same optimizer step on the same gradient, so the copies stay equal bit for bit. Replicas of
+a stage, which take its micro-batches in turns, have a gradient each, and are holders each.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +102,11 @@ class TiedParameters:
                 for owner, name in copy.places:
                     setattr(owner, name, copy.parameter)
 
+    @property
+    def names(self) -> Collection[str]:
+        """Of the parameters."""
+        return self._copied.keys()
+
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def sum_gradients(self) -> None:
@@ -115,18 +121,18 @@ class TiedParameters:
         for name, stages in self._copied.items():
             together[stages].append(name)
         for stages, names in together.items():
-            ranks = sorted({self._cluster.stage_map.owner(k) for k in stages})
+            ranks = sorted({rank for k in stages for rank in self._cluster.stage_map.ranks(k)})
             group = self._cluster.subset(ranks) if len(ranks) > 1 else None
             if self._cluster.rank in ranks:
-                self._sum(stages, names, group)
+                self._sum([(k, rank) for k in stages for rank in self._cluster.stage_map.ranks(k)], names, group)
 
-    def _sum(self, stages: Sequence[int], names: Sequence[str], group: dist.ProcessGroup | None) -> None:
+    def _sum(self, stages: Sequence[tuple[int, int]], names: Sequence[str], group: dist.ProcessGroup | None) -> None:
         parameters = [self._parameters[name] for name in names]
         totals: list[Tensor | None] = [None] * len(names)
-        for stage in stages:
-            gradients = self._take(stage, names)
+        for stage, rank in stages:
+            gradients = self._take(stage, names) if rank == self._cluster.rank else [None] * len(names)
             if group is not None:
-                gradients = self._exchange(stage, gradients, parameters, group)
+                gradients = self._exchange(stage, rank, gradients, parameters, group)
             for i, gradient in enumerate(gradients):
                 total = totals[i]
                 if gradient is not None:
@@ -135,10 +141,8 @@ class TiedParameters:
             parameter.grad = total
 
     def _take(self, stage: int, names: Sequence[str]) -> list[Tensor | None]:
-        """A stage's own gradients; all None if another process hosts it."""
-        if self._cluster.stage_map.owner(stage) != self._cluster.rank:
-            return [None] * len(names)
-        found = []
+        """A stage's own gradients, in this process."""
+        found: list[Tensor | None] = []
         for name in names:
             gradient, parameter = None, self._parameters[name]
             copy = self._stand_ins[stage].get(name)
@@ -158,12 +162,12 @@ class TiedParameters:
     def _exchange(
         self,
         stage: int,
+        source: int,
         gradients: Sequence[Tensor | None],
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
     ) -> list[Tensor | None]:
         """Send one stage's gradients to all holders of copies, in one message per type."""
-        source = self._cluster.stage_map.owner(stage)
         sender = self._cluster.group.ranks[source]
         exists = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
         what = f"the summing of gradients of stage {stage}"
@@ -193,7 +197,7 @@ class TiedParameters:
         mine = {
             name: _digest(self._parameters[name])
             for name, stages in self._copied.items()
-            if any(self._cluster.stage_map.owner(k) == self._cluster.rank for k in stages)
+            if any(self._cluster.rank in self._cluster.stage_map.ranks(k) for k in stages)
         }
         gathered = self._cluster.group.gather_objects(mine)
         for name in self._copied:

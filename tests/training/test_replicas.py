@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.capture.graph import CallGraph, Node
+from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.microbatch import split
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.errors import ConfigurationError, PartitionError
+from lightning_avgpipe.training.replicas import check_shared
 from tests import processes
 from tests.elastic.models import Batches, Models, Net, assert_equal, state
 from tests.elastic.test_groups import Bomb
@@ -269,7 +272,7 @@ def of_a_stage(rank: int | None, folder: Path) -> Any:
     found = []
     for epochs in (1, 2):
         torch.manual_seed(9 if rank == 2 else 5)  # replicas begin alike
-        model = Tied(tied=False)
+        model = Tied()
         torch.manual_seed(5)
         options = {
             "max_epochs": epochs, "callbacks": [saving], "enable_checkpointing": True, "gradient_clip_val": 0.1,
@@ -284,13 +287,25 @@ def of_a_stage(rank: int | None, folder: Path) -> Any:
 
 
 class Returning(MLP):
-    """A hook sees what the step returned for the whole batch."""
+    """Hooks see what the step returned for the whole batch, and all that evaluation has collected."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.seen: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = self(batch[0])
         loss = F.mse_loss(outputs, batch[1])
         self.log("train_loss", loss, on_step=False, on_epoch=True)
         return {"loss": loss, "outputs": outputs.detach()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.seen.append(loss)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("seen", torch.stack(self.seen).sum())
+        self.seen.clear()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert len(outputs["outputs"]) == 10
@@ -411,37 +426,41 @@ def test_what_replicas_cannot_be_is_refused_by_name() -> None:
         pipeline("auto", 4, {"replicas": [3, 1], "schedule": "zb_h1"})  # type: ignore[arg-type]
 
 
-class Keeping(MLP):
-    """What the first layer gives goes to the next micro-batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = torch.zeros(2, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x) + self.kept
-        self.kept = x.detach()
-        return self.layers[1:](x)
-
-
-def refused(rank: int, kind: type[Regression], split_point: str) -> None:
-    strategy = {"replicas": [2, 1], "num_microbatches": 5, "split_points": [split_point]}
-    pipeline(2, 3, strategy).fit(kind(), loader(kind, 30, 10))
+def keeping(step: str, position: int) -> CallGraph:
+    """A step of two units that adds to a list before a node."""
+    nodes = tuple(Node(i, "call", unit, "") for i, unit in enumerate(("first", "last")))
+    key = ("", "outputs")
+    return CallGraph(
+        step,
+        nodes,
+        (),
+        frozenset(),
+        ("first", "last"),
+        frozenset(),
+        holders=((key, position),),
+        reads=((key, position),),
+    )
 
 
-@pytest.mark.slow
+def shared(*replicas: int) -> StageMap:
+    return StageMap(len(replicas), (tuple(range(sum(replicas))),), stage_replicas=replicas)
+
+
 @pytest.mark.parametrize(
-    ("kind", "split_point", "message"),
-    [
-        (Tied, "last", "'first.weight' is used on the stages 0, 1"),
-        (Keeping, "layers.4", "training_step keeps 'kept' for the next micro-batch"),
-    ],
+    ("step", "position", "replicas"),
+    [("training_step", 2, (1, 2)), ("training_step", 0, (2, 1)), ("validation_step", 0, (2, 1))],
 )
-def test_what_replicas_of_a_stage_do_not_share_is_refused(
-    kind: type[Regression], split_point: str, message: str, tmp_path: Path
+def test_what_a_shared_stage_keeps_for_the_next_micro_batch_is_refused(
+    step: str, position: int, replicas: tuple[int, ...]
 ) -> None:
-    for outcome in processes.run(3, refused, kind, split_point, folder=tmp_path):
-        assert outcome.error is not None and message in outcome.error
+    with pytest.raises(PartitionError, match=f"{step} keeps 'outputs' for the next micro-batch"):
+        check_shared(keeping(step, position), (1,), shared(*replicas))
+
+
+def test_a_stage_that_one_process_runs_may_keep_what_it_likes() -> None:
+    check_shared(keeping("training_step", 2), (1,), shared(2, 1))
+    check_shared(keeping("validation_step", 2), (1,), shared(1, 2))  # evaluation does not share the last stage
+    check_shared(keeping("validation_step", 0), (), shared(3))
 
 
 def failing_in_turn(rank: int) -> None:
