@@ -292,7 +292,7 @@ def work(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     workload = WORKLOADS[options.workloads[0]]
     with tempfile.TemporaryDirectory() as folder:
-        tuner = AvgPipeTuner(options.pipelines, options.microbatches, dirpath=folder)
+        tuner = AvgPipeTuner(options.pipelines, options.microbatches, samples_factor=1, dirpath=folder)
         traversal = Traversal(tuner, options)
         trainer = L.Trainer(
             accelerator="cpu", devices=NUM_STAGES, max_epochs=1, callbacks=[tuner, traversal], logger=False,

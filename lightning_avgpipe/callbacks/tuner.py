@@ -26,7 +26,7 @@ from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning import PREDICTORS, TUNED, Result, Setting, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.picture import draw
 from lightning_avgpipe.tuning.trials import best, per_batch_s, refined, trial_sizes
-from lightning_avgpipe.utils.allowed import Allowed, check, choice, directory, documented, optional, whole
+from lightning_avgpipe.utils.allowed import Allowed, check, choice, directory, documented, number, optional, whole
 from lightning_avgpipe.utils.option_types import Count, Natural
 from lightning_avgpipe.utils.packages import adopted
 
@@ -36,10 +36,17 @@ _FEWEST_BATCHES = 4
 _REFINED = 3  # iterations of each candidate that is tried
 _NAME = "avgpipe_tuning"
 _MOST = ALLOWED["num_microbatches"]
+_FACTOR = number(0.01, 100, 1.2, least=True)
 
 
 def _are_counts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(m != "auto" and _MOST.accepts(m) for m in value)
+
+
+def _are_factors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(_MOST.accepts(n) and n != "auto" and _FACTOR.accepts(f) for n, f in value.items())
+    return _FACTOR.accepts(value)
 
 
 _ALLOWED = {
@@ -52,6 +59,10 @@ _ALLOWED = {
     "predictor": choice("corrected", "paper", "simulator"),
     "profile_batches": whole(_FEWEST_BATCHES, 10_000, 20),
     "refine": whole(0, 1000, 3),
+    "samples_factor": optional(
+        Allowed("a number from 0.01 to 100, or such numbers by number of pipelines", "{2: 1.2, 4: 1.7}", _are_factors),
+        "what was measured",
+    ),
     "dirpath": optional(directory(), "that of the checkpoints"),
 }
 
@@ -80,6 +91,10 @@ class AvgPipeTuner(Callback):
             through; ``"paper"``, as AvgPipe's authors print it, for comparison.
         profile_batches: iterations to profile with, at least 4. No more are begun after two minutes.
         refine: number of candidates, the best by prediction, that are run for a few iterations; the fastest is taken.
+        samples_factor: samples that N models need to reach a goal, as a multiple of what one needs: a number for all N
+            above 1, or numbers by N. The setting with the least time per batch times this factor is taken. None: as
+            measured on small trainings, 1.2 for two and 1.7 for four models (docs/parallel_pipelines.md); 1: the
+            fastest setting, whatever its models learn from a batch.
         dirpath: folder of the files; default: that of the checkpoints, or the trainer's ``default_root_dir``.
 
     Attributes:
@@ -102,12 +117,13 @@ class AvgPipeTuner(Callback):
         predictor: Literal["corrected", "paper", "simulator"] = "corrected",
         profile_batches: Count = 20,
         refine: Natural = 0,
+        samples_factor: float | dict[int, float] | None = None,
         dirpath: str | Path | None = None,
     ) -> None:
         given = {
             "max_num_pipelines": max_num_pipelines, "microbatch_candidates": microbatch_candidates,
             "memory_limit": memory_limit, "predictor": predictor, "profile_batches": profile_batches,
-            "refine": refine, "dirpath": dirpath,
+            "refine": refine, "samples_factor": samples_factor, "dirpath": dirpath,
         }  # fmt: skip
         check(_ALLOWED, given, "AvgPipeTuner")
         self._max_num_pipelines = max_num_pipelines
@@ -116,6 +132,7 @@ class AvgPipeTuner(Callback):
         self._predictor = PREDICTORS[predictor]
         self._profile_batches = profile_batches
         self._refine = refine
+        self._samples_factor = samples_factor
         self._dirpath = dirpath
         self.result: Result | None = None
         self.measured: dict[Setting, float] = {}
@@ -165,6 +182,11 @@ class AvgPipeTuner(Callback):
             raise ConfigurationError(
                 "AvgPipeTuner chooses num_pipelines, num_microbatches and advance, but the strategy was given "
                 f"{given}; remove that, or the callback"
+            )
+        if strategy.rolling and self._refine:
+            raise ConfigurationError(
+                f"AvgPipeTuner(refine={self._refine}) times iterations one by one, but with rolling=True they overlap; "
+                "use refine=0, or rolling=False"
             )
         checks.trainer(trainer, strategy.world_size, self._max_num_pipelines)
         self._strategy, self._begun = strategy, False
@@ -255,9 +277,10 @@ class AvgPipeTuner(Callback):
             profile = profiler.profile(counts)
             if profile is not None:
                 fitting = [m for m in counts if m > profiler.too_few]
-                settings = candidates(profile, self._max_num_pipelines, fitting, schedule=schedule)
+                rolling = run.configuration.options.rolling
+                settings = candidates(profile, self._max_num_pipelines, fitting, schedule=schedule, rolling=rolling)
                 limit = run.memory_per_stage(self._memory_limit)
-                found = search(profile, settings, limit, self._predictor).to_json()
+                found = search(profile, settings, limit, self._predictor, self._samples_factor).to_json()
             result = Result.from_json(cluster.world.broadcast(found))
             if self._refine:
                 result = self._refined(profiler, strategy, result)

@@ -136,7 +136,7 @@ def _without_barrier(given: Options) -> None:
 def overlapping(running: pl.Trainer, given: Options, num_stages: int, num_groups: int, tuned: bool) -> None:
     """Check that batches of this run may overlap, if they are to."""
     versions = not given.policy.drains
-    if not versions and (not given.rolling or (given.num_pipelines == 1 and num_groups == 1)):
+    if not versions and (not given.rolling or (given.num_pipelines == 1 and num_groups == 1 and not tuned)):
         return
     option = f"weight_policy={given.weight_policy!r}" if versions else "rolling=True"
     use = "or use weight_policy='flush'" if versions else "or use rolling=False"
@@ -152,7 +152,7 @@ def overlapping(running: pl.Trainer, given: Options, num_stages: int, num_groups
             f"{option} with {num_groups} groups of processes (of parallel models or replicas), which do a part of "
             f"each step together; use {instead}, {use}"
         )
-    if tuned:
+    if tuned and versions:
         raise ConfigurationError(f"{option} with AvgPipeTuner, which times iterations one by one; remove it, {use}")
     if getattr(running, "_val_check_time_interval", None) is not None:
         raise ConfigurationError(

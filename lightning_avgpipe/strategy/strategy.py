@@ -432,6 +432,11 @@ class AvgPipeStrategy(ParallelStrategy):
         return self._options.num_pipelines
 
     @property
+    def rolling(self) -> bool:
+        """Whether several pipelines do not wait for each other at the end of a batch."""
+        return self._options.rolling
+
+    @property
     def weight_policy(self) -> str | PipeOptim:
         """Which weights a micro-batch uses."""
         return self._options.weight_policy

@@ -2,6 +2,7 @@
 
 from lightning_avgpipe.tuning.predictors import PREDICTORS, Corrected, Paper, Prediction, Predictor, Simulator
 from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, OtherSize, Profile, StageMemory, StageProfile
+from lightning_avgpipe.tuning.samples import SamplesFactor
 from lightning_avgpipe.tuning.search import Candidate, Result, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.setting import TUNED, Setting
 
@@ -19,6 +20,7 @@ __all__ = [
     "Predictor",
     "Profile",
     "Result",
+    "SamplesFactor",
     "Setting",
     "Simulator",
     "StageMemory",

@@ -41,9 +41,10 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         fields = {field.name for field in dataclasses.fields(kind)}
-        if fields != data.keys():
+        needed = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+        if not needed <= data.keys() <= fields:  # an entry with a default may be younger than the text
             raise ValueError(f"{where} has the entries {sorted(data)}, not {sorted(fields)}")
-        return kind(**{name: _read(hints[name], data[name], f"{where}.{name}") for name in fields})  # type: ignore[operator]
+        return kind(**{name: _read(hints[name], found, f"{where}.{name}") for name, found in data.items()})  # type: ignore[operator]
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
         return tuple(_read(arguments[0], entry, f"{where}[{i}]") for i, entry in enumerate(data))

@@ -17,7 +17,7 @@ from lightning_avgpipe.tuning.memory import memory_at
 from lightning_avgpipe.tuning.profile import Profile
 from lightning_avgpipe.tuning.scaling import Load, Loads, loads_at
 from lightning_avgpipe.tuning.setting import Setting
-from lightning_avgpipe.tuning.steady import steady_iteration_s
+from lightning_avgpipe.tuning.steady import rolling_iteration_s, steady_iteration_s
 
 __all__ = ["PREDICTORS", "Corrected", "Paper", "Prediction", "Predictor", "Simulator"]
 
@@ -129,13 +129,17 @@ class Corrected:
     disturb each other less on the stage behind it. Then, with AFAB, in each direction the slowest stage adds its other
     micro-batches, or the slowest link its other messages. With a warm-up w, forwards and backwards are one phase, and
     besides stages and links every round trip between two stages j < k may be the tightest: ``w_j - w_k + 1``
-    micro-batches make it at once. With sufficient advance none matters.
+    micro-batches make it at once. With sufficient advance none matters. Rolling iterations take as long as one pipeline
+    alone, or as the tightest device or link needs for all N; the simulator has up to a sixth more where a device is
+    just about full.
     """
 
     name: str = "corrected"
 
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
         """Predict a setting from a profile."""
+        if setting.rolling:
+            return _prediction(profile, setting, _rolling_s(profile, setting, self))
         loads, m, n = loads_at(profile, setting), setting.num_microbatches, setting.num_pipelines
         there = _first_s(profile, loads.forward, (0.0, *loads.values_s), n)
         back = _first_s(profile, loads.backward, (*loads.gradients_s, 0.0), n)
@@ -208,6 +212,9 @@ class Simulator:
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
         """Predict a setting from a profile."""
         loads = loads_at(profile, setting)
+        if setting.rolling:
+            roll_s = rolling_iteration_s(setting, profile.num_stages, loads, profile.devices, profile.device.in_turns)
+            return _prediction(profile, setting, max(roll_s, _rolling_s(profile, setting, self)))
         seconds = steady_iteration_s(setting, profile.num_stages, loads, profile.devices, profile.device.in_turns)
         return _prediction(profile, setting, seconds + loads.update_s)
 
@@ -218,6 +225,9 @@ class Simulator:
         found = []
         for setting in settings:
             loads, key = loads_at(profile, setting), (setting.num_microbatches, setting.warm_up(len(stages)))
+            if setting.rolling:
+                found.append(_prediction(profile, setting, _rolling_s(profile, setting, self), at_least=True))
+                continue
             if key not in alone:
                 one = dataclasses.replace(setting, num_pipelines=1)
                 alone[key] = steady_iteration_s(one, len(stages), loads, stages, profile.device.in_turns)
@@ -225,6 +235,20 @@ class Simulator:
             exact = setting.num_pipelines == 1 and len(set(profile.devices)) == len(stages)
             found.append(_prediction(profile, setting, seconds + loads.update_s, at_least=not exact))
         return found
+
+
+def _rolling_s(profile: Profile, setting: Setting, predictor: Predictor) -> float:
+    """Where no pipeline waits for another: what one takes, or what a device or a link does for all of them."""
+    one = dataclasses.replace(setting, num_pipelines=1, rolling=False)
+    loads, m, n = loads_at(profile, setting), setting.num_microbatches, setting.num_pipelines
+    per_device: dict[int, float] = {}
+    for device, stage, forward, backward in zip(
+        profile.devices, profile.stages, loads.forward, loads.backward, strict=True
+    ):
+        work_s = m * (forward.work_s + backward.work_s) + stage.step_s + stage.averaging_s
+        per_device[device] = per_device.get(device, 0.0) + n * work_s
+    alone_s = predictor.predict(profile, one).iteration_s + max(stage.averaging_s for stage in profile.stages)
+    return max(alone_s, *per_device.values(), n * m * max((*loads.values_s, *loads.gradients_s), default=0.0))
 
 
 def _prediction(profile: Profile, setting: Setting, seconds: float, at_least: bool = False) -> Prediction:

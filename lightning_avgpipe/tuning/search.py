@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning.memory import nbytes
@@ -13,6 +13,7 @@ from lightning_avgpipe.tuning import plain
 from lightning_avgpipe.tuning.memory import memory_at
 from lightning_avgpipe.tuning.predictors import Corrected, Prediction, Predictor
 from lightning_avgpipe.tuning.profile import Profile
+from lightning_avgpipe.tuning.samples import SamplesFactor, samples_at
 from lightning_avgpipe.tuning.setting import Setting
 
 __all__ = ["ADVANCES", "Candidate", "Result", "candidates", "microbatch_counts", "search"]
@@ -24,10 +25,22 @@ _ROUNDING = 1e-9  # relative; times that differ by less differ only in the order
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with what is predicted for it."""
+    """A setting with what is predicted for it.
+
+    Attributes:
+        setting: M, N, and the schedule.
+        prediction: for the setting.
+        samples: until a goal, as a multiple of what one pipeline needs.
+    """
 
     setting: Setting
     prediction: Prediction
+    samples: float = 1.0
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds in which it learns as much as one pipeline from a batch."""
+        return self.prediction.per_batch_s * self.samples
 
     def lacking(self, memory_limit: float) -> tuple[int, float]:
         """The stage that needs the most, and how many bytes that is above the limit; negative where it fits."""
@@ -88,7 +101,9 @@ class Result:
         return plain.from_json(cls, text, _FORMAT)
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("pipelines", "micro-batches", "schedule", "a batch", "fullest stage", "")]
+        rows: list[tuple[str, ...]] = [
+            ("pipelines", "micro-batches", "schedule", "a batch", "samples", "fullest stage", "")
+        ]
         for n in sorted({candidate.setting.num_pipelines for candidate in self.candidates}):
             best = self.choice if n == self.choice.setting.num_pipelines else self.best(num_pipelines=n)
             assert best is not None
@@ -106,6 +121,7 @@ class Result:
             str(setting.num_microbatches),
             f"advance {setting.advance}" if setting.schedule == "advance_forward" else setting.schedule,
             _time(candidate),
+            f"x {candidate.samples:.2f}",
             f"{nbytes(candidate.prediction.memory[stage])} on {stage}",
             note,
         )
@@ -117,6 +133,7 @@ def candidates(
     microbatch_candidates: Sequence[int] | None = None,
     advances: Iterable[int] = ADVANCES,
     schedule: str = "advance_forward",
+    rolling: bool = False,
 ) -> tuple[Setting, ...]:
     """All settings to consider.
 
@@ -127,6 +144,7 @@ def candidates(
             are more of those.
         advances: every h; those that change nothing are left out, and other schedules than advance forward have none.
         schedule: its name.
+        rolling: whether pipelines roll where there are several.
     Raises:
         TuningError: no pipelines, or an M that the batch cannot be split into.
     """
@@ -139,7 +157,8 @@ def candidates(
         distinct: dict[tuple[int, ...], int] = {}
         for h in usable:
             distinct.setdefault(Setting(m, 1, h, schedule).warm_up(profile.num_stages), h)
-        found += [Setting(m, n, h, schedule) for n in range(1, max_num_pipelines + 1) for h in distinct.values()]
+        counted = range(1, max_num_pipelines + 1)
+        found += [Setting(m, n, h, schedule, rolling and n > 1) for n in counted for h in distinct.values()]
     return tuple(found)
 
 
@@ -169,8 +188,9 @@ def search(
     settings: Sequence[Setting],
     memory_limit: float | None = None,
     predictor: Predictor | None = None,
+    samples_factor: SamplesFactor = 1.0,
 ) -> Result:
-    """Choose the setting with the shortest predicted time per batch among those that fit.
+    """Choose the setting with the shortest predicted time per batch, times samples to a goal, among those that fit.
 
     Of settings that are equally fast, the one whose fullest stage needs less memory is taken. Where a predictor is slow
     it predicts, from the lowest bound on, those settings that fit and may be the fastest with their N.
@@ -180,6 +200,7 @@ def search(
         settings: to consider, as ``candidates`` gives them.
         memory_limit: bytes that no stage may exceed; None for no limit.
         predictor: default: ``Corrected()``.
+        samples_factor: what N models need, see ``samples_at``.
     Raises:
         TuningError: there is none, or none fits; says what is missing on which stage, and what would help.
     """
@@ -187,7 +208,7 @@ def search(
         raise TuningError("no settings to choose from; give at least one")
     predictor = predictor or Corrected()
     limit = math.inf if memory_limit is None else memory_limit
-    found = _predicted(profile, settings, limit, predictor)
+    found = _predicted(profile, settings, limit, predictor, samples_factor)
     fitting = [candidate for candidate in found if candidate.fits(limit)]
     if not fitting:
         raise TuningError(_nothing_fits(profile, found, limit))
@@ -197,9 +218,10 @@ def search(
 
 
 def _predicted(
-    profile: Profile, settings: Sequence[Setting], limit: float, predictor: Predictor
+    profile: Profile, settings: Sequence[Setting], limit: float, predictor: Predictor, factor: SamplesFactor
 ) -> tuple[Candidate, ...]:
-    found = list(map(Candidate, settings, predictor.bounds(profile, settings)))
+    samples = [samples_at(factor, setting.num_pipelines) for setting in settings]
+    found = list(map(Candidate, settings, predictor.bounds(profile, settings), samples))
     best: dict[int, float] = {}  # seconds per batch, by N
     for i in sorted(range(len(found)), key=lambda i: (found[i].prediction.at_least, found[i].prediction.per_batch_s)):
         candidate, n = found[i], found[i].setting.num_pipelines
@@ -207,19 +229,19 @@ def _predicted(
         if not candidate.fits(limit) or candidate.prediction.per_batch_s > known * (1 + _ROUNDING):
             continue
         if candidate.prediction.at_least:
-            candidate = found[i] = Candidate(candidate.setting, predictor.predict(profile, candidate.setting))
+            candidate = found[i] = replace(candidate, prediction=predictor.predict(profile, candidate.setting))
         best[n] = min(known, candidate.prediction.per_batch_s)
     return tuple(found)
 
 
 def _fastest(fitting: Sequence[Candidate]) -> Candidate:
-    least = min(candidate.prediction.per_batch_s for candidate in fitting)
-    equal = [c for c in fitting if c.prediction.per_batch_s <= least * (1 + _ROUNDING)]
+    least = min(candidate.cost_s for candidate in fitting)
+    equal = [c for c in fitting if c.cost_s <= least * (1 + _ROUNDING)]
     return min(equal, key=lambda c: (max(c.prediction.memory), sum(c.prediction.memory), c.setting))
 
 
 def _reason(choice: Candidate, found: Sequence[Candidate], fitting: Sequence[Candidate], limit: float) -> str:
-    text = f"{format_seconds(choice.prediction.per_batch_s)} a batch, the shortest of {len(fitting)} settings"
+    text = f"{format_seconds(choice.prediction.per_batch_s)} a batch, the {_least(found)} of {len(fitting)} settings"
     if len(fitting) < len(found):
         text += f" that fit {nbytes(limit)} ({len(found)} considered)"
     fastest = _fastest(found)
@@ -227,6 +249,11 @@ def _reason(choice: Candidate, found: Sequence[Candidate], fitting: Sequence[Can
         stage, lacking = fastest.lacking(limit)
         text += f"; {fastest.setting} would take {_time(fastest)}, but lacks {nbytes(lacking)} on stage {stage}"
     return text
+
+
+def _least(found: Sequence[Candidate]) -> str:
+    weighed = any(candidate.samples != 1.0 for candidate in found)
+    return "least time to a goal" if weighed else "shortest"
 
 
 def _time(candidate: Candidate) -> str:

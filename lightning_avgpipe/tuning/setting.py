@@ -21,6 +21,7 @@ class Setting:
         num_pipelines: N.
         advance: h, of ``"advance_forward"``.
         schedule: ``"advance_forward"``, ``"1f1b"`` or ``"afab"``.
+        rolling: whether each pipeline begins its next batch without waiting for the others.
     Raises:
         TuningError: a number below 1 or a schedule that does not train.
     """
@@ -29,6 +30,7 @@ class Setting:
     num_pipelines: int = 1
     advance: int = 0
     schedule: str = "advance_forward"
+    rolling: bool = False
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1 or self.num_pipelines < 1 or self.advance < 0:
@@ -48,4 +50,6 @@ class Setting:
     def __str__(self) -> str:
         name = f"advance {self.advance}" if self.schedule == "advance_forward" else self.schedule
         pipelines = f"{self.num_pipelines} pipeline{'s' * (self.num_pipelines > 1)}"
-        return f"{pipelines}, {self.num_microbatches} micro-batch{'es' * (self.num_microbatches > 1)}, {name}"
+        return f"{pipelines}, {self.num_microbatches} micro-batch{'es' * (self.num_microbatches > 1)}, {name}" + (
+            ", rolling" * self.rolling
+        )

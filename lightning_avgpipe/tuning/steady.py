@@ -13,14 +13,15 @@ from collections.abc import Sequence
 
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, InTurns, Kind, SideBySide, build
 from lightning_avgpipe.schedule.sharing import SimulatedLane
-from lightning_avgpipe.schedule.simulator import Simulation
+from lightning_avgpipe.schedule.simulator import Simulation, simulate
 from lightning_avgpipe.tuning.scaling import Loads
 from lightning_avgpipe.tuning.setting import Setting
 
-__all__ = ["steady_iteration_s"]
+__all__ = ["rolling_iteration_s", "steady_iteration_s"]
 
 _EVEN = 4  # backwards of a lane that tell whether its pace is even
 _ROUNDING = 1e-9  # of a period
+_ROLLING = 8  # iterations, of which those in the middle count
 
 
 def steady_iteration_s(
@@ -51,6 +52,15 @@ def steady_iteration_s(
                 lane.row = rest.rows[lane.stage]
             return simulation.run() + (m - begun) * period
     return simulation.run()
+
+
+def rolling_iteration_s(
+    setting: Setting, num_stages: int, loads: Loads, devices: Sequence[int], in_turns: bool = False
+) -> float:
+    """Seconds of an iteration of many that follow one another without a barrier; arguments as of the other one."""
+    schedule = build(setting.schedule, num_stages, setting.num_microbatches, setting.advance)
+    sharing = InTurns if in_turns else SideBySide
+    return simulate([schedule] * setting.num_pipelines, loads, devices, sharing, _ROLLING).steady_s
 
 
 def _ends(lane: SimulatedLane) -> dict[Kind, list[float]]:

@@ -104,9 +104,9 @@ def busy_curve(kernels: Iterable[tuple[float, float, float]], begin_s: float, en
 
 
 def best(result: Result, count: int) -> tuple[Candidate, ...]:
-    """The candidates with the shortest predicted times per batch among those that fit, the chosen one first."""
+    """The best candidates of those that fit, by prediction, the chosen one first."""
     fitting = [c for c in result.candidates if c.fits(result.limit) and c != result.choice]
-    fitting.sort(key=lambda c: (c.prediction.per_batch_s, c.setting))
+    fitting.sort(key=lambda c: (c.cost_s, c.setting))
     return (result.choice, *fitting)[:count]
 
 
@@ -119,8 +119,9 @@ def refined(result: Result, measured: Mapping[Setting, float]) -> Result:
     """
     if not measured:
         return result
-    setting = min(measured, key=lambda s: (measured[s], s))
-    choice = next(c for c in result.candidates if c.setting == setting)
+    by_setting = {c.setting: c for c in result.candidates}
+    setting = min(measured, key=lambda s: (measured[s] * by_setting[s].samples, s))
+    choice = by_setting[setting]
     expected = "at least " * choice.prediction.at_least + format_seconds(choice.prediction.per_batch_s)
     reason = f"{format_seconds(measured[setting])} a batch, the shortest of {len(measured)} that were tried ({expected}"
     return replace(result, choice=choice, reason=f"{reason} was expected)")

@@ -216,6 +216,33 @@ def test_training_goes_on_as_if_the_choice_had_been_given_by_hand(
     assert_same(found, expected)
 
 
+def test_rolling_iterations_begin_as_if_the_choice_had_been_given_by_hand(liking: Any, tmp_path: Path) -> None:
+    setting = Setting(4, 2, 1, rolling=True)
+    liking(setting)
+    tuner = AvgPipeTuner(3, [2, 4], profile_batches=6, dirpath=tmp_path)
+    found, _ = mlp(tuner, {"rolling": True}, max_epochs=2)
+    assert tuner.result.choice.setting == setting
+    expected, _ = mlp(None, {"rolling": True, **by_hand(setting)}, max_epochs=2)
+    drained, _ = mlp(None, by_hand(setting), max_epochs=2)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor)
+    assert any(not torch.equal(drained.state_dict()[name], tensor) for name, tensor in expected.state_dict().items())
+    with pytest.raises(ConfigurationError, match=r"AvgPipeTuner\(refine=2\) times iterations one by one"):
+        mlp(AvgPipeTuner(refine=2, dirpath=tmp_path), {"rolling": True})
+
+
+def test_what_does_not_roll_is_refused_before_it_is_tuned(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="rolling=True and a metric object"):
+        fitted([AvgPipeTuner(dirpath=tmp_path)], sized, {"rolling": True})
+
+
+def test_a_larger_factor_prefers_one_pipeline(tmp_path: Path) -> None:
+    for factor, chosen in ((0.01, 2), ({2: 100.0}, 1)):
+        tuner = AvgPipeTuner(2, [4], profile_batches=4, samples_factor=factor, dirpath=tmp_path)
+        _, runner = mlp(tuner)
+        assert runner.strategy.num_pipelines == chosen
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -412,6 +439,9 @@ def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp
         ({"profile_batches": 3}, "profile_batches=3: must be an integer from 4"),
         ({"dirpath": 3}, "dirpath=3: must be the path of a directory"),
         ({"refine": -1}, "refine=-1: must be an integer from 0"),
+        ({"samples_factor": 0}, "samples_factor=0: must be a number from 0.01 to 100, or such numbers by"),
+        ({"samples_factor": {0: 1.0}}, r"samples_factor=\{0: 1.0\}: must be"),
+        ({"samples_factor": {2: "x"}}, r"samples_factor=\{2: 'x'\}: must be"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:

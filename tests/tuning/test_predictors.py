@@ -171,3 +171,43 @@ def test_the_printed_formula_chooses_worse_than_the_corrected_one() -> None:
     assert printed.mean_regret > 0.05 and per_batch.mean_regret < printed.mean_regret
     assert printed.rank_correlation < corrected.rank_correlation
     assert [line.split()[0] for line in table(rows).splitlines()] == ["predictor", "paper", "paper,", "corrected"]
+
+
+@pytest.mark.parametrize("predictor", BOTH)
+def test_rolling_pipelines_take_as_long_as_one_alone_until_a_device_is_full(predictor: Predictor) -> None:
+    profile = balanced(1.0, send_s=2.0, in_turns=True)
+    alone_s = predictor.predict(profile, Setting(4)).iteration_s
+    work_s = 4 * 2 * 3.0  # of a batch of micro-batches twice the size
+    for n in (2, 3, 4, 8):
+        drained, rolling = (predictor.predict(profile, Setting(4, n, rolling=rolls)) for rolls in (False, True))
+        least_s = max(alone_s, n * work_s)
+        assert least_s <= rolling.iteration_s <= least_s * (1.0 if isinstance(predictor, Corrected) else 1.16)
+        assert rolling.iteration_s < drained.iteration_s
+    link_bound = balanced(1.0, send_s=40.0, in_turns=True)
+    assert 8 * 4 * 40 <= predictor.predict(link_bound, Setting(8, 4, rolling=True)).iteration_s <= 1.06 * 8 * 4 * 40
+
+
+def test_rolling_pipelines_keep_where_each_began() -> None:
+    profile = balanced(1.0)
+    for n in (2, 4):
+        drained, rolling = (Simulator().predict(profile, Setting(8, n, rolling=rolls)) for rolls in (False, True))
+        added = {more - less for more, less in zip(rolling.memory, drained.memory, strict=True)}
+        assert added == {(n + 1) * 200}
+
+
+def test_updates_of_rolling_pipelines_take_the_time_of_full_devices() -> None:
+    plain = balanced(1.0, send_s=2.0, in_turns=True)
+    stages = tuple(dataclasses.replace(stage, step_s=0.5, averaging_s=0.25) for stage in plain.stages)
+    profile = dataclasses.replace(plain, stages=stages)
+    for n, added in ((2, 0.75), (8, 8 * 0.75)):  # idle devices; full ones
+        setting = Setting(4, n, rolling=True)
+        found = [Corrected().predict(given, setting).iteration_s for given in (plain, profile)]
+        assert found[1] - found[0] == pytest.approx(added)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bounds_of_rolling_settings_hold(seed: int) -> None:
+    profile = random_profile(seed)
+    settings = [Setting(m, n, rolling=True) for m in (2, 8) for n in (2, 4)]
+    for setting, bound in zip(settings, Simulator().bounds(profile, settings), strict=True):
+        assert bound.per_batch_s <= Simulator().predict(profile, setting).per_batch_s * (1 + CLOSE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 
 import pytest
@@ -65,6 +66,23 @@ def test_results_survive_json_and_print_a_line_per_number_of_pipelines() -> None
         assert [row.split()[0] for row in rows] == ["1", "2", "3", "4"]
         assert sum(row.endswith("chosen") for row in rows) == 1
         assert why == f"{result.choice.setting}: {result.reason}"
+
+
+def test_results_from_before_an_entry_was_added_can_be_read() -> None:
+    result = search(PROFILE, SETTINGS)
+    found = json.loads(result.to_json())
+    for candidate in (*found["Result"]["candidates"], found["Result"]["choice"]):
+        del candidate["samples"], candidate["setting"]["rolling"]
+    assert Result.from_json(json.dumps(found)) == result
+    del found["Result"]["choice"]
+    with pytest.raises(TuningError, match="has the entries"):
+        Result.from_json(json.dumps(found))
+
+
+def test_only_several_pipelines_roll() -> None:
+    rolling = candidates(PROFILE, 3, rolling=True)
+    assert all(setting.rolling == (setting.num_pipelines > 1) for setting in rolling)
+    assert [dataclasses.replace(setting, rolling=False) for setting in rolling] == [*candidates(PROFILE, 3)]
 
 
 def test_the_picture_hatches_what_does_not_fit_and_marks_the_choice() -> None:
