@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,22 +15,29 @@ __all__ = ["least_bottlenecks"]
 _ROUNDING = 1e-9
 
 
-class _Rows(NamedTuple):
-    """W of the first l units on the first i devices in s stages, for l in a window; one row per size of the last stage.
+class _Plans(NamedTuple):
+    """The best plans of the first l units on the first i devices, for l in a window.
+
+    By number of stages - 1, replicas of the last stage - 1, and l - lowest.
 
     Attributes:
         lowest: l of the first column.
-        replicas: of the last stage, shape ``(R,)``.
-        seconds: W, infinite above the limit, shape ``(R, columns)``.
-        begins: the first unit of the last stage, shape ``(R, columns)``.
-        before: replicas of the stage before it, shape ``(R, columns)``.
+        seconds: W, infinite above the limit.
+        begins: the first unit of the last stage.
+        before: replicas of the stage before it.
     """
 
     lowest: int
-    replicas: np.ndarray
     seconds: np.ndarray
     begins: np.ndarray
     before: np.ndarray
+
+    @classmethod
+    def none(cls, window: np.ndarray, shape: tuple[int, int]) -> _Plans:
+        """None are known."""
+        shape_ = (*shape, len(window))
+        none = np.full(shape_, math.inf), np.zeros(shape_, np.int32), np.zeros(shape_, np.int32)
+        return cls(int(window[0]) if len(window) else 0, *none)
 
 
 def least_bottlenecks(problem: Problem, limit_s: float, most_stages: int) -> dict[int, list[Stage]]:
@@ -42,91 +49,89 @@ def least_bottlenecks(problem: Problem, limit_s: float, most_stages: int) -> dic
     """
     units, devices = problem.costs.num_units, len(problem.network)
     work, limit_s = problem.num_microbatches * problem.costs.busy_s, limit_s * (1 + _ROUNDING)
-    windows = [
-        np.arange(
+    plans = [_Plans.none(np.arange(0), (0, 0))]
+    for i in range(1, devices + 1):
+        window = np.arange(
             max(1, int(np.searchsorted(work, work[-1] - limit_s * (devices - i)))) if i < devices else units,
             int(np.searchsorted(work, limit_s * i, side="right")),
         )
-        for i in range(devices + 1)
-    ]
-    tables: list[dict[int, _Rows]] = [{}]
-    for i in range(1, devices + 1):
-        nothing = np.zeros((1, len(windows[i])), int)
-        seconds = _work_s(problem, np.zeros(1, int), windows[i], 0, i)
-        _keep(tables[0], i, windows[i], [(i, seconds[0], nothing[0], nothing[0])], limit_s)
-    for num_stages in range(2, most_stages + 1):
-        tables.append({})
-        for i in range(num_stages, devices + 1):
-            if len(windows[i]):
-                sizes = [r for r in range(1, i - num_stages + 2) if i - r in tables[-2]]
-                rows = [(r, *_extended(problem, tables[-2][i - r], i - r, i, windows[i], limit_s)) for r in sizes]
-                _keep(tables[-1], i, windows[i], rows, limit_s)
-    found = {s: _traced_back(problem, tables[:s]) for s in range(1, most_stages + 1)}
+        plans.append(_Plans.none(window, (min(i, most_stages), i)))
+        if len(window):
+            plans[i].seconds[0, i - 1] = _work_s(problem, np.zeros(1, int), window, 0, i)[0]
+            for first in range(1, i):
+                _extend(problem, plans[first], plans[i], first, i, window, limit_s)
+            plans[i].seconds[plans[i].seconds > limit_s] = math.inf
+    found = {s: _traced_back(problem, plans, s) for s in range(1, most_stages + 1)}
     return {s: stages for s, stages in found.items() if stages is not None}
 
 
-def _keep(
-    table: dict[int, _Rows],
-    i: int,
-    window: np.ndarray,
-    rows: Sequence[tuple[int, np.ndarray, np.ndarray, np.ndarray]],
-    limit_s: float,
-) -> None:
-    rows = [row for row in rows if row[1].min(initial=math.inf) <= limit_s]
-    if rows:
-        replicas, seconds, begins, before = map(np.array, zip(*rows, strict=True))
-        table[i] = _Rows(int(window[0]), replicas, np.where(seconds <= limit_s, seconds, math.inf), begins, before)
+def _total_s(problem: Problem, first: int, stop: int) -> np.ndarray:
+    """Seconds of a stage with the first l units, shape ``(L+1,)``."""
+    total = problem.num_microbatches * problem.costs.busy_s / (stop - first)
+    return np.asarray(total + problem.reduce_s_per_byte(first, stop) * problem.costs.parameters)
 
 
 def _work_s(problem: Problem, begins: np.ndarray, ends: np.ndarray, first: int, stop: int) -> np.ndarray:
     """Seconds of a stage with the units from each of ``begins`` to each of ``ends``; infinite where it does not fit."""
-    costs = problem.costs
-    total = problem.num_microbatches * costs.busy_s / (stop - first)
-    total = total + problem.reduce_s_per_byte(first, stop) * costs.parameters
-    seconds = total[ends] - total[begins][:, None]
-    seconds[begins[:, None] >= ends] = math.inf
+    total, parameters = _total_s(problem, first, stop), problem.costs.parameters
+    seconds = np.subtract(total[ends], total[begins][:, None])
+    if begins[-1] >= ends[0]:
+        seconds[begins[:, None] >= ends] = math.inf
     if problem.memory_limit is not None:
-        seconds[costs.parameters[ends] - costs.parameters[begins][:, None] > problem.memory_limit] = math.inf
+        seconds[parameters[ends] - parameters[begins][:, None] > problem.memory_limit] = math.inf
     return seconds
 
 
-def _extended(
-    problem: Problem, rows: _Rows, first: int, i: int, window: np.ndarray, limit_s: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Plans with one more stage, on the devices ``first .. i-1``: their W, where it begins, replicas before it."""
-    network, count = problem.network, problem.num_microbatches
-    cuts = slice(rows.lowest - 1, rows.lowest - 1 + rows.seconds.shape[1])
-    pairs = rows.replicas * (i - first)
-    there, back = problem.costs.messages[:, cuts]
+def _extend(
+    problem: Problem, shorter: _Plans, longer: _Plans, first: int, i: int, window: np.ndarray, limit_s: float
+) -> None:
+    """Plans get one more stage, on the devices ``first .. i-1``."""
+    network, count, most = problem.network, problem.num_microbatches, len(longer.seconds) - 1
+    if not shorter.seconds.size:
+        return
+    replicas = np.arange(1, first + 1)
+    there, back = problem.costs.messages[:, shorter.lowest - 1 : shorter.lowest - 1 + shorter.seconds.shape[2]]
+    pairs = replicas * (i - first)
     transfer_s = np.maximum(
-        there * (count / (pairs * network.forward[first - rows.replicas, first, i]))[:, None],
-        back * (count / (pairs * network.backward[first - rows.replicas, first, i]))[:, None],
+        there * (count / (pairs * network.forward[first - replicas, first, i]))[:, None],
+        back * (count / (pairs * network.backward[first - replicas, first, i]))[:, None],
     )
-    arrivals_s = np.maximum(rows.seconds, transfer_s)
-    choice = arrivals_s.argmin(axis=0)
-    arrival_s = arrivals_s[choice, np.arange(len(choice))]
-    possible = np.flatnonzero(arrival_s <= limit_s)
+    arrivals_s = np.maximum(shorter.seconds[:most], transfer_s)
+    choices = arrivals_s.argmin(axis=1)
+    arrivals_s = np.take_along_axis(arrivals_s, choices[:, None], axis=1)[:, 0]
+    possible = np.flatnonzero((arrivals_s <= limit_s).any(axis=0))
     if not len(possible):
-        return np.full(len(window), math.inf), window, window
-    begins = possible + rows.lowest
-    seconds = np.maximum(arrival_s[possible][:, None], _work_s(problem, begins, window, first, i))
-    best = seconds.argmin(axis=0)
-    return seconds[best, np.arange(len(window))], begins[best], rows.replicas[choice[possible[best]]]
+        return
+    # of the ends those that the last stage alone can reach within the limit
+    total, begins = _total_s(problem, first, i), possible + shorter.lowest
+    near_s = total[begins[-1]] + limit_s * (1 + _ROUNDING)
+    ends = window[: int(np.searchsorted(total[window], near_s, side="right"))]
+    if not len(ends):
+        return
+    work_s, columns = _work_s(problem, begins, ends, first, i), np.arange(len(ends))
+    for s, (arrival_s, choice) in enumerate(zip(arrivals_s[:, possible], choices[:, possible], strict=True), 1):
+        able = np.flatnonzero(arrival_s <= limit_s)
+        if len(able):
+            seconds = work_s[able]
+            np.maximum(seconds, arrival_s[able, None], out=seconds)
+            best = seconds.argmin(axis=0)
+            where = s, i - first - 1, slice(len(ends))
+            longer.seconds[where] = seconds[best, columns]
+            longer.begins[where] = begins[able[best]]
+            longer.before[where] = replicas[choice[able[best]]]
 
 
-def _traced_back(problem: Problem, tables: Sequence[Mapping[int, _Rows]]) -> list[Stage] | None:
+def _traced_back(problem: Problem, plans: Sequence[_Plans], num_stages: int) -> list[Stage] | None:
     """The stages of the plan with the least W for all units on all devices; None if there is none."""
     end, i = problem.costs.num_units, len(problem.network)
-    if i not in tables[-1]:
+    last = plans[i].seconds[num_stages - 1, :, end - plans[i].lowest :]
+    if not last.size or not math.isfinite(last.min()):
         return None
-    last = tables[-1][i]
-    row = int(last.seconds[:, end - last.lowest].argmin())
+    replicas = int(last[:, 0].argmin()) + 1
     stages: list[Stage] = []
-    for rows in reversed(tables):
-        at = rows[i], end - rows[i].lowest
-        replicas, begin = int(at[0].replicas[row]), int(at[0].begins[row, at[1]])
+    for s in range(num_stages - 1, -1, -1):
+        at = s, replicas - 1, end - plans[i].lowest
+        begin, before = int(plans[i].begins[at]), int(plans[i].before[at])
         stages.append(Stage(begin, end, i - replicas, i))
-        before, end, i = int(at[0].before[row, at[1]]), begin, i - replicas
-        if begin:
-            row = int(np.flatnonzero(tables[len(tables) - len(stages) - 1][i].replicas == before)[0])
+        end, i, replicas = begin, i - replicas, before
     return stages[::-1]

@@ -192,11 +192,13 @@ def _best_of_least(problem: Problem, order: Sequence[int]) -> SppPlan | None:
     No iteration is shorter than its W, so once a plan has been simulated, none with a larger W need be found.
     """
     best: SppPlan | None = None
+    missing = set(range(1, problem.most_stages + 1))
     for limit_s in problem.limits_s():
         enough_s = math.inf if best is None else best.makespan_s
-        found = least_bottlenecks(problem, min(limit_s, enough_s), problem.most_stages)
-        best = _better(problem, order, found.values(), best)
-        if enough_s <= limit_s:
+        found = least_bottlenecks(problem, min(limit_s, enough_s), max(missing))
+        best = _better(problem, order, [found[s] for s in sorted(missing & found.keys())], best)
+        missing -= found.keys()
+        if enough_s <= limit_s or not missing:
             break
     return best
 
