@@ -18,8 +18,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.callbacks.timeline import PipelineTimeline
+from lightning_avgpipe.callbacks.tuner import AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import limit_of
+from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.strategy.options import MEMORY
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
@@ -44,6 +47,7 @@ _ALLOWED = {
     "replan": flag(),
     "cache": optional(MEMORY, "no cache"),
     "cache_folder": optional(directory(), "the folder of temporary files"),
+    "freed": optional(choice("replicas"), "every device keeps a stage of its own"),
 }
 
 
@@ -115,6 +119,12 @@ class AdaptiveFreezing(Callback):
             not computed where that is slower. Samples are told apart by their content, so nothing needs to number
             them. It plans again as ``replan`` does. None: nothing is kept.
         cache_folder: where the cache goes on in files when this memory is full.
+        freed: what becomes of the devices of ``strategy="avgpipe"`` when fewer stages would do. ``"replicas"``: when
+            more is frozen, the stages are planned again (as with ``replan``), and as K, K/2, .. or any number of them
+            that divides the devices evenly. Of those that fit ``memory_limit`` (without one: 90 % of the device's
+            memory) the one with the shortest expected iteration is taken, with the sum of gradients. The devices of a
+            stage take its micro-batches in turns, so weights are the same up to the rounding of that sum. None: each
+            device keeps a stage of its own.
 
     Attributes:
         num_frozen: layers that are frozen.
@@ -137,10 +147,11 @@ class AdaptiveFreezing(Callback):
         replan: bool = False,
         cache: str | float | None = None,
         cache_folder: str | None = None,
+        freed: Literal["replicas"] | None = None,
     ) -> None:
         given = {
             "alpha": alpha, "mode": mode, "layers": layers, "before": before, "every_n_epochs": every_n_epochs,
-            "replan": replan, "cache": cache, "cache_folder": cache_folder,
+            "replan": replan, "cache": cache, "cache_folder": cache_folder, "freed": freed,
         }  # fmt: skip
         check(_ALLOWED, given, "AdaptiveFreezing")
         self._alpha = alpha
@@ -148,7 +159,8 @@ class AdaptiveFreezing(Callback):
         self._layers = layers
         self._before = before
         self._every_n_epochs = every_n_epochs
-        self._replan = replan or cache is not None
+        self._replan = replan or cache is not None or freed is not None
+        self._freed = freed
         self._cache = cache
         self._cache_folder = cache_folder
         self.num_frozen = 0
@@ -198,6 +210,23 @@ class AdaptiveFreezing(Callback):
             if self._cache is not None:
                 limit = limit_of(self._cache, torch.device("cpu"), 1)
                 strategy.run.deployment.keep_frozen(limit, self._cache_folder)
+            if self._freed is not None:
+                self._check_sharing(trainer, strategy.run)
+
+    def _check_sharing(self, trainer: pl.Trainer, run: PipelineRun) -> None:
+        what = f"AdaptiveFreezing(freed={self._freed!r})"
+        if self._cache is not None:
+            raise ConfigurationError(
+                f"{what} with cache={self._cache!r}: a replica would keep outputs of its own micro-batches alone; "
+                "remove one of the two"
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, (AvgPipeTuner, PipelineTimeline)):
+                raise ConfigurationError(
+                    f"{what} with {type(callback).__name__}, which knows one process of each stage; remove one of the "
+                    "two"
+                )
+        checks.sharing_later(run.configuration.options, run.cluster.stage_map)
 
     def _check_replanning(self, run: PipelineRun) -> None:
         options = run.configuration.options
@@ -224,6 +253,8 @@ class AdaptiveFreezing(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What a checkpoint says is frozen is so again."""
         self._freeze(pl_module)
+        if self.num_frozen:
+            self._share(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Freeze more, if it is time; what is frozen stays in eval mode."""
@@ -244,7 +275,13 @@ class AdaptiveFreezing(Callback):
         )
         strategy = trainer.strategy
         if self._replan and isinstance(strategy, AvgPipeStrategy) and isinstance(strategy.run, PipelineRun):
+            self._share(trainer)
             strategy.run.deployment.replan()
+
+    def _share(self, trainer: pl.Trainer) -> None:
+        strategy = trainer.strategy
+        if self._freed and isinstance(strategy, AvgPipeStrategy) and isinstance(strategy.run, PipelineRun):
+            strategy.run.share_freed()
 
     def _freeze(self, module: pl.LightningModule) -> None:
         if not self.num_frozen:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +24,6 @@ from lightning_avgpipe.comm.routes import Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.comm.transport import Transport
 from lightning_avgpipe.comm.waits import Waits
-from lightning_avgpipe.schedule.kinds import Placement
 
 __all__ = ["Cluster"]
 
@@ -202,48 +200,29 @@ class Cluster:
             waits = f"waits for the other processes to ask for {asked} as well"
             self.waits.run(lambda: agreement.confirm(asked, where), waits)
 
-    def rearrange(
-        self,
-        num_stages: int,
-        placement: Placement,
-        stage_replicas: tuple[int, ...] | None = None,
-        order: tuple[int, ...] = (),
-    ) -> None:
+    def rearrange(self, stage_map: StageMap) -> None:
         """From now on these processes host other stages. Every process calls it, between iterations.
 
         Args:
-            num_stages: K, a multiple of the processes of a group, if each hosts whole stages.
-            placement: of several stages on each process.
-            stage_replicas: processes that share each stage, see the stage map; None: as before.
-            order: of these processes.
+            stage_map: of the same groups of processes.
         """
-        now = self.stage_map
-        shared = {} if stage_replicas is None else {"stage_replicas": stage_replicas, "order": order}
-        self.stage_map = replace(now, num_stages=num_stages, placement=placement, **shared)  # type: ignore[arg-type]
-        if self.stage_map == now:
+        if stage_map == self.stage_map:
             return
-        if now.stage_replicas and stage_replicas is not None:
+        if self.stage_map.stage_replicas:
             self.replicas = None
-        self._names[:] = [self.stage_map.name(other) for other in range(self.stage_map.world_size)]
+        self.stage_map = stage_map
+        self._names[:] = [stage_map.name(other) for other in range(stage_map.world_size)]
         self._links = None
-        self.transport.rearrange(self.stage_map)
+        self.transport.rearrange(stage_map)
+        if self._is_open and stage_map.stage_replicas:
+            parties = list(self._of_stages())
 
-    def place(self, devices: Sequence[Sequence[int]]) -> None:
-        """From now on these processes share these stages. Every process calls it, between iterations.
+            def join() -> None:
+                for party in parties:
+                    self._network.join(party)
 
-        Args:
-            devices: ranks in a group of the processes of each stage, ascending; rank 0 is one of those of the last.
-        """
-        counts = tuple(map(len, devices))
-        order = tuple(rank for ranks in reversed(devices) for rank in ranks)
-        self.rearrange(len(devices), self.stage_map.placement, counts, order)
-        parties = list(self._of_stages())
-
-        def join() -> None:
-            for party in parties:
-                self._network.join(party)
-
-        self.waits.run(join, f"waits for the other processes to connect replicas={list(counts)}")
+            counts = list(stage_map.stage_replicas)
+            self.waits.run(join, f"waits for the other processes to connect replicas={counts}")
         self._replicate_stages(self.world.rank)
 
     def _replicate_stages(self, rank: int) -> None:

@@ -20,7 +20,8 @@ Processes that share devices are in different groups, so that no connection betw
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.errors import ConfigurationError
@@ -95,6 +96,21 @@ class StageMap:
                 f"{device_layout.num_devices} with {device_layout.sharing}"
             )
         return cls(num_stages, device_layout.groups(num_stages), reader, stage_replicas=counts)
+
+    def placed(self, devices: Sequence[Sequence[int]]) -> StageMap:
+        """The same processes with other stages, which they share.
+
+        Args:
+            devices: ranks in a group of the processes of each stage, ascending; rank 0 is one of those of the last.
+        """
+        counts = tuple(map(len, devices))
+        order = tuple(rank for ranks in reversed(devices) for rank in ranks)
+        return replace(self, num_stages=len(devices), stage_replicas=counts, order=order)
+
+    @property
+    def given_stages(self) -> int:
+        """K as it was asked for, by which batches are divided: where stages are placed, one for each process."""
+        return self.group_size if self.order else self.num_stages
 
     @property
     def group_size(self) -> int:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import Inbox, MemoryChannel, Outbox
@@ -49,8 +50,7 @@ class Transport:
     def __init__(self, stage_map: StageMap, rank: int, network: Network, arrivals: Arrivals, waits: Waits) -> None:
         self._stage_map = stage_map
         self._rank = rank
-        self._group, position = stage_map.position(rank)
-        self._stages = stage_map.stages(position)
+        self._group, _ = stage_map.position(rank)
         self._network = network
         self._arrivals = arrivals
         self._waits = waits
@@ -79,10 +79,16 @@ class Transport:
     def rearrange(self, stage_map: StageMap) -> None:
         """From now on other stages are connected, on the same processes. Every process calls it; nothing is under way.
 
-        Channels between the same processes stay open.
+        Channels between the same processes stay open, others between stages are closed.
         """
-        self._stage_map, self._stages = stage_map, stage_map.stages(stage_map.position(self._rank)[1])
+        self._stage_map = stage_map
         num_pipelines, self._num_pipelines = self._num_pipelines, 0
+        edges = (edge for pipeline in range(num_pipelines) for edge in self._edges(pipeline))
+        stay = {route for edge in edges for route in self._routes(edge, self._group)}
+        ends: list[dict[Route, Any]] = [self._outboxes, self._inboxes]
+        for channels in ends:
+            for route in [r for r in channels if isinstance(r.what, Edge) and r not in stay]:
+                channels.pop(route).close(self._waits.timeout_s)
         self.widen(num_pipelines)
 
     def inbox(self, what: Edge | Route) -> Inbox:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from lightning_avgpipe.capture.graph import CallGraph
 
-__all__ = ["frozen_prefix", "num_frozen"]
+__all__ = ["backward_ends", "frozen_prefix", "num_frozen"]
 
 
 def num_frozen(graph: CallGraph, cuts: Sequence[int], trained: Collection[str]) -> int:
@@ -20,6 +20,12 @@ def num_frozen(graph: CallGraph, cuts: Sequence[int], trained: Collection[str]) 
     """
     asking = _asking(graph, frozenset(trained))
     return max((k for k, cut in enumerate(cuts, 1) if asking.isdisjoint(graph.live(cut))), default=0)
+
+
+def backward_ends(graph: CallGraph) -> int:
+    """The node at which the backward ends: before it nothing was trained when the step was captured."""
+    asking = _asking(graph, graph.trained)
+    return max(p for p in range(len(graph.nodes)) if asking.isdisjoint(graph.live(p)))
 
 
 def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]:

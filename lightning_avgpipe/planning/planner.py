@@ -24,7 +24,8 @@ from lightning_avgpipe.capture.samples import Samples
 from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units, why_whole
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
-from lightning_avgpipe.planning.freezing import frozen_prefix, num_frozen
+from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix, num_frozen
+from lightning_avgpipe.planning.halving import Halving, expected, fewest, processes_of
 from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.model_memory import copies_of_weights, memory_of, with_versions
 from lightning_avgpipe.planning.network import Matrix
@@ -32,7 +33,7 @@ from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.planning.spp import SppPlan
 from lightning_avgpipe.planning.turns import plan_in_turns, units_between
-from lightning_avgpipe.schedule import Schedule, StageCosts, forward_only, simulate
+from lightning_avgpipe.schedule import Schedule, StageCosts, build, forward_only, simulate, with_replicas
 from lightning_avgpipe.schedule.asynchronous import simulate_policy
 from lightning_avgpipe.schedule.rules import trains
 from lightning_avgpipe.schedule.versions import POLICIES, WeightPolicy
@@ -72,6 +73,7 @@ class Conditions:
         num_groups: of processes, each with N pipelines.
         bandwidth: bytes per second between every two processes, shape ``(V, V)``, on which stages are placed; None:
             every process has its stages.
+        halving: leave to make fewer stages than the K processes that there are, and share them; None: no leave.
     """
 
     schedule: Schedule | None = None
@@ -80,6 +82,7 @@ class Conditions:
     num_pipelines: int = 1
     num_groups: int = 1
     bandwidth: Matrix | None = None
+    halving: Halving | None = None
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,8 @@ class Planner:
             return self._placed(
                 what, plan.graph, costs, conditions.bandwidth, conditions.schedule.num_microbatches, memory
             )
+        if self.split_points is None and (shared := self._shared(what, plan, costs, conditions)) is not None:
+            return shared
         note = self._note(plan, costs, spared)
         kept = self._kept(plan.graph, costs)
         plan = self._closed(what, plan, costs, memory, kept)
@@ -233,6 +238,29 @@ class Planner:
         plan = chosen._closed(step, chosen._made(graph, cuts, costs, memory), costs, memory, 0)
         forecast = Forecast("spp", num_microbatches, found.makespan_s, _idle(units, found, num_microbatches))
         return replace(plan, forecast=forecast, devices=devices)
+
+    def _shared(self, step: _Step, plan: Plan, costs: Costs, conditions: Conditions) -> Plan | None:
+        """Fewer stages, which processes share, if there is leave and it takes no longer; None: as planned."""
+        halving, schedule = conditions.halving, conditions.schedule
+        if halving is None or schedule is None:
+            return None
+        trained = {n: p.numel() * p.element_size() for n, p in self.module.named_parameters() if p.requires_grad}
+        slowest = max(plan.links, key=lambda link: (link.per_byte, link.latency), default=Link())
+        costs = replace(costs, links=(slowest,))
+
+        def divide(counts: tuple[int, ...], closes: bool = False) -> Plan:
+            fewer = replace(self, num_stages=len(counts), replicas=counts, memory_limit=halving.memory_limit)
+            order = with_replicas(build(schedule.name, len(counts), schedule.num_microbatches), counts)
+            memory = fewer._memory(replace(conditions, schedule=order))
+            made, failure = fewer._attempt(plan.graph, costs, memory)
+            if made is None:
+                raise failure or PartitionError("no plan")
+            return fewer._closed(step, made, costs, memory, 0) if closes else made
+
+        found = fewest(plan, divide, halving, partial(expected, schedule=schedule, link=slowest, trained=trained))
+        if found is None:
+            return None
+        return replace(divide(found[0], closes=True), devices=processes_of(found[0]), forecast=found[1])
 
     def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:
         """Why the slowest stage takes so long, if it does."""
@@ -271,7 +299,9 @@ class Planner:
         return memory if self.measures else replace(memory, weights={})
 
     def _counted(self, graph: CallGraph) -> Costs:
-        return self._with_kept(graph, self.recompute.costs(graph, Costs.from_flops(graph)))
+        counted, first = Costs.from_flops(graph), backward_ends(graph)
+        counted = replace(counted, backward=(0.0,) * first + counted.backward[first:])
+        return self._with_kept(graph, self.recompute.costs(graph, counted))
 
     def _closed(self, step: _Step, plan: Plan, costs: Costs, memory: Memory, kept: int) -> Plan:
         """The same stages, with those units closed again that no cut divides, nor the end of what is kept."""

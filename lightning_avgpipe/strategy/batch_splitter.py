@@ -104,7 +104,7 @@ class BatchSplitter:
     def parts(self, batch: Any) -> list[MicroBatch]:
         """The micro-batches of a batch, not weighed."""
         options, trainer, module = self._configuration.options, self._trainer, self._trainer.lightning_module
-        count = options.microbatches(self._cluster.stage_map.num_stages)
+        count = options.microbatches(self._cluster.stage_map.given_stages)
         if self.own is not None:
             return split_with(self.own, batch, count)
         index = self._batches.dataloader_idx

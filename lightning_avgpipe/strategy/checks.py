@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from torchmetrics import Metric
 
 from lightning_avgpipe.capture.units import split_units
 from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.schedule.builders import NAMES
@@ -44,6 +46,7 @@ __all__ = [
     "same_checkpoint",
     "same_options",
     "schedule",
+    "sharing_later",
     "split_points",
     "stages",
     "trainer",
@@ -221,6 +224,31 @@ def _stage_replicas(given: Options) -> None:
                 f"replicas={counts!r} and {name}={getattr(given, name)!r}: replicas of single stages need {needed}, or "
                 "replicate whole pipelines (replicas=2)"
             )
+
+
+def sharing_later(given: Options, stage_map: StageMap) -> None:
+    """Check options for training in which processes begin with a stage each, and share fewer of them later."""
+    group_size, count = stage_map.group_size, stage_map.num_stages
+    refused = {
+        "num_stages": (count != group_size, f"one stage on each of {group_size} devices; use num_stages={group_size}"),
+        "replicas": (given.replicas != 1, "replicas=1 at first, since it makes them of what is freed"),
+        "num_pipelines": (given.num_pipelines > 1, "one model; use num_pipelines=1"),
+        "verify": (bool(given.verify), "no verification, since a replica has but a share of a batch"),
+    }
+    if stage_map.num_groups > 1:
+        refused["num_stages"] = True, f"all devices in one group; use num_stages={stage_map.world_size}"
+    for name, (found, needed) in refused.items():
+        if found:
+            raise ConfigurationError(
+                f"AdaptiveFreezing(freed='replicas') with {name}={getattr(given, name)!r} needs {needed}, or leave "
+                "freed=None"
+            )
+    try:
+        replace(given, replicas=[1] * count)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"AdaptiveFreezing(freed='replicas') makes replicas of single stages later: {error}; or leave freed=None"
+        ) from error
 
 
 def _try_outer(outer_optimizer: Any) -> None:

@@ -65,15 +65,15 @@ class Connection:
         if several:
             self.backend = self.backend or device_backend(None, device)
             checks.backend(self.backend, device)
+        stage_map = StageMap.on(layout, num_stages, placement=options.placement)
         if self.cluster is None:
-            stage_map = StageMap.on(layout, num_stages, placement=options.placement)
             if several and options.reader == "first":
                 stage_map = replace(stage_map, reader=stage_map.owner(0))
             between = None if port_of(device).is_host or not several else device_backend(self.backend, device)
             network = ProcessGroups(rank, device, options.timeout, between)
             self.cluster = Cluster(stage_map, rank, device, options.timeout, network, layout.sharing > 1, parent.deaths)
         else:  # a plan of the last run may have placed stages
-            self.cluster.rearrange(num_stages, options.placement, layout.stage_replicas)
+            self.cluster.rearrange(replace(stage_map, reader=self.cluster.stage_map.reader))
         return self.cluster
 
     def open(self, environment: ClusterEnvironment, options: Options) -> None:

@@ -93,7 +93,7 @@ def planned(connection: Connection, options: Options) -> dict[str, Any]:
     """What a planner is told that may change while training runs."""
     cluster = connection.cluster
     assert cluster is not None
-    now = cluster.stage_map.num_stages
+    now = cluster.stage_map.given_stages
     num_stages = now if options.num_stages == "auto" else options.num_stages
     limit = limit_of(options.memory_limit, cluster.device, sharing_stages(connection, options) * num_stages // now)
     return {"num_stages": num_stages, "split_points": options.split_points, "memory_limit": limit}

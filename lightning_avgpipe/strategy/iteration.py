@@ -201,7 +201,7 @@ class Iterations:
         # groups train on batches of their own, but evaluate the same; replicas have further micro-batches of a batch
         team, replica = self.cluster.team if training else (0, 0)
         first = team * num_pipelines
-        before = replica * self.configuration.options.microbatches(self.cluster.stage_map.num_stages)
+        before = replica * self.configuration.options.microbatches(self.cluster.stage_map.given_stages)
         verifier = self.verifier if finish is not None and self.verifier is not None and self.verifier.active else None
         if verifier is not None:
             verifier.watch()

@@ -31,9 +31,13 @@ class BatchValues:
 
     The metric itself sees micro-batches, and returns values for those. A copy of it, emptied before each batch, knows
     the batch. (One with submodules, such as a wrapper of another metric, has no such copy.)
+
+    Attributes:
+        trained: whether training updates metric objects, as far as it has been captured.
     """
 
     def __init__(self) -> None:
+        self.trained = False
         self._copies: dict[int, Metric] = {}
         self._begun: set[int] = set()
         self._returned: list[tuple[Any, Metric]] = []
@@ -389,12 +393,19 @@ def local_metrics(
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
         return [other.to(tensor.device) for other in leaders.exchange_objects(tensor.detach().cpu())]
 
+    def seen(method: Callable[..., Any]) -> Callable[..., Any]:
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            values.trained |= training()
+            return method(*args, **kwargs)
+
+        return observed
+
     saved = [(metric, dict(vars(metric))) for metric in metrics]
     for metric in metrics:
         metric.distributed_available_fn = lambda: leaders.world_size > 1 and training()
         metric.dist_sync_fn = gather
-        object.__setattr__(metric, "update", _observed(metric.update))
-        object.__setattr__(metric, "forward", _observed(_noted(metric, metric.forward, values)))
+        object.__setattr__(metric, "update", seen(_observed(metric.update)))
+        object.__setattr__(metric, "forward", seen(_observed(_noted(metric, metric.forward, values))))
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.observer import Observers
+from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import MemoryLimit
 from lightning_avgpipe.strategy import lightning_changes as changes
@@ -199,7 +200,7 @@ class PipelineRun:
         plan = self.plan = self.deployment.plan
         assert plan is not None
         announce(plan, self.cluster)
-        if plan.graph.carried and self.configuration.options.microbatches(self.cluster.stage_map.num_stages) > 1:
+        if plan.graph.carried and self.configuration.options.microbatches(self.cluster.stage_map.given_stages) > 1:
             self.splitter.warn_once(
                 f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
                 "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
@@ -277,7 +278,17 @@ class PipelineRun:
         if "num_pipelines" in changed and self._trainer.state.fn == TrainerFn.FITTING:
             recount(self._trainer)
 
+    def _check_sharing(self, plan: Plan, counts: Sequence[int]) -> None:
+        if counts[-1] > 1 and self.step_log.batch_values.trained:
+            raise PartitionError(
+                "training updates metric objects, of which replicas of the last stage would each see a part of the data"
+            )
+
     # -- what callbacks ask for --------------------------------------------------------------------------------------
+
+    def share_freed(self) -> None:
+        """From the next plan on fewer stages may do, which processes share. Every process calls it."""
+        self.deployment.halve(self.memory_per_stage(), self._check_sharing)
 
     @property
     def peaks(self) -> dict[int, int]:

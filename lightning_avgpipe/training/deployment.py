@@ -22,6 +22,7 @@ from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import PartitionError, SkippedStepError, StepOrderError
 from lightning_avgpipe.planning import Plan, cut_like
+from lightning_avgpipe.planning.halving import Halving, processes_of
 from lightning_avgpipe.planning.model_memory import state_copies
 from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.planner import Conditions, Planner
@@ -98,8 +99,10 @@ class Deployment:
         self.holdings = Holdings(module, cluster, optimizers, origin)
         self._final = False
         self.replans = False
+        self._given = cluster.stage_map  # before any plan
         self._arranged = cluster.stage_map  # as of the plan
         self._placement = cluster.stage_map.placement
+        self._halving: Halving | None = None
         self._due = False  # a plan is made with the step that begins
         self._has_trained = False
 
@@ -145,7 +148,7 @@ class Deployment:
             self._due = False
             if self._divide(step, run, examples, True, schedule, num_pipelines):
                 return True
-            self._cluster.rearrange(self._arranged.num_stages, self._arranged.placement)
+            self._cluster.rearrange(self._arranged)
         if step in self.pipeline.steps and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
@@ -172,7 +175,8 @@ class Deployment:
         if self._due:
             if self.ensemble is not None:
                 self.ensemble.begin_relocation()
-            self._cluster.rearrange(self._planner.num_stages, self._placement)
+            wanted = replace(self._given, num_stages=self._planner.num_stages, placement=self._placement)
+            self._cluster.rearrange(wanted)
         return self._due
 
     def _on_first(self, examples: Sequence[Sequence[Any]], make: Callable[[Sequence[Any]], Any]) -> Any:
@@ -207,18 +211,19 @@ class Deployment:
             # asked on rank 0, which measures
             asks = final and bandwidth is None and self._cluster.group.broadcast(planner.measures)
             conditions = Conditions(
-                schedule, self._cluster.links() if asks else (), copies, num_pipelines, teams, bandwidth
-            )
+                schedule, self._cluster.links() if asks else (), copies, num_pipelines, teams, bandwidth,
+                self._halving if final and planner.num_stages == self._cluster.group.world_size else None,
+            )  # fmt: skip
             units = () if before is None else before.graph.units
             make = partial(planner.plan, units=units) if final else planner.provisional
             plan: Plan | None = self._on_first(examples, lambda args: make(step, run, args, conditions=conditions))
         if plan is None:
             return False
+        placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
         if self._final and self.plan is not None and self._has_trained:
             models = 1 if self.ensemble is None else self.ensemble.size
-            check_movable(self.plan, plan, self._arranged, self._cluster.stage_map, models)
-        if plan.devices:
-            self._cluster.place(plan.devices)
+            check_movable(self.plan, plan, self._arranged, placed, models)
+        self._cluster.rearrange(placed)
         check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         begins_alike = not self._final
@@ -416,6 +421,23 @@ class Deployment:
         self._forget_kept()
         if self.plan is not None:
             self.holdings.restore()
+
+    def halve(self, memory_limit: float, check: Callable[[Plan, Sequence[int]], None]) -> None:
+        """From the next plan on processes may share stages, where fewer of them are faster. Every process calls it.
+
+        Args:
+            memory_limit: bytes that each of fewer stages may use.
+            check: raises a PartitionError if so many processes cannot share the stages of a plan.
+        """
+
+        def check_all(plan: Plan, counts: Sequence[int]) -> None:
+            check(plan, counts)
+            shared = self._cluster.stage_map.placed(processes_of(counts))
+            check_shared(plan.graph, plan.cuts, shared)
+            for graph in (self.pipeline.graph(step) for step in self.pipeline.steps if step != plan.graph.step):
+                check_shared(graph, cut_like(graph, plan.stages_of, plan.num_stages), shared)
+
+        self._halving = Halving(memory_limit, check_all)
 
     def replan(self, placement: Placement | None = None, **changes: Any) -> None:
         """Make another plan with the next step of training that begins with cleared gradients. Every process calls it.
