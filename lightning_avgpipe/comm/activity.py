@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lightning_avgpipe.utils.packages import LIGHTNING
 
@@ -20,17 +20,23 @@ class Activity:
     """What the thread that makes it is doing.
 
     Args:
-        name: of this process.
+        names: of all processes, by rank, as they are when asked for.
+        rank: of this process.
 
     Attributes:
-        name: as given.
         text: as ``waits for the input of F0``; or empty.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, names: Sequence[str], rank: int) -> None:
+        self._names = names
+        self._rank = rank
         self.text = ""
         self._thread = threading.get_ident()
+
+    @property
+    def name(self) -> str:
+        """Of this process."""
+        return self._names[self._rank]
 
     @contextlib.contextmanager
     def during(self, text: str) -> Iterator[None]:

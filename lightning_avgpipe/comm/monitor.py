@@ -62,7 +62,7 @@ class Monitor:
         idle_s: Callable[[], float] = lambda: math.inf,
         deaths: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
-        activity = self.activity = Activity(names[rank])
+        activity = self.activity = Activity(names, rank)
         self.failure: str | None = None
         self.requests = Requests(announces)
         self._wake = wake

@@ -33,7 +33,16 @@ from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.planning.spp import SppPlan
 from lightning_avgpipe.planning.turns import plan_in_turns, units_between
-from lightning_avgpipe.schedule import Schedule, StageCosts, build, forward_only, simulate, with_replicas
+from lightning_avgpipe.schedule import (
+    Schedule,
+    StageCosts,
+    build,
+    forward_only,
+    in_turn,
+    peak_stash,
+    simulate,
+    with_replicas,
+)
 from lightning_avgpipe.schedule.asynchronous import simulate_policy
 from lightning_avgpipe.schedule.rules import trains
 from lightning_avgpipe.schedule.versions import POLICIES, WeightPolicy
@@ -251,7 +260,8 @@ class Planner:
         def divide(counts: tuple[int, ...], closes: bool = False) -> Plan:
             fewer = replace(self, num_stages=len(counts), replicas=counts, memory_limit=halving.memory_limit)
             order = with_replicas(build(schedule.name, len(counts), schedule.num_microbatches), counts)
-            memory = fewer._memory(replace(conditions, schedule=order))
+            turns = [in_turn(row, 0, count) for row, count in zip(order.rows, counts, strict=True)]
+            memory = replace(fewer._memory(replace(conditions, schedule=order)), in_flight=tuple(peak_stash(turns)))
             made, failure = fewer._attempt(plan.graph, costs, memory)
             if made is None:
                 raise failure or PartitionError("no plan")

@@ -127,6 +127,63 @@ def test_edges_do_not_mix_and_keep_the_order(stage_map: StageMap) -> None:
     assert edges == {Edge(n, hop, way) for n in range(2) for hop in range(last) for way in ("forward", "backward")}
 
 
+# -- other stages on the same processes ------------------------------------------------------------------------------
+
+FOUR = StageMap.on(DeviceLayout(4), 4)
+SHARED = FOUR.placed([(2, 3), (0, 1)])
+LAYOUTS = [SHARED, FOUR.placed([(0, 1, 2, 3)]), FOUR, SHARED, FOUR]
+
+
+def passed_on(cluster: Cluster) -> list[int]:
+    """Four micro-batches go from the first stage to the last, in turns; returns those that come here."""
+    received = []
+    for stage in cluster.stages:
+        ends, (first, every) = cluster.transport.ends(0, stage), cluster.stage_map.share(stage, cluster.rank)
+        mine = range(first, 4, every)
+        if ends.values is not None:
+            ends.values.expect(len(mine))
+        for i in mine:
+            if ends.values is not None:
+                cluster.waits.until(ends.values.ready, "waits for a value")
+                received.append(ends.values.get().micro_batch)
+            if ends.to_next is not None:
+                ends.to_next.put(Message(i, (torch.zeros(1),)))
+    return received
+
+
+def test_processes_share_stages_and_have_them_alone_again() -> None:
+    def work(cluster: Cluster) -> Any:
+        found = []
+        for layout in LAYOUTS:
+            cluster.rearrange(layout)
+            members = None if cluster.replicas is None else cluster.replicas.members.exchange_objects(cluster.rank)
+            found.append((members, passed_on(cluster)))
+        return found
+
+    found = results(run(FOUR, work))
+    everything = [0, 1, 2, 3]
+    alone = [(None, everything)] * 3 + [(None, [])]
+    halved = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], []), ([2, 3], [])]
+    assert [[of[i] for of in found] for i in range(len(LAYOUTS))] == [
+        halved, [(everything, [])] * 4, alone, halved, alone
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("action", ["join replicas", "connect forward 0"])
+def test_an_error_while_processes_come_to_share_stages_is_named(action: str) -> None:
+    def work(cluster: Cluster) -> None:
+        if cluster.rank == 1:
+            injector.fail_at(1, action)
+        cluster.rearrange(SHARED)
+        cluster.world.barrier()
+
+    injector = Injector()
+    outcomes = run(FOUR, work, injector)
+    assert isinstance(outcomes[1], Blown)
+    for other in (0, 2, 3):
+        told(outcomes[other], "rank 1 (stage 1, replica 1), which ", "the other processes to connect", "has blown")
+
+
 # -- what rank 0 says ------------------------------------------------------------------------------------------------
 
 

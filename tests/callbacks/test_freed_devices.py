@@ -1,0 +1,162 @@
+"""Devices that freezing frees become replicas of fewer stages; training stays what it is in one process."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe import AdaptiveFreezing, AvgPipeTuner
+from lightning_avgpipe.errors import ConfigurationError
+from tests import processes
+from tests.commands import LIMIT_S, started
+from tests.models import MLP, Regression, loader
+from tests.trainers import pipeline, trainer
+
+SIZE, MICRO_BATCHES, EPOCHS = 512, 4, 4  # so large that sums of gradients take little beside computing
+
+
+class FineTuned(Regression):
+    """An embedding, five blocks, and a head, which may take its time."""
+
+    example = staticmethod(MLP.example)
+
+    head_s = 0.0
+    norm: Any = nn.LayerNorm
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), self.norm(8), nn.Dropout(0.0), nn.Tanh()) for _ in range(5)
+        )
+        self.head = Slow(self.head_s)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Slow(nn.Linear):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(8, 8)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+class Layouts(L.Callback):
+    """Notes which processes host the stages, and at the end what is open after one change of stages and after five."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.opened: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        stage_map = trainer.strategy.cluster.stage_map
+        hosts = [stage_map.ranks(stage) for stage in range(stage_map.num_stages)]
+        if hosts not in self.seen[-1:]:
+            self.seen.append(hosts)
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        cluster, me = trainer.strategy.cluster, psutil.Process()
+        if cluster.world.world_size > 1:
+            shared = cluster.stage_map
+            alone = shared.placed([(rank,) for rank in reversed(range(cluster.world.world_size))])
+            for _ in range(5):
+                cluster.rearrange(alone)
+                cluster.rearrange(shared)
+                self.opened.append((me.num_fds(), me.num_threads()))
+
+
+def fit(
+    rank: int = 0,
+    devices: int = 1,
+    folder: Path | None = None,
+    model: Any = FineTuned,
+    strategy: dict[str, Any] | None = None,
+    freezing: dict[str, Any] | None = None,
+    make: Any = pipeline,
+    **options: Any,
+) -> Any:
+    """Train in stages, or with plain accumulation of the same micro-batches."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    module, layouts, size = model(), Layouts(), SIZE
+    callback = AdaptiveFreezing(**{"alpha": 0.4, "freed": "replicas", **(freezing or {})})
+    options = {"max_epochs": EPOCHS, "callbacks": [callback, layouts], "precision": "64-true", **options}
+    if make is pipeline:
+        options |= {"num_stages": devices, "devices": devices}
+        options["strategy"] = {"num_microbatches": MICRO_BATCHES, **(strategy or {})}
+    else:
+        size, options["accumulate_grad_batches"], options["callbacks"] = SIZE // MICRO_BATCHES, MICRO_BATCHES, [callback]
+    path = options.pop("ckpt_path", None)
+    runner = make(**options)
+    runner.fit(module, loader(model, 2 * SIZE, size), loader(model, SIZE, SIZE), ckpt_path=path)
+    if folder is not None:
+        runner.save_checkpoint(folder / f"{runner.current_epoch}.ckpt")
+    value = float(runner.validate(module, loader(model, SIZE, SIZE), verbose=False)[0]["val_loss"])
+    assert make is trainer or runner.strategy.num_stages == runner.strategy.cluster.stage_map.num_stages == devices
+    return {n: t.clone() for n, t in module.state_dict().items()}, layouts, value, callback.num_frozen
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_freed_devices_become_replicas_and_training_goes_on_as_in_one_process(tmp_path: Path) -> None:
+    expected, _, value, frozen = fit(make=trainer)
+    for weights, layouts, *others in processes.results(processes.run(2, fit, 2, tmp_path, folder=tmp_path)):
+        assert layouts.seen == [[(1,), (0,)], [(0, 1)]]
+        assert layouts.opened[0] == layouts.opened[-1], "each change leaves something open"
+        assert_close(expected, weights)
+        assert others == [pytest.approx(value, abs=1e-12), frozen]
+    assert_close(expected, torch.load(tmp_path / f"{EPOCHS}.ckpt", weights_only=True)["state_dict"])
+
+
+def resumed(rank: int, folder: Path) -> Any:
+    single: dict[str, Any] = {"precision": 32}  # as which Lightning loads weights, before it makes doubles of them
+    fit(rank, 2, folder, max_epochs=2, **single)
+    return fit(rank, 2, **single), fit(rank, 2, ckpt_path=folder / "2.ckpt", **single)
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_shares_stages_again_and_has_the_same_bits(tmp_path: Path) -> None:
+    for whole, again in processes.results(processes.run(2, resumed, tmp_path, folder=tmp_path)):
+        assert again[1].seen == [[(0, 1)]]
+        assert [name for name, tensor in whole[0].items() if not torch.equal(tensor, again[0][name])] == []
+
+
+def in_four(rank: int) -> Any:
+    """A stage with everything fits when most is frozen; micro-batches are as many as for the stages that were asked for."""
+    return fit(rank, 4)[1].seen, fit(rank, 4, strategy={"num_microbatches": "auto", "memory_limit": 33_000})
+
+
+@pytest.mark.slow
+def test_stages_are_halved_as_far_as_memory_allows(tmp_path: Path) -> None:
+    expected = fit(strategy={"num_microbatches": 16})[0]
+    alone, halved, together = [(3,), (2,), (1,), (0,)], [(2, 3), (0, 1)], [(0, 1, 2, 3)]
+    for most, (weights, layouts, *_) in processes.results(processes.run(4, in_four, folder=tmp_path)):
+        assert most == [alone, together]
+        assert layouts.seen == [alone, halved, together]
+        assert_close(expected, weights)
