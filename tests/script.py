@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 import lightning_avgpipe.strategy.connection
 from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy
 from lightning_avgpipe.utils.patching import replaced
+from tests.callbacks.test_freed_devices import WithSlowHead
 from tests.callbacks.test_freezing import FineTuned
 from tests.elastic.models import Batches
 from tests.models import MLP, loader
@@ -69,7 +70,8 @@ def main(
     costs="flops", microbatches=2, freezing=None, **options
 ) -> None:  # fmt: skip
     torch.manual_seed(5)
-    module = {"MLP": MLP, "Stuck": Stuck, "Divided": Divided, "FineTuned": FineTuned}[model]()
+    known = {"MLP": MLP, "Stuck": Stuck, "Divided": Divided, "FineTuned": FineTuned, "WithSlowHead": WithSlowHead}
+    module = known[model]()
     kind = Doomed if any(dies) else AvgPipeStrategy
     Doomed.folder, Doomed.dies = folder, dies
     strategy = kind(

@@ -226,7 +226,8 @@ class AdaptiveFreezing(Callback):
                     f"{what} with {type(callback).__name__}, which knows one process of each stage; remove one of the "
                     "two"
                 )
-        checks.sharing_later(run.configuration.options, run.cluster.stage_map)
+        if run.cluster.world.world_size > 1:  # one process frees nothing
+            checks.sharing_later(run.configuration.options, run.cluster.stage_map)
 
     def _check_replanning(self, run: PipelineRun) -> None:
         options = run.configuration.options

@@ -132,7 +132,8 @@ def announce(plan: Plan, cluster: Cluster) -> None:
         groups += f", {' + '.join(map(str, stage_map.stage_replicas))}"
     size = cluster.group.world_size
     processes = "one process" if size == 1 else f"{size} processes"
-    rank_zero_info(f"\n{cluster.stage_map.num_stages} stages on {processes}{groups}:\n{plan}")
+    stages = "one stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"
+    rank_zero_info(f"\n{stages} on {processes}{groups}:\n{plan}")
     if plan.note:
         tell = rank_zero_warn if plan.slowest.share > _USELESS else rank_zero_info
         tell(plan.note)

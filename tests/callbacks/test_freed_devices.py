@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe import AdaptiveFreezing, AvgPipeTuner
+from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy, PipelineTimeline
+from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.strategy.options import Options
 from tests import processes
 from tests.commands import LIMIT_S, started
 from tests.models import MLP, Regression, loader
@@ -51,6 +57,12 @@ class FineTuned(Regression):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class WithSlowHead(FineTuned):
+    """With more than half of its time in a unit that no cut divides."""
+
+    head_s = 0.01
 
 
 class Slow(nn.Linear):
@@ -107,7 +119,11 @@ def fit(
         options |= {"num_stages": devices, "devices": devices}
         options["strategy"] = {"num_microbatches": MICRO_BATCHES, **(strategy or {})}
     else:
-        size, options["accumulate_grad_batches"], options["callbacks"] = SIZE // MICRO_BATCHES, MICRO_BATCHES, [callback]
+        size, options["accumulate_grad_batches"], options["callbacks"] = (
+            SIZE // MICRO_BATCHES,
+            MICRO_BATCHES,
+            [callback],
+        )
     path = options.pop("ckpt_path", None)
     runner = make(**options)
     runner.fit(module, loader(model, 2 * SIZE, size), loader(model, SIZE, SIZE), ckpt_path=path)
@@ -148,7 +164,7 @@ def test_a_run_that_resumes_shares_stages_again_and_has_the_same_bits(tmp_path: 
 
 
 def in_four(rank: int) -> Any:
-    """A stage with everything fits when most is frozen; micro-batches are as many as for the stages that were asked for."""
+    """A stage with everything fits when most is frozen; micro-batches are as many as for four stages."""
     return fit(rank, 4)[1].seen, fit(rank, 4, strategy={"num_microbatches": "auto", "memory_limit": 33_000})
 
 
@@ -160,3 +176,67 @@ def test_stages_are_halved_as_far_as_memory_allows(tmp_path: Path) -> None:
         assert most == [alone, together]
         assert layouts.seen == [alone, halved, together]
         assert_close(expected, weights)
+
+
+@pytest.mark.slow
+def test_a_script_shares_stages_and_trains_as_one_process_does(tmp_path: Path) -> None:
+    """With the default launcher, measured costs and shuffled data."""
+    freezing, epochs = {"alpha": 0.4, "freed": "replicas"}, 4
+    given = {"devices": 2, "model": "WithSlowHead", "epochs": epochs, "costs": "measured", "microbatches": 4}
+    script = str(Path(__file__).parents[1] / "script.py")
+    with started(([script, str(tmp_path), json.dumps({**given, "freezing": freezing})], {})) as (process,):
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, errors
+        assert "one stage on 2 processes" in errors
+    torch.manual_seed(5)
+    module, callback = WithSlowHead(), AdaptiveFreezing(**freezing)  # type: ignore[arg-type]
+    runner = pipeline(1, strategy={"num_microbatches": 4}, max_epochs=epochs, callbacks=[callback])
+    runner.fit(module, loader(MLP, 24, 8, shuffle=True))
+    for rank in range(2):
+        for name, tensor in torch.load(tmp_path / f"weights-{rank}.pt", weights_only=True).items():
+            torch.testing.assert_close(tensor, module.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "freezing", "message"),
+    [
+        ({}, {"cache": "1MB"}, "with cache='1MB': a replica would keep"),
+        ({}, {"freed": "groups"}, "freed='groups': must be one of 'replicas', or None"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(strategy: Any, freezing: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit(strategy=strategy, freezing=freezing)
+
+
+def test_a_timeline_of_stages_that_will_be_shared_is_refused(tmp_path: Path) -> None:
+    callbacks = [AdaptiveFreezing(freed="replicas"), PipelineTimeline(dirpath=tmp_path)]
+    with pytest.raises(ConfigurationError, match=r"freed='replicas'.*PipelineTimeline.*one process of each stage"):
+        fit(callbacks=callbacks)
+
+
+def options_of(**given: Any) -> Options:
+    """As a strategy has them."""
+    defaults = inspect.signature(AvgPipeStrategy).parameters
+    return Options(**{**{field.name: defaults[field.name].default for field in fields(Options)}, **given})
+
+
+@pytest.mark.parametrize(
+    ("options", "stages", "message"),
+    [
+        ({"replicas": 2}, 2, "replicas=2 needs replicas=1 at first"),
+        ({"num_pipelines": 2}, 2, "num_pipelines=2 needs one model"),
+        ({"num_stages": 4}, 4, "num_stages=4 needs one stage on each of 2 devices"),
+        ({"verify": True}, 2, "verify=True needs no verification"),
+        ({"schedule": "zb_h1"}, 2, "makes replicas of single stages later: replicas=.* and schedule='zb_h1'"),
+        ({"weight_policy": "stash"}, 2, "later: weight_policy='stash' with replicas"),
+    ],
+)
+def test_options_that_do_not_go_with_sharing_later_are_refused_by_name(options: Any, stages: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"freed='replicas'.*{message}"):
+        checks.sharing_later(options_of(**options), StageMap.on(DeviceLayout(2), stages))
+
+
+def test_devices_in_several_groups_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="needs all devices in one group; use num_stages=4"):
+        checks.sharing_later(options_of(), StageMap.on(DeviceLayout(4), 2))
