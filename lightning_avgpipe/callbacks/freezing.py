@@ -236,6 +236,11 @@ class AdaptiveFreezing(Callback):
                 f"AdaptiveFreezing(replan=True) plans the stages again, but split_points={list(options.split_points)} "
                 "say where they begin; remove one of the two"
             )
+        if options.shard_optimizer_states:
+            raise ConfigurationError(
+                "AdaptiveFreezing(replan=True) moves stages, but shard_optimizer_states=True keeps optimizer states "
+                "where they are; remove one of the two"
+            )
         against = {
             f"num_pipelines={options.num_pipelines}, whose models differ": options.num_pipelines > 1,
             f"{run.cluster.stage_map.num_teams} groups, whose models differ": run.cluster.stage_map.num_teams > 1,

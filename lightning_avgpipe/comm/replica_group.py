@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,9 +68,9 @@ class ReplicaGroup:
         """
         return self._begin(tensors, "a sum over groups", dist.all_reduce)
 
-    def copy(self, tensors: Sequence[Tensor]) -> None:
-        """Take over, in place, what the process in the first group has. Arguments as of :meth:`sum`."""
-        self._begin(tensors, "a copy of the first group's parameters", self._broadcast)()
+    def copy(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Take over, in place, what the process in one of the groups has. Arguments as of :meth:`sum`."""
+        self._begin(tensors, f"a copy of the parameters of group {source}", partial(self._broadcast, source))()
 
     @torch.no_grad()
     def _begin(self, tensors: Sequence[Tensor], what: str, collective: _Collective) -> Callable[[], None]:
@@ -91,8 +92,8 @@ class ReplicaGroup:
         work = collective(met, group=self.members.process_group, async_op=True)
         return _Exchange(bucket, flat, sent, met, work)
 
-    def _broadcast(self, flat: Tensor, **options: Any) -> Any:
-        return dist.broadcast(as_bytes(flat), self.members.ranks[0], **options)
+    def _broadcast(self, source: int, flat: Tensor, **options: Any) -> Any:
+        return dist.broadcast(as_bytes(flat), self.members.ranks[source], **options)
 
 
 @dataclass(frozen=True)

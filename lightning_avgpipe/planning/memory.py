@@ -20,8 +20,9 @@ class Memory:
         held: full name -> bytes that a stage which uses it holds for it: weight, gradient, optimizer state.
         in_flight: micro-batches that each stage stashes at most, shape ``(K,)``; empty: one on every stage.
         num_microbatches: M, over which work that is done once in an iteration is spread.
-        versioned: full name -> bytes of each further version of it that a stage holds.
-        versions: how many of them each stage holds, shape ``(K,)``; empty: none.
+        versioned: full name -> bytes of each further version of it that a stage holds, or of optimizer states that are
+            shared with other processes.
+        versions: how many of them each stage holds, or which part, shape ``(K,)``; empty: none.
         repeats: of each stage whether it repeats its forwards, shape ``(K,)``; it then has one stash at a time, and
             keeps what it received for the micro-batches in flight. Empty: none does.
     """
@@ -33,14 +34,14 @@ class Memory:
     num_microbatches: int = 1
     repeats: tuple[bool, ...] = ()
     versioned: Mapping[str, int] = field(default_factory=dict)
-    versions: tuple[int, ...] = ()
+    versions: tuple[float, ...] = ()
 
     def flights(self, stage: int) -> int:
         """Micro-batches in flight on a stage."""
         return self.in_flight[stage] if self.in_flight else 1
 
-    def further(self, stage: int) -> int:
-        """Versions of its weights that a stage holds beside those of now."""
+    def further(self, stage: int) -> float:
+        """Versions of its weights that a stage holds beside those of now, or its part of shared states."""
         return self.versions[stage] if self.versions else 0
 
     def stashes(self, stage: int) -> int:

@@ -23,6 +23,7 @@ __all__ = [
     "memory_of",
     "model_bytes",
     "state_copies",
+    "with_shards",
     "with_versions",
 ]
 
@@ -112,6 +113,14 @@ def with_versions(memory: Memory, module: nn.Module, policy: WeightPolicy, sched
         versioned={name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad},
         versions=tuple(count - 1 for count in copies_of_weights(policy, stages, schedule.num_microbatches)),
     )
+
+
+def with_shards(memory: Memory, module: nn.Module, copies: int, sharing: Sequence[int]) -> Memory:
+    """The same where so many processes share the optimizer states of each stage, each of which keeps a part."""
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    states = {name: copies * memory.weights[name] for name in trained}
+    held = {name: nbytes - states.get(name, 0) for name, nbytes in memory.held.items()}
+    return replace(memory, held=held, versioned=states, versions=tuple(1 / count for count in sharing))
 
 
 def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:

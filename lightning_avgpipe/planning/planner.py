@@ -27,7 +27,7 @@ from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_
 from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix, num_frozen
 from lightning_avgpipe.planning.halving import Halving, expected, fewest, processes_of
 from lightning_avgpipe.planning.limits import limits
-from lightning_avgpipe.planning.model_memory import copies_of_weights, memory_of, with_versions
+from lightning_avgpipe.planning.model_memory import copies_of_weights, memory_of, with_shards, with_versions
 from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.planning.replicated_costs import SppCosts
@@ -119,6 +119,7 @@ class Planner:
         recompute: what is repeated before, or in, a backward.
         replicas: of each stage, which share its micro-batches; empty: one of each.
         policy: which weights actions use.
+        sharing: whole replicas that share the optimizer states of each stage with its own; 0: each keeps all.
         keeps: whether the outputs of frozen layers are kept, where that is faster than to compute them.
     """
 
@@ -133,6 +134,7 @@ class Planner:
     recompute: Recompute = Recompute()  # noqa: RUF009
     replicas: Sequence[int] = ()
     policy: WeightPolicy = POLICIES["flush"]
+    sharing: int = 0
     keeps: bool = False
 
     @property
@@ -242,6 +244,7 @@ class Planner:
         slowest = [min(bandwidth[u][v] for u in here for v in after) for here, after in itertools.pairwise(devices)]
         links = tuple(Link(1 / speed) for speed in slowest)
         chosen = replace(self, num_stages=found.num_stages, replicas=tuple(map(len, devices)))
+        memory = replace(memory, versions=tuple(1 / len(ranks) for ranks in devices)) if self.sharing else memory
         cuts = tuple(positions[last] for _, last, _ in found.stages[:-1])
         costs = replace(costs, links=links)
         plan = chosen._closed(step, chosen._made(graph, cuts, costs, memory), costs, memory, 0)
@@ -305,6 +308,9 @@ class Planner:
         )
         if conditions.schedule is not None and trains(conditions.schedule.rows[-1]):
             memory = with_versions(memory, self.module, self.policy, conditions.schedule)
+            if self.sharing:
+                sharing = [self.sharing * count for count in self.replicas or (1,) * self.num_stages]
+                memory = with_shards(memory, self.module, conditions.state_copies, sharing)
         # where nothing is measured the price of a byte is a guess, and no reason to avoid a copy
         return memory if self.measures else replace(memory, weights={})
 

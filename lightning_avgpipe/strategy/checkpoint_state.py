@@ -62,17 +62,19 @@ class WholeState:
         module: whose weights.
         connection: of the processes.
         distributed: whether each process writes its own part of a checkpoint.
+        sharded: whether replicas have divided the states of optimizers among them.
 
     Attributes:
         module: the same.
         loaded: weights for a module on meta, which wait until it is known who needs them.
     """
 
-    def __init__(self, module: pl.LightningModule, connection: Connection, distributed: bool) -> None:
+    def __init__(self, module: pl.LightningModule, connection: Connection, distributed: bool, sharded: bool) -> None:
         self.loaded: Mapping[str, Tensor] | None = None
         self.module = module
         self._connection = connection
         self._distributed = distributed
+        self._sharded = sharded
 
     def weights(self) -> dict[str, Any]:
         """On rank 0 the weights of all stages; for a distributed checkpoint one's own."""
@@ -97,9 +99,11 @@ class WholeState:
         cluster = self._connection.cluster
         if self._distributed:
             return named_optimizer_state(inner, self.module)
-        if cluster is None or cluster.world.world_size == 1 or cluster.group_number:
+        if cluster is None or cluster.world.world_size == 1:
             return inner.state_dict()
-        return full_optimizer_state(inner, cluster)
+        if self._sharded:
+            return full_optimizer_state(inner, cluster.world)
+        return inner.state_dict() if cluster.group_number else full_optimizer_state(inner, cluster.group)
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
         """Nothing is added."""

@@ -31,6 +31,7 @@ from lightning_avgpipe.schedule.builders import NAMES
 from lightning_avgpipe.schedule.own import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.schedule.versions import Place
+from lightning_avgpipe.training.optimizer_shards import check_separable
 from lightning_avgpipe.utils.packages import check_callbacks
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def options(given: Options) -> None:
         raise ConfigurationError(f"bandwidth has no use with planner={given.planner!r}; use planner='spp', or leave it")
     if given.shares_stages:
         _stage_replicas(given)
+    if given.shard_optimizer_states:
+        _sharded(given)
     if given.loss_weight is not None and given.loss_reduction == "sum":
         raise ConfigurationError(
             "loss_weight says what micro-batches count in a mean, but loss_reduction='sum' adds their losses up; leave "
@@ -251,6 +254,30 @@ def sharing_later(given: Options, stage_map: StageMap) -> None:
         ) from error
 
 
+def _sharded(given: Options) -> None:
+    refused = {
+        "replicas": (given.replicas in (1, [1]), "replicas, which share the states; use replicas=2, say"),
+        "num_pipelines": (given.num_pipelines > 1, "one pipeline; use num_pipelines=1"),
+        "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file; use False"),
+    }
+    for name, (set_, needed) in refused.items():
+        if set_:
+            raise ConfigurationError(
+                f"shard_optimizer_states=True and {name}={getattr(given, name)!r}: it needs {needed}, or "
+                "shard_optimizer_states=False"
+            )
+
+
+def sharding(given: Options, num_models: int, tuned: bool) -> None:
+    """Check that the processes of this run can divide optimizer states, if they are to."""
+    if given.shard_optimizer_states and (num_models > 1 or tuned):
+        found = f"{num_models} parallel models" if num_models > 1 else "AvgPipeTuner, which tries several models"
+        raise ConfigurationError(
+            f"shard_optimizer_states=True with {found}: it is for replicas of one model; use as many replicas as there "
+            "are groups of processes and no tuner, or shard_optimizer_states=False"
+        )
+
+
 def _try_outer(outer_optimizer: Any) -> None:
     """Step a parameter with it that nobody else has."""
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
@@ -343,14 +370,16 @@ def contents(model: pl.LightningModule) -> None:
         )
 
 
-def optimizers(model: pl.LightningModule, found: Sequence[Optimizer]) -> None:
-    """Check the optimizers that ``configure_optimizers`` returned."""
+def optimizers(model: pl.LightningModule, found: Sequence[Optimizer], sharded: bool) -> None:
+    """Check the optimizers that ``configure_optimizers`` returned, whose states replicas may divide among them."""
     for optimizer in found:
         if isinstance(unwrapped(optimizer), LBFGS):
             raise ConfigurationError(
                 f"{type(model).__name__}.configure_optimizers returns LBFGS, which evaluates its closure several times "
                 "per step; a pipeline evaluates it once. Use an optimizer without closure, such as SGD or AdamW"
             )
+        if sharded:
+            check_separable(unwrapped(optimizer))
 
 
 def schedule(given: Options, num_stages: int, hosts: int) -> None:

@@ -62,12 +62,13 @@ def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before
         recompute=recompute,
         replicas=options.stage_replicas,
         policy=policy,
+        sharing=cluster.stage_map.replicas * options.shard_optimizer_states,
         **planned(connection, options),
     )
     origin = take_origin(module, cluster, seed, before)
     parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.elasticity, metrics, weights
     place_by = partial(_bandwidth, cluster, options, trainer.state.fn == TrainerFn.FITTING)
-    return Deployment(*parts, place_by), seed
+    return Deployment(*parts, place_by, options.shard_optimizer_states), seed
 
 
 def _bandwidth(cluster: Cluster, options: Options, trains: bool) -> Matrix | None:
@@ -123,13 +124,14 @@ def sharing_stages(connection: Connection, options: Options) -> int:
     return len(connection.cluster.stages) * (connection.layout.node_size if on_host else options.processes_per_device)
 
 
-def announce(plan: Plan, cluster: Cluster) -> None:
-    """Show a plan on rank 0."""
+def announce(plan: Plan, cluster: Cluster, shards: bool = False) -> None:
+    """Show a plan on rank 0, and whether replicas share optimizer states."""
     stage_map = cluster.stage_map
     groups = f", {stage_map.replicas} replicas" if stage_map.replicas > 1 else ""
     groups += f", {stage_map.num_teams} groups of them" if stage_map.num_teams > 1 else ""
     if any(count > 1 for count in stage_map.stage_replicas):
         groups += f", {' + '.join(map(str, stage_map.stage_replicas))}"
+    groups += ", each with a part of the optimizer states" * shards
     size = cluster.group.world_size
     processes = "one process" if size == 1 else f"{size} processes"
     stages = "one stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"

@@ -95,6 +95,7 @@ ALLOWED = {
         choice("measured"),
         Allowed("a list with a row of bytes per second for each process", "[[1e9, 1e8], [1e8, 1e9]]", _is_matrix),
     ),
+    "shard_optimizer_states": flag(),
     "processes_per_device": whole(1, 64, 2),
     "num_microbatches": whole(1, 1_000_000, 16, "auto"),
     "schedule": either(
@@ -165,6 +166,7 @@ class Options:
     replicas: int | Sequence[int] | Literal["auto"]
     planner: Literal["balanced", "spp"]
     bandwidth: Matrix | Literal["measured"]
+    shard_optimizer_states: bool
     processes_per_device: int
     num_microbatches: int | Literal["auto"]
     schedule: str | Builder

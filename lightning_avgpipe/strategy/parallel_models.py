@@ -205,7 +205,9 @@ class ParallelModels:
             own: the step of pipeline 0's optimizer.
         """
         if self.num_models == 1:
-            return own(optimizer, self.check.after(closure), model, **kwargs)
+            shards = self._deployment.shards
+            with contextlib.nullcontext() if shards is None else shards.stepping(optimizer):
+                return own(optimizer, self.check.after(closure), model, **kwargs)
         results: list[Any] = []
 
         def run() -> Any:

@@ -199,7 +199,7 @@ class PipelineRun:
         """A plan has been made that stays."""
         plan = self.plan = self.deployment.plan
         assert plan is not None
-        announce(plan, self.cluster)
+        announce(plan, self.cluster, self.configuration.options.shard_optimizer_states)
         if plan.graph.carried and self.configuration.options.microbatches(self.cluster.stage_map.given_stages) > 1:
             self.splitter.warn_once(
                 f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "

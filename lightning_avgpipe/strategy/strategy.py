@@ -97,6 +97,8 @@ class AvgPipeStrategy(ParallelStrategy):
             given ``num_microbatches``.
         bandwidth: of the links, for ``planner="spp"``: ``"measured"`` before the first plan, each two processes at a
             time, or bytes per second from each process (row) to each other one.
+        shard_optimizer_states: each replica keeps the optimizer states of a part of the parameters only, steps these,
+            and sends them to the others (ZeRO-1). Numbers are the same, and so are checkpoints.
         processes_per_device: groups that share the same devices, each with processes of its own: ``devices=2``,
             ``processes_per_device=2`` are four processes, two groups of two stages. They train what as many pipelines
             of one process do, with the same numbers, as the AvgPipe paper arranges it. It is for kernels too small for
@@ -232,6 +234,7 @@ class AvgPipeStrategy(ParallelStrategy):
         replicas: Count | list[Count] | Literal["auto"] = 1,
         planner: Literal["balanced", "spp"] = "balanced",
         bandwidth: list[list[float]] | Literal["measured"] = "measured",
+        shard_optimizer_states: bool = False,
         processes_per_device: Count = 1,
         num_microbatches: Count | Literal["auto"] = "auto",
         schedule: Literal[
@@ -276,6 +279,7 @@ class AvgPipeStrategy(ParallelStrategy):
         )  # fmt: skip
         options = Options(
             num_stages=num_stages, num_pipelines=num_pipelines, replicas=replicas, planner=planner, bandwidth=bandwidth,
+            shard_optimizer_states=shard_optimizer_states,
             processes_per_device=processes_per_device, num_microbatches=num_microbatches, schedule=schedule,
             advance=advance, split_points=split_points,
             costs=costs, costs_cache=costs_cache, memory_limit=memory_limit, recompute=recompute,
@@ -506,7 +510,9 @@ class AvgPipeStrategy(ParallelStrategy):
         """Begin a run with a module, which knows its trainer."""
         super().connect(model)
         self._run, self._begun = None, False
-        self._before = WholeState(model, self._connection, self.save_distributed_checkpoint)
+        self._before = WholeState(
+            model, self._connection, self.save_distributed_checkpoint, self._options.shard_optimizer_states
+        )
         if not self.passthrough and model._trainer is not None:  # a run; a strategy may also be given a module to save
             saving = saving_what_is_whole(model.trainer, self._connection, lambda: self._begun)
             self._undo.enter_context(saving)
@@ -573,6 +579,7 @@ class AvgPipeStrategy(ParallelStrategy):
         if why is None:
             if fitting:
                 checks.overlapping(trainer, options, self.num_stages, self.num_groups, tuned=self.tuner is not None)
+                checks.sharding(options, self.num_models, tuned=self.tuner is not None)
             return PipelineRun(*parts, self._distributor)
         request.refuse(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
         return WholeRun(*parts, self._distributor)
@@ -581,7 +588,7 @@ class AvgPipeStrategy(ParallelStrategy):
         """Build the optimizers, over all parameters: what they hold of other stages goes when the plan is made."""
         super().setup_optimizers(trainer)
         if not self.passthrough and self.lightning_module is not None:
-            checks.optimizers(self.lightning_module, self.optimizers)
+            checks.optimizers(self.lightning_module, self.optimizers, self._options.shard_optimizer_states)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -777,9 +784,11 @@ class AvgPipeStrategy(ParallelStrategy):
                 "strategy='auto', and has no pipeline to change; begin with 2 or more of stages, micro-batches or "
                 "pipelines"
             )
-        if self._options.shares_stages and (num_stages is not None or split_points is not None):
+        stays = self._options.shares_stages or self._options.shard_optimizer_states
+        if stays and (num_stages is not None or split_points is not None):
+            sharded = " with their parts of the optimizer states" * self._options.shard_optimizer_states
             raise ConfigurationError(
-                f"reconfigure: replicas={self._options.replicas!r} stay where they are, and so do their "
+                f"reconfigure: replicas={self._options.replicas!r} stay where they are{sharded}, and so do their "
                 "stages; begin with the stages that you want"
             )
         if module is not None:

@@ -20,7 +20,7 @@ from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.errors import PartitionError, SkippedStepError, StepOrderError
+from lightning_avgpipe.errors import ConfigurationError, PartitionError, SkippedStepError, StepOrderError
 from lightning_avgpipe.planning import Plan, cut_like
 from lightning_avgpipe.planning.halving import Halving, processes_of
 from lightning_avgpipe.planning.model_memory import state_copies
@@ -30,6 +30,7 @@ from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.training.holdings import Holdings
 from lightning_avgpipe.training.kept import check_movable
+from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.training.replicas import check_shared
 from lightning_avgpipe.training.state import (
     full_ensemble_state,
@@ -60,6 +61,7 @@ class Deployment:
         observers: modules that only look at values (metrics).
         weights: versions of them that training uses; None: there is one.
         bandwidth: of the processes, if stages are to be placed by it. Every process calls it.
+        shards: whether replicas divide the states of optimizers among them.
 
     Attributes:
         weights: as given.
@@ -68,6 +70,7 @@ class Deployment:
         ensemble: the parallel models, from the first step of training on; None if there is one model.
         replans: whether the next step of training that begins with cleared gradients may make another plan.
         holdings: what each process has.
+        shards: which replica steps which parameters; None: each steps all.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Deployment:
         observers: Collection[nn.Module] = (),
         weights: WeightStore | None = None,
         bandwidth: Callable[[], Matrix | None] = lambda: None,
+        shards: bool = False,
     ) -> None:
         self._bandwidth = bandwidth
         self.weights = weights
@@ -96,7 +100,8 @@ class Deployment:
         self._cluster = cluster
         self._planner = planner
         self._optimizers = optimizers
-        self.holdings = Holdings(module, cluster, optimizers, origin)
+        self.shards = OptimizerShards(module, cluster) if shards else None
+        self.holdings = Holdings(module, cluster, optimizers, origin, self.shards)
         self._final = False
         self.replans = False
         self._given = cluster.stage_map  # before any plan
@@ -449,6 +454,11 @@ class Deployment:
             placement: of several stages on each process; None: as it is.
             changes: attributes that the planner is to have.
         """
+        if self.shards is not None:
+            raise ConfigurationError(
+                "shard_optimizer_states=True keeps optimizer states where they are, so stages stay as they are while "
+                "training runs; use False, or leave the stages"
+            )
         self._planner = replace(self._planner, **changes)
         self._placement = placement or self._placement
         self.replans = True

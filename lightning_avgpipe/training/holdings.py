@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.training.state import load_present_state, move_state
 from lightning_avgpipe.weights.belongings import Belongings, ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.initialisation import Origin
@@ -30,6 +31,7 @@ class Holdings:
         cluster: with open channels.
         optimizers: those that step the module, as of when it is called.
         origin: of the contents that no process has; None if the module is whole.
+        shards: which replica keeps the states of which parameters; None: each keeps all.
 
     Attributes:
         answers: parameter or buffer, by every name it has -> the rank that answers for it; empty before the first plan.
@@ -38,11 +40,17 @@ class Holdings:
     """
 
     def __init__(
-        self, module: nn.Module, cluster: Cluster, optimizers: Callable[[], Sequence[Optimizer]], origin: Origin | None
+        self,
+        module: nn.Module,
+        cluster: Cluster,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        origin: Origin | None,
+        shards: OptimizerShards | None = None,
     ) -> None:
         self._module = module
         self._cluster = cluster
         self._optimizers = optimizers
+        self._shards = shards
         self._owners: Owners = {}  # of what this process and others hold now
         self._scattered = False  # some parameters have no contents on some process before the first plan
         self._unloaded: Sequence[Mapping[str, Any]] = ()  # states for optimizers whose parameters have no contents yet
@@ -84,6 +92,8 @@ class Holdings:
         self.answers = answering(self._module, planned)
         if final:
             self._load_optimizers()
+        if final and self._shards is not None:
+            self._shards.assign(self._optimizers())
         for optimizer in self._optimizers():
             move_state(optimizer, device)
 

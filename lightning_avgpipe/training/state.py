@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.weights.relocation import gather, holders
@@ -57,7 +58,7 @@ def scattered_owners(module: nn.Module, cluster: Cluster) -> dict[str, int]:
     return owner
 
 
-def full_optimizer_state(optimizer: Optimizer, cluster: Cluster) -> dict[str, Any]:
+def full_optimizer_state(optimizer: Optimizer, processes: Collectives) -> dict[str, Any]:
     """On rank 0 an ordinary optimizer state: the union of the stages' states; elsewhere one's own.
 
     Every process builds its optimizer over all parameters, so a parameter has the same number everywhere, the number
@@ -65,7 +66,7 @@ def full_optimizer_state(optimizer: Optimizer, cluster: Cluster) -> dict[str, An
     """
     state = optimizer.state_dict()
     own = {str(number): entry for number, entry in state["state"].items()}
-    whole = gather(cluster.group, own, holders(cluster.group, own))
+    whole = gather(processes, own, holders(processes, own))
     state["state"] = {number: whole[str(number)] for number in sorted(map(int, whole))}
     return state
 
@@ -100,13 +101,13 @@ def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str
             tensors = ensemble.tensors(n)
             state["models"].append(gather(cluster.group, tensors, {name: (owner[name],) for name in tensors}))
         state["optimizers"] = [
-            [full_optimizer_state(optimizer, cluster) for optimizer in ensemble.optimizers(n)]
+            [full_optimizer_state(optimizer, cluster.group) for optimizer in ensemble.optimizers(n)]
             for n in range(ensemble.size)
             if ensemble.first + n
         ]
         if ensemble.outer is not None:
             state["outer_names"] = list(ensemble.names)
-            state["outer_optimizer"] = full_optimizer_state(ensemble.outer, cluster)
+            state["outer_optimizer"] = full_optimizer_state(ensemble.outer, cluster.group)
     if cluster.stage_map.num_groups > 1 and cluster.rank == 0:
         state = _joined(state, cluster)
     return state

@@ -1,0 +1,158 @@
+"""Replicas that divide optimizer states among them step as if each had all, and save the same checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.training.optimizer_shards import check_separable, shards
+from tests import processes
+from tests.elastic.models import Batches, assert_equal, state
+from tests.models import MLP, Regression, loader
+from tests.trainers import trainer
+
+
+class Uneven(Regression):
+    """A matrix at both ends, two groups of parameters, and one that never has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.first, self.between, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+        self.unused = nn.Parameter(torch.zeros(8))
+
+    @staticmethod
+    def example(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, 8), torch.randn(size, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.between(self.first(x))))
+
+    def configure_optimizers(self) -> Any:
+        biases = [p for p in self.parameters() if p.ndim == 1]
+        others = [p for p in self.parameters() if p.ndim > 1]
+        made = torch.optim.AdamW([{"params": others, "weight_decay": 0.1}, {"params": biases}], lr=1e-2)
+        return [made], [torch.optim.lr_scheduler.StepLR(made, 2)]
+
+
+def state_bytes(runner: L.Trainer) -> int:
+    """Of the moments that this process keeps."""
+    states = runner.optimizers[0].state.values()
+    return sum(value.nbytes for state in states for name, value in state.items() if name != "step")
+
+
+def fit(rank: int, path: Path, devices: int, load: Path | None = None, epochs: int = 1, **options: Any) -> Any:
+    torch.manual_seed(5)
+    model, strategy = Uneven(), AvgPipeStrategy(num_microbatches=4, **options)
+    batches = list(loader(Uneven, 64, 8))
+    group = rank // (devices // options["replicas"]) if isinstance(options["replicas"], int) else None
+    data = Batches(batches if group is None else batches[group :: options["replicas"]])
+    settings: dict[str, Any] = {"gradient_clip_val": 0.1, "use_distributed_sampler": False, "max_epochs": epochs}
+    runner = trainer(devices=devices, strategy=strategy, enable_checkpointing=True, **settings)
+    runner.fit(model, data, ckpt_path=load)
+    held = state_bytes(runner)
+    runner.save_checkpoint(path)
+    assert strategy.plan is not None
+    return state(model), held, strategy.plan.stages[0].memory.held
+
+
+def sharded(rank: int, folder: Path) -> Any:
+    """Two replicas of a pipeline of one stage, whose checkpoint two replicas of a stage resume."""
+    torch.set_num_threads(1)
+    found = {}
+    for shard in (False, True):
+        options: dict[str, Any] = {"shard_optimizer_states": shard}
+        first = fit(rank, folder / f"{shard}.ckpt", 2, replicas=2, **options)
+        resumed = fit(rank, folder / f"{shard}3.ckpt", 2, folder / f"{shard}.ckpt", 2, replicas=[2], **options)
+        found[shard] = first, resumed
+    return found
+
+
+def test_sharded_replicas_give_the_same_bits_with_half_of_the_states(tmp_path: Path) -> None:
+    results = processes.results(processes.run(2, sharded, tmp_path, folder=tmp_path))
+    for found in results:
+        for run in (0, 1):
+            assert_equal(found[True][run][0], found[False][run][0])
+    whole = results[0][False][0][1]
+    for run in (0, 1):
+        parts = [found[True][run][1] for found in results]
+        assert sum(parts) == whole and max(parts) <= 0.6 * whole
+        # as planned: of the weights, their gradients and two moments half of the moments
+        assert results[0][True][run][2] == pytest.approx(0.75 * results[0][False][run][2], rel=0.05)
+    for name in ("", "3"):
+        one, other = (torch.load(tmp_path / f"{shard}{name}.ckpt", weights_only=False) for shard in (False, True))
+        assert_equal(one["state_dict"], other["state_dict"])
+        states = one["optimizer_states"][0]["state"], other["optimizer_states"][0]["state"]
+        assert states[0].keys() == states[1].keys()
+        for number, entry in states[0].items():
+            assert_equal(entry, states[1][number])
+
+
+def of_stages(rank: int, folder: Path) -> Any:
+    torch.set_num_threads(1)
+    options = {"replicas": [2, 1], "split_points": ["between"]}
+    return [
+        fit(rank, folder / f"{shard}.ckpt", 3, shard_optimizer_states=shard, **options)  # type: ignore[arg-type]
+        for shard in (False, True)
+    ]
+
+
+@pytest.mark.slow
+def test_replicas_of_a_stage_share_its_states(tmp_path: Path) -> None:
+    results = processes.results(processes.run(3, of_stages, tmp_path, folder=tmp_path))
+    for (whole, held, _), (divided, part, _) in results:
+        assert_equal(whole, divided)
+        assert part <= held
+    assert sum(part for _, (_, part, _) in results[1:]) == results[1][0][1]  # of the stage with two
+
+
+def test_states_are_divided_evenly() -> None:
+    assert shards([8, 64, 8, 64, 8], 2) == [0, 0, 1, 1, 0]
+    assert shards([5], 3) == [0]
+
+
+class Coupled(torch.optim.SGD):
+    """All parameters step by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_div_(gradients, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adamax", "Rprop", "Adafactor"]
+)
+def test_optimizers_that_treat_each_parameter_by_itself_may_be_divided(kind: str) -> None:
+    model = MLP()
+    before = state(model)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    states = len(optimizer.state)  # a few make them at once
+    check_separable(optimizer)
+    assert len(optimizer.state) == states
+    assert_equal(state(model), before)
+
+
+def test_an_optimizer_that_couples_parameters_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="Coupled, which makes the step of a parameter depend on others"):
+        check_separable(Coupled(MLP().parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicas": 1}, "replicas=1: it needs replicas"),
+        ({"replicas": 2, "num_pipelines": 2}, "num_pipelines=2: it needs one pipeline"),
+        ({"replicas": 2, "save_distributed_checkpoint": True}, "it needs one file"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AvgPipeStrategy(shard_optimizer_states=True, **options)
