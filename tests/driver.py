@@ -26,6 +26,7 @@ class Engine:
     Args:
         example: a batch to capture.
         num_microbatches: M.
+        relays: stages that values may pass.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Engine:
         step: str = "training_step",
         split_points: Sequence[str] | None = None,
         recompute: bool | Sequence[str] = False,
+        relays: Sequence[int] = (),
     ) -> None:
         self.module = module
         self.step = step
@@ -49,7 +51,7 @@ class Engine:
         self.cluster = alone(num_stages)
         self.cluster.open()
         self.pipeline = Pipeline(self.cluster, module, repeats)
-        self.pipeline.load(self.plan.graph, self.plan.cuts)
+        self.pipeline.load(self.plan.graph, self.plan.cuts, relays=relays)
 
     def _call(self, *args: Any) -> Any:
         return getattr(self.module, self.step)(*args)

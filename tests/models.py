@@ -199,6 +199,27 @@ class Transposing(Regression):
         return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
+class Blocks(Regression):
+    """Batch norm, dropout and logged values in the middle, and a layer that the first and the last block share."""
+
+    def __init__(self, optimizer: str = "adamw", width: int = 8) -> None:
+        super().__init__(optimizer)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(5))
+        self.layers.append(self.layers[0])
+        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(6))
+        self.dropout = nn.Dropout(0.3)
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randn(size, 8), torch.randn(size, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            x = x + self.dropout(F.silu(norm(layer(x))))
+            self.log(f"size_{i}", x.abs().mean())
+        return x
+
+
 MODELS = (MLP, ConvNet, LSTMStack, UNet, TinyTransformer)
 
 

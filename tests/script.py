@@ -17,7 +17,7 @@ from lightning_avgpipe.utils.patching import replaced
 from tests.callbacks.test_freed_devices import WithSlowHead
 from tests.callbacks.test_freezing import FineTuned
 from tests.elastic.models import Batches
-from tests.models import MLP, loader
+from tests.models import MLP, Blocks, loader
 from tests.trainers import trainer
 
 
@@ -67,16 +67,16 @@ class Doomed(AvgPipeStrategy):
 
 def main(
     folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 60, dies=("", ""), victim=0, sharing=1,
-    costs="flops", microbatches=2, freezing=None, **options
+    costs="flops", microbatches=2, freezing=None, stages=2, schedule="advance_forward", **options
 ) -> None:  # fmt: skip
     torch.manual_seed(5)
-    known = {"MLP": MLP, "Stuck": Stuck, "Divided": Divided, "FineTuned": FineTuned, "WithSlowHead": WithSlowHead}
-    module = known[model]()
+    known = (MLP, Stuck, Divided, FineTuned, WithSlowHead, Blocks)
+    module = {kind.__name__: kind for kind in known}[model]()
     kind = Doomed if any(dies) else AvgPipeStrategy
     Doomed.folder, Doomed.dies = folder, dies
     strategy = kind(
-        num_stages=2, num_microbatches=microbatches, processes_per_device=sharing, timeout=timedelta(seconds=timeout_s),
-        costs=costs,
+        num_stages=stages, num_microbatches=microbatches, processes_per_device=sharing, costs=costs, schedule=schedule,
+        timeout=timedelta(seconds=timeout_s),
     )  # fmt: skip
 
     def note(*_) -> None:

@@ -103,10 +103,10 @@ class Hub:
 
     def send(self, route: Route, number: int, message: Message) -> None:
         with self._changed:
-            if (route, number) in self._inboxes:
-                self._inboxes[route, number][0].put(message)
-            else:
+            if (route, number) not in self._inboxes:
                 self._early[route, number].append(message)
+                return
+        self._inboxes[route, number][0].put(message)  # which may send it on
 
     def leave(self, rank: int) -> None:
         """The connections of a process break."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, as_bytes
+from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, Opened, as_bytes
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Route
 from lightning_avgpipe.comm.transfer import transfer
@@ -49,8 +49,8 @@ class Traffic(Protocol):
 class Inbox(Protocol):
     """The receiving end of a channel."""
 
-    def expect(self, count: int, observers: Sequence[Traffic] = ()) -> None:
-        """So many messages will come: receive them as they do, and tell the observers."""
+    def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
+        """So many messages will come: receive them as they do, tell the observers, and pass them on as well."""
 
     def ready(self) -> bool:
         """Whether a message has arrived."""
@@ -82,9 +82,23 @@ class MemoryChannel:
     def __init__(self, arrivals: Arrivals | None = None) -> None:
         self._arrivals = arrivals
         self._queue: deque[Message] = deque()
+        self._lock = threading.Lock()
+        self._onwards: Outbox | None = None
+        self._relayed = 0  # so many messages still go on
 
-    def expect(self, count: int, observers: Sequence[Traffic] = ()) -> None:
-        """Nothing to prepare: nothing travels."""
+    def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
+        """Nothing travels; what is to be passed on is, also what is there already."""
+        if onwards is not None:
+            with self._lock:
+                self._onwards, self._relayed = onwards, count
+                for message in self._queue:
+                    self._relay(message)
+
+    def _relay(self, message: Message) -> None:
+        if self._relayed:
+            assert self._onwards is not None
+            self._relayed -= 1
+            self._onwards.put(message.copied())  # this stage, or that one, may change it
 
     def ready(self) -> bool:
         """Whether a message waits."""
@@ -96,17 +110,36 @@ class MemoryChannel:
 
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
         """Pass a message on; its tensors are shared, not copied."""
-        self._queue.append(message)
+        with self._lock:
+            self._queue.append(message)
+            self._relay(message)
         if self._arrivals is not None:
             self._arrivals.notify()
 
     def clear(self) -> None:
         """Drop what was not taken."""
         self._queue.clear()
+        self._onwards, self._relayed = None, 0
 
     def close(self, join_s: float = 0.0) -> None:
         """Drop what was not taken."""
         self.clear()
+
+
+class Passage:
+    """A message on its way through a process: which parts of it have come, for whoever sends them on."""
+
+    def __init__(self) -> None:
+        self._parts: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def came(self, error: Exception | None = None) -> None:
+        """The next part is there; or none will come."""
+        self._parts.put(error)
+
+    def wait(self) -> None:
+        """For the next part."""
+        if (error := self._parts.get()) is not None:
+            raise error
 
 
 @dataclass(frozen=True)
@@ -168,16 +201,27 @@ class Wire:
         """The stream on which tensors travel; None if the host moves them."""
         return None if self._on_devices is None else self.stream
 
-    def send_host(self, tensor: Tensor) -> None:
-        transfer(lambda part: self._on_host.group.send([part], self._on_host.peer, _TAG), tensor, self._moved)
+    def send_host(self, tensor: Tensor, pieces: int = 1, passage: Passage | None = None) -> None:
+        def begin(part: Tensor) -> Any:
+            if passage is not None:
+                passage.wait()
+            return self._on_host.group.send([part], self._on_host.peer, _TAG)
 
-    def receive_host(self, tensor: Tensor) -> None:
-        transfer(lambda part: self._on_host.group.recv([part], self._on_host.peer, _TAG), tensor, self._moved)
+        transfer(begin, tensor, self._moved, pieces)
 
-    def send(self, tensor: Tensor, ready: Any) -> None:
-        """Send a tensor, which is there after an event, if it is on an accelerator."""
+    def receive_host(self, tensor: Tensor, pieces: int = 1, passage: Passage | None = None) -> None:
+        def moved() -> None:
+            self._moved()
+            if passage is not None:
+                passage.came()
+
+        transfer(lambda part: self._on_host.group.recv([part], self._on_host.peer, _TAG), tensor, moved, pieces)
+
+    def send(self, tensor: Tensor, ready: Any, pieces: int = 1) -> None:
+        """Send a tensor, which is there after an event, if it is on an accelerator; or as it passes."""
         if tensor.is_cpu or self.stream is None:
-            self.send_host(as_bytes(tensor.cpu()))
+            passage = ready if isinstance(ready, Passage) else None
+            self.send_host(as_bytes(tensor.cpu()), pieces, passage)
             return
         # whoever made it may let go of it before it has been read
         tensor.record_stream(self.stream)
@@ -189,13 +233,13 @@ class Wire:
                 return
             staged = flat.to("cpu", non_blocking=True)
             self.port.event().synchronize()
-        self.send_host(staged)
+        self.send_host(staged, pieces)
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, on_host: bool) -> tuple[Tensor, Any]:
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, on_host: bool, pieces: int = 1) -> tuple[Tensor, Any]:
         """Returns the tensor and, on an accelerator, the event after which it may be read."""
         if on_host or self.stream is None:
             tensor = torch.empty(shape, dtype=dtype)
-            self.receive_host(as_bytes(tensor))
+            self.receive_host(as_bytes(tensor), pieces)
             return (tensor if on_host else tensor.to(self.device)), None
         with self.port.on_stream(self.stream):
             if self._on_devices is not None:
@@ -203,7 +247,7 @@ class Wire:
                 self._on_devices.group.recv([as_bytes(tensor)], self._on_devices.peer, _TAG).wait()
             else:
                 staged = torch.empty(shape, dtype=dtype, pin_memory=True)
-                self.receive_host(as_bytes(staged))
+                self.receive_host(as_bytes(staged), pieces)
                 tensor = staged.to(self.device, non_blocking=True)
             return tensor, self.port.event()
 
@@ -234,6 +278,12 @@ class NetworkOutbox:
             observer.queued()
         self._queue.put((message, ready, observers))
 
+    def pass_on(self, message: Message, ready: Any, observers: Sequence[Traffic]) -> None:
+        """Send what another process has sent: after an event, or as it comes by a passage. Returns at once."""
+        for observer in observers:
+            observer.queued()
+        self._queue.put((message, ready, observers))
+
     def close(self, join_s: float) -> None:
         """Stop the thread after what is queued; one that waits for a peer that is gone ends with its connection."""
         self._queue.put(None)
@@ -259,7 +309,7 @@ class NetworkOutbox:
     @contextlib.contextmanager
     def _observed(self, message: Message, ready: Any, observers: Sequence[Traffic]) -> Iterator[None]:
         stream = self._wire.transfer_stream
-        if stream is not None and ready is not None:
+        if stream is not None and ready is not None and not isinstance(ready, Passage):
             stream.wait_event(ready)  # sending begins when there is something to send
         with contextlib.ExitStack() as sending:
             for observer in observers:
@@ -267,12 +317,13 @@ class NetworkOutbox:
             yield
 
     def _send(self, message: Message, ready: Any) -> None:
-        first, forms, complete = self._frames.write(message, inner=_on_host(message))
+        inner = _on_host(message) and not isinstance(ready, Passage)  # of which nothing may be there yet
+        first, forms, complete = self._frames.write(message, inner)
         for part in first:
             self._wire.send_host(part)
         for tensor, form in zip(message.tensors, forms, strict=True):
             if tensor is not None and form is not None and not (complete or form.is_empty):
-                self._wire.send(form.on_wire(tensor), ready)
+                self._wire.send(form.on_wire(tensor), ready, message.segments)
 
 
 def _on_host(message: Message) -> bool:
@@ -288,15 +339,15 @@ class NetworkInbox:
         self._arrivals = arrivals
         self._frames = FrameReader()
         self._arrived: deque[tuple[Message, list[Any]]] = deque()
-        self._expected: queue.SimpleQueue[Sequence[Traffic]] = queue.SimpleQueue()
+        self._expected: queue.SimpleQueue[tuple[Sequence[Traffic], Outbox | None]] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name=f"avgpipe receive {route}", daemon=True)
         self._thread.start()
 
-    def expect(self, count: int, observers: Sequence[Traffic] = ()) -> None:
-        """Post the receives of so many messages, of which the observers will be told."""
+    def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
+        """Post the receives of so many messages, of which the observers will be told, and which are passed on."""
         for _ in range(count):
-            self._expected.put(observers)
+            self._expected.put((observers, onwards))
 
     def ready(self) -> bool:
         """Whether a message has arrived."""
@@ -316,37 +367,40 @@ class NetworkInbox:
     def close(self, join_s: float) -> None:
         """Stop the thread; one that waits for a peer that is gone ends with its connection."""
         self._closing = True
-        self._expected.put(())
+        self._expected.put(((), None))
         self._thread.join(join_s)
 
     def _work(self) -> None:
         try:
             self._wire.port.enter_thread()
             while True:
-                observers = self._expected.get()
+                observers, onwards = self._expected.get()
                 if self._closing:
                     return
-                self._hand_in(observers)
+                self._hand_in(observers, onwards)
         except Exception as error:  # handed to the executor, which names stage and action
             if not self._closing:
                 self._arrivals.fail(self._wire.broken(error, f"receiving on channel '{self._route}'"))
 
-    def _hand_in(self, observers: Sequence[Traffic]) -> None:
+    def _hand_in(self, observers: Sequence[Traffic], onwards: Outbox | None) -> None:
         # a frame of its own, as in the outbox: nothing of a message stays behind
-        item = self._receive()
+        item = self._receive(observers, onwards)
         for observer in observers:
             observer.arrived(self._route, item[0].micro_batch, self._wire.transfer_stream)
         with self._arrivals.condition:
             self._arrived.append(item)
             self._arrivals.condition.notify_all()
 
-    def _receive(self) -> tuple[Message, list[Any]]:
+    def _receive(self, observers: Sequence[Traffic], onwards: Outbox | None) -> tuple[Message, list[Any]]:
         frame, rest = torch.empty(CAPACITY, dtype=torch.uint8), None
         self._wire.receive_host(frame)
         if missing := self._frames.missing(frame):
             rest = torch.empty(missing, dtype=torch.uint8)
             self._wire.receive_host(rest)
         opened = self._frames.read(frame, rest)
+        assert onwards is None or isinstance(onwards, NetworkOutbox)  # no neighbour of this stage's is in this process
+        if opened.tensors is None and self._wire.device.type == "cpu" and onwards is not None:
+            return self._pass_on(opened, observers, onwards), [None] * len(opened.forms)
         inner = None if opened.tensors is None else iter(opened.tensors)
         tensors: list[Tensor | None] = []
         events: list[Any] = []
@@ -359,12 +413,33 @@ class NetworkInbox:
                 elif inner is not None:
                     tensor = next(inner)
                 else:
-                    tensor, event = self._wire.receive(form.wire_shape, form.dtype, form.on_host)
+                    tensor, event = self._wire.receive(form.wire_shape, form.dtype, form.on_host, opened.segments)
                 tensor = form.from_wire(tensor)
             tensors.append(tensor)
             events.append(event)
-        message = Message(
-            opened.micro_batch, tuple(tensors), opened.requires_grad, opened.entries, opened.abandoned,
-            opened.forward_only,
-        )  # fmt: skip
+        message = _message(opened, tensors)
+        if onwards is not None:  # on one stream they come in order: the last one is there after all
+            onwards.pass_on(message, next((e for e in reversed(events) if e is not None), None), observers)
         return message, events
+
+    def _pass_on(self, opened: Opened, observers: Sequence[Traffic], onwards: NetworkOutbox) -> Message:
+        """Receive tensors while the parts that are there go on."""
+        parts = [None if form is None else torch.empty(form.wire_shape, dtype=form.dtype) for form in opened.forms]
+        pairs = zip(parts, opened.forms, strict=True)
+        message, passage = _message(opened, [form and form.from_wire(t) for t, form in pairs]), Passage()  # type: ignore[arg-type]
+        onwards.pass_on(message, passage, observers)
+        try:
+            for tensor in parts:
+                if tensor is not None and tensor.numel():
+                    self._wire.receive_host(as_bytes(tensor), opened.segments, passage)
+        except Exception as error:
+            passage.came(error)
+            raise
+        return message
+
+
+def _message(opened: Opened, tensors: Sequence[Tensor | None]) -> Message:
+    return Message(
+        opened.micro_batch, tuple(tensors), opened.requires_grad, opened.entries, opened.abandoned,
+        opened.forward_only, opened.segments,
+    )  # fmt: skip

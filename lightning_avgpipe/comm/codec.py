@@ -95,7 +95,8 @@ class TensorForm(NamedTuple):
         return self.from_wire(flat.view(self.dtype).view(self.wire_shape))
 
 
-_Structure = tuple[tuple[TensorForm | None, ...], tuple[bool, ...], Any, bool, int]  # the last four are the message's
+# the last five are the message's
+_Structure = tuple[tuple[TensorForm | None, ...], tuple[bool, ...], Any, bool, int, int]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -120,7 +121,9 @@ class FrameWriter:
             the tensors are in the frame.
         """
         forms = tuple(None if t is None else TensorForm.of(t) for t in message.tensors)
-        structure = forms, message.requires_grad, message.entries, message.abandoned, message.forward_only
+        structure = (
+            forms, message.requires_grad, message.entries, message.abandoned, message.forward_only, message.segments,
+        )  # fmt: skip
         number = self._number(structure)
         text = pickle.dumps(structure) if number < 0 else b""
         parts = [] if not inner else [
@@ -168,6 +171,7 @@ class Opened:
         entries: of the message.
         abandoned: of the message.
         forward_only: of the message.
+        segments: of the message.
         tensors: those that were in the frame, in order; None if they come after it.
     """
 
@@ -177,6 +181,7 @@ class Opened:
     entries: Any
     abandoned: bool
     forward_only: int
+    segments: int
     tensors: list[Tensor] | None
 
 
@@ -208,7 +213,7 @@ class FrameReader:
                 self._structures.append(structure)
         else:
             structure = self._structures[number]
-        forms, requires_grad, entries, abandoned, forward_only = structure
+        forms, requires_grad, entries, abandoned, forward_only, segments = structure
         tensors = None
         if nbytes:
             tensors, position = [], _aligned(_PREFIX.size + length)
@@ -219,7 +224,7 @@ class FrameReader:
                     flat.copy_(frame[position : position + flat.numel()])
                     position += _aligned(flat.numel())
                     tensors.append(tensor)
-        return Opened(micro_batch, forms, requires_grad, entries, abandoned, forward_only, tensors)
+        return Opened(micro_batch, forms, requires_grad, entries, abandoned, forward_only, segments, tensors)
 
 
 def _aligned(nbytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,7 @@ class Message:
             whether the step has skipped the micro-batch: there is no loss.
         abandoned: whether the sender has given up the iteration, and has nothing to send.
         forward_only: for values, how many stages, from the first, run forwards only, as the sender knows.
+        segments: in how many pieces, at least, large tensors travel, so that whoever passes them on need not wait.
     """
 
     micro_batch: int
@@ -33,6 +34,11 @@ class Message:
     entries: Any = ()
     abandoned: bool = False
     forward_only: int = 0
+    segments: int = 1
+
+    def copied(self) -> Message:
+        """The same in memory of its own."""
+        return replace(self, tensors=tuple(None if tensor is None else tensor.clone() for tensor in self.tensors))
 
 
 class _Tensor:

@@ -10,17 +10,20 @@ from torch import Tensor
 __all__ = ["transfer"]
 
 _PART_BYTES = 1024**2  # on a link of 10 Mbit/s one passes every second
+_PIECE_BYTES = 64 * 1024  # what is smaller is not worth a message of its own
 
 
-def transfer(begin: Callable[[Tensor], Any], tensor: Tensor, moved: Callable[[], None]) -> None:
+def transfer(begin: Callable[[Tensor], Any], tensor: Tensor, moved: Callable[[], None], pieces: int = 1) -> None:
     """Send or receive, and return when it is done. Both ends use the same parts.
 
     Args:
         begin: begins with a part; returns what can be waited for. Parts arrive in the order in which they are begun.
         tensor: one-dimensional, on the host.
         moved: called after each part.
+        pieces: parts that there are at least, if the tensor is large enough.
     """
-    length = max(1, _PART_BYTES // tensor.element_size())
+    size = tensor.element_size()
+    length = max(1, min(_PART_BYTES // size, max(_PIECE_BYTES // size, -(-tensor.numel() // pieces))))
     for work in [begin(part) for part in (tensor.split(length) if tensor.numel() > length else (tensor,))]:
         if work is not None:  # of a process that takes no part
             work.wait()

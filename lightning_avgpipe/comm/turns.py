@@ -29,8 +29,9 @@ class TurnsInbox:
         self._turns = turns
         self._expected: deque[Inbox] = deque()
 
-    def expect(self, count: int, observers: Sequence[Traffic] = ()) -> None:
+    def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
         """Post the receives of an iteration."""
+        assert onwards is None  # what goes on to the next stage has no replicas
         self._expected = deque(self._turns[n % len(self._turns)] for n in range(count))
         inboxes = {id(inbox): inbox for inbox in self._expected}
         for number, messages in Counter(map(id, self._expected)).items():

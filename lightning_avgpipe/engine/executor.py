@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,9 @@ class Lane:
         actions: what is left to do in this iteration.
         turns: whose turn it is among the stages of its pipeline here, by stage, which they share; None: whoever can.
         begins: micro-batches whose forwards begin here, although stages come before.
+        relays: whether values go on to the next stage as they come.
+        segments: in how many pieces its own values travel.
+        takes: what is to be done with the first message of an iteration, which is none of values; None: there is none.
     """
 
     stage: Stage
@@ -56,10 +59,15 @@ class Lane:
     actions: deque[Action] = field(default_factory=deque)
     turns: deque[int] | None = None
     begins: frozenset[int] = frozenset()
+    relays: bool = False
+    segments: int = 1
+    takes: Callable[[Message], None] | None = None
 
     def begin(self, row: Sequence[Action], observers: Sequence[Observer] = (), turns: deque[int] | None = None) -> None:
         """Take on one iteration's actions and post their receives."""
         self.actions, self.turns = deque(), turns
+        if self.takes is not None and self.values is not None:
+            self.values.expect(1)
         self.go_on(row, observers)
 
     def go_on(self, row: Sequence[Action], observers: Sequence[Observer] = ()) -> None:
@@ -67,7 +75,8 @@ class Lane:
         self.actions.extend(row)
         for direction, inbox in (("forward", self.values), ("backward", self.gradients)):
             if inbox is not None:
-                inbox.expect(sum(self._consumes(action) == direction for action in row), observers)
+                onwards = self.to_next if self.relays and direction == "forward" else None
+                inbox.expect(sum(self._consumes(action) == direction for action in row), observers, onwards)
 
     def ready(self) -> bool:
         """Whether the next action's input has arrived, and it is its turn."""
@@ -89,6 +98,10 @@ class Lane:
         if self.place is not None:
             self.place()
         inbox = self._inbox()
+        if self.takes is not None and inbox is not None:
+            takes, self.takes = self.takes, None
+            takes(inbox.get())
+            return
         action = self.actions.popleft()
         if self.turns is not None:
             self.turns.popleft()
@@ -100,7 +113,8 @@ class Lane:
         output = do()
         outbox = self.to_next if action.kind.produces == "forward" else self.to_previous
         if output is not None and outbox is not None:
-            outbox.put(output, observers)
+            wanted = self.segments if outbox is self.to_next else 1
+            outbox.put(output if wanted == 1 else replace(output, segments=wanted), observers)
 
     def drop(self, count: int, waits: Waits) -> None:
         """Receive so many values that nobody wants any more."""

@@ -23,12 +23,14 @@ from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.stage import Stage, check_runnable
 from lightning_avgpipe.engine.task import Task
+from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only
 from lightning_avgpipe.schedule.rules import check_hosted, trains, turns_of
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent
+from lightning_avgpipe.weights.double import Double, check_repeatable
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
 
@@ -110,6 +112,7 @@ class Pipeline:
         self._freezing: dict[str, Freezing] = {}
         self.kept: FrozenOutputs | None = None
         self._keeping: dict[str, Keeping] = {}
+        self._doubles: dict[str, dict[int, Double]] = {}  # of stages that values pass, on both ends of what goes on
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -120,18 +123,24 @@ class Pipeline:
         """The call graph of a step function."""
         return self._graphs[step]
 
-    def load(self, graph: CallGraph, cuts: Sequence[int], frozen: int = 0) -> None:
+    def load(self, graph: CallGraph, cuts: Sequence[int], frozen: int = 0, relays: Collection[int] = ()) -> None:
         """Make a step function runnable.
 
         Args:
             graph: of the step.
             cuts: K-1 positions.
             frozen: nodes, from the first, whose outputs are kept.
+            relays: stages that values may pass: their forwards run on the next stage as well.
+        Raises:
+            ConfigurationError: such forwards change what cannot be changed twice.
         """
         self._recompute.check(graph)
         if self.place is not None:
             self.place()
         programs = stage_programs(graph, cuts)
+        for k in relays:
+            check_repeatable(programs[k])
+        doubles = self._doubles[graph.step] = {k: Double(programs[k], self._module) for k in relays}
         copies = TiedParameters(self._module, self._cluster, copied_parameters(programs))
         versions = self._weights.get(graph.step) if len(programs) > 1 else None
         if versions is not None:
@@ -143,6 +152,8 @@ class Pipeline:
             rank: frozenset().union(*(programs[k].leaves for k in self._cluster.stage_map.stages(rank)))
             for rank in range(self._cluster.group.world_size)
         }
+        for k in relays:
+            self._leaves[graph.step][self._cluster.stage_map.owner(k + 1)] |= programs[k].leaves
         keeper = bisect.bisect_right(cuts, frozen) if frozen and self.kept is not None else -1
         if keeper >= 0:
             owner = self._cluster.stage_map.owner(keeper)
@@ -154,18 +165,23 @@ class Pipeline:
             self.kept.follow((owner, prefix, graph.live(frozen), states) if owner == self._cluster.rank else None)
         self._copies[graph.step] = copies
         of_units = self._of_units[graph.step] = OwnAttributes(self._module, graph.of_units, self.number == 0)
+        ahead = {
+            k + 1: Stage(programs[k], self._module, self._cluster.device, double, shown=False, of_units=of_units)
+            for k, double in doubles.items()
+            if k + 1 in self._cluster.stages
+        }
         self._stages[graph.step] = [
             Stage(
                 programs[k], self._module, self._cluster.device, versions or copies, self._recompute,
                 self._foreign_tensors, self.number == 0 and k == self._cluster.stages[-1], of_units,
-                *((self.kept, frozen) if k == keeper else ()),
+                *((self.kept, frozen) if k == keeper else (None, 0)), ahead.get(k), k in relays,
             )
             for k in self._cluster.stages
         ]  # fmt: skip
 
     def load_like(self, other: Pipeline, step: str) -> None:
         """Make a step function runnable that is runnable in another pipeline."""
-        self.load(other._graphs[step], other._cuts[step])
+        self.load(other._graphs[step], other._cuts[step], relays=[*other._doubles[step]])
 
     def unload(self) -> None:
         """Forget all step functions."""
@@ -177,6 +193,7 @@ class Pipeline:
         self._leaves.clear()
         self._freezing.clear()
         self._keeping.clear()
+        self._doubles.clear()
 
     def leaves(self, step: str, rank: int, batch: Any) -> frozenset[str] | None:
         """Names of the tensors of a batch that a process needs for a step; None if that is not known: all of them."""
@@ -242,12 +259,24 @@ class Pipeline:
         return run_together([self], step, [schedule], [task], observers)[0].results
 
     def own(self, step: str) -> list[OwnAttributes]:
-        """What each stage here, and then the units of all, make of attributes."""
-        return [*(stage.attributes for stage in self._stages[step]), self._of_units[step]]
+        """What each stage here, after those whose forwards run here as well, and then all units make of attributes."""
+        stages = self._stages[step]
+        doubles = (stage.double.attributes for stage in stages if stage.double is not None)
+        return [*doubles, *(stage.attributes for stage in stages), self._of_units[step]]
 
     def lanes(self, step: str, schedule: Schedule, task: Task, observers: Sequence[Observer] = ()) -> list[Lane]:
-        """Those of this process, ready to begin an iteration."""
-        lanes = []
+        """Those of this process, ready to begin an iteration.
+
+        Raises:
+            ScheduleError: values pass stages that the step was not made runnable for.
+        """
+        lanes, doubles = [], self._doubles[step]
+        if strange := schedule.relays - doubles.keys():
+            raise ScheduleError(
+                f"the schedule {schedule.name!r} has values pass the stages {', '.join(map(str, sorted(strange)))} for "
+                f"{schedule.num_microbatches} micro-batches, and not with as many as training began with; let it do so "
+                "with any number"
+            )
         turns = turns_of(schedule)
         self._of_units[step].begin()
         frozen, training = num_forward_only(schedule), trains(schedule.rows[-1])
@@ -262,6 +291,13 @@ class Pipeline:
             row = in_turn(schedule.rows[number], *self._cluster.stage_map.share(number, rank, training))
             row = tuple(a for a in row if number >= frozen or a.micro_batch not in task.known)
             lane.begins = task.known if number == frozen else frozenset()
+            lane.relays, lane.segments = number in schedule.relays, schedule.segments
+            if lane.relays:
+                if self.place is not None:
+                    self.place()
+                assert ends.to_next is not None
+                ends.to_next.put(doubles[number].sent())  # before all values, which go on when they are expected
+            lane.takes = doubles[number - 1].take if number - 1 in schedule.relays else None
             lane.begin(row, observers, turns.get(number))
             lanes.append(lane)
             stage.begin(row, frozen)
@@ -300,9 +336,14 @@ class RollingPipelines:
         """A pipeline begins an iteration: its model is ready for it. Nothing runs yet.
 
         Raises:
-            ScheduleError: a schedule has actions that stages cannot run.
+            ScheduleError: a schedule has actions that stages cannot run, or that cannot roll.
         """
         check_runnable(schedule)
+        if schedule.relays:
+            raise ScheduleError(
+                f"the schedule {schedule.name!r} has values pass stages, whose weights go on before each iteration: "
+                "iterations cannot roll; use rolling=False, or another schedule"
+            )
         assert pipeline.number not in self._begun
         self._begun[pipeline.number] = pipeline, schedule
         self._lanes[pipeline.number] = pipeline.lanes(self._step, schedule, task)

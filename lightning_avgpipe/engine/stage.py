@@ -30,10 +30,12 @@ from lightning_avgpipe.errors import ScheduleError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule
+from lightning_avgpipe.schedule.kinds import DOUBLE_FORWARD, GRAPH
 from lightning_avgpipe.schedule.rules import check_can_run
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.torch_compat import version_of
+from lightning_avgpipe.weights.double import Double
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters
 
@@ -49,19 +51,23 @@ class Stage:
         program: its part of the step function.
         module: the whole module; parameters of other stages may be absent.
         device: where it computes.
-        copies: parameters that other stages use as well, or several versions of the weights.
+        copies: parameters that other stages use as well, or several versions of the weights; or those of a stage whose
+            forwards run here too.
         recompute: what is repeated before, or in, a backward.
         foreign_tensors: what its first forward of training must not use; None: it may use everything.
         shown: whether hooks on this process see what it made of attributes of modules.
         of_units: what the units of its pipeline make of theirs.
         kept: the first stage that trains keeps here what the frozen layers give, and begins behind them.
         frozen: nodes, from the first of the step, that are frozen.
+        double: the stage before, with weights of its own, if its forwards run here as well.
+        relayed: whether what it receives goes on to the next stage.
 
     Attributes:
         stash: micro-batch -> what its forward keeps for its backward.
         results: on the last stage, what the step returned for each micro-batch.
         skipped: micro-batches without a loss, which had a backward nevertheless: it brought no gradients.
         attributes: what it makes of attributes of modules.
+        double: as given.
     """
 
     def __init__(
@@ -69,14 +75,17 @@ class Stage:
         program: StageProgram,
         module: nn.Module,
         device: torch.device,
-        copies: TiedParameters | WeightStore,
+        copies: TiedParameters | WeightStore | Double,
         recompute: Recompute = Recompute(),  # noqa: B008
         foreign_tensors: ForeignTensors | None = None,
         shown: bool = True,
         of_units: OwnAttributes | None = None,
         kept: FrozenOutputs | None = None,
         frozen: int = 0,
+        double: Stage | None = None,
+        relayed: bool = False,
     ) -> None:
+        self.double = double
         self._kept = kept
         self._frozen = frozen
         self._rest = program.behind(frozen) if kept is not None else program
@@ -101,7 +110,7 @@ class Stage:
         read = self.attributes.variables
         self._repeat_units = UnitRepeater(module, recompute, self._drawing, device, read) if recompute.modules else None
         self._scope = scope(program, module) if recompute.stages else ([], frozenset())
-        self._overwritten = overwritten(program) if recompute.stages else frozenset()
+        self._overwritten = overwritten(program) if recompute.stages or relayed else frozenset()
         self.stash: dict[int, Stash | Inputs] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
         self.results: dict[int, Any] = {}
@@ -115,6 +124,8 @@ class Stage:
             forward_only: how many stages, from the first, run forwards only while others train.
         """
         self.attributes.begin()
+        if self.double is not None:
+            self.double.begin(())
         self._forward_only = forward_only
         self.go_on(row)
         self._watch = Watch() if any(action.kind is INPUT_GRADIENT for action in row) else None
@@ -168,6 +179,28 @@ class Stage:
         elif task.trains:
             self._keep(micro_batch, gates, _roots(replayed))
         return self._message(task, micro_batch, replayed)
+
+    def _graph(self, task: Task, micro_batch: int, message: Message | None) -> None:
+        """A forward for this stage's own backward: the next stage has computed what it would send."""
+        assert message is not None
+        versions = tuple(version_of(t) for t in message.tensors)
+        self._forward(task, micro_batch, message)
+        self._check_unchanged(message, versions, "whose tensors other stages may still read")
+
+    def _double_forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
+        """A forward of the stage before, which nobody needs the graph of here, and then this one's."""
+        assert self.double is not None and message is not None
+        return self._forward(task, micro_batch, self.double.ahead(task, micro_batch, message))
+
+    def ahead(self, task: Task, micro_batch: int, message: Message) -> Message:
+        """What a forward sends, with nothing kept for a backward.
+
+        It does have a graph until it ends: which values ask for a gradient is seen from it, and operations may round
+        otherwise where none is wanted.
+        """
+        with self._placed() as copies:
+            _, replayed = self._replay(task, micro_batch, message, copies)
+        return self._message(task, message.micro_batch, replayed)
 
     @contextmanager
     def _placed(self) -> Iterator[dict[int, str]]:
@@ -269,7 +302,10 @@ class Stage:
         self, kept: Inputs, micro_batch: int, gradients: Message | None, copies: dict[int, str]
     ) -> tuple[Stash, Sequence[Tensor | None]]:
         """Execute a forward once more: what it would have kept, and the gradients of its roots."""
-        self._check_unchanged(kept)
+        if kept.message is not None:
+            self._check_unchanged(
+                kept.message, kept.versions, "and it cannot be repeated from it; or do without recompute"
+            )
         with _profiled(f"avgpipe::R{micro_batch}"), kept.surroundings.again():
             gates, again = self._replay(kept.task, micro_batch, kept.message, copies, kept.observations.again())
         whole = "recompute, which would keep all that it repeats until then"
@@ -285,19 +321,16 @@ class Stage:
         roots = tuple(tree.tensors(again.result))
         return Stash(gates, roots, whole), [None if t is None else next(found) for t in leaves]
 
-    def _check_unchanged(self, kept: Inputs) -> None:
-        if kept.message is None:
-            return
+    def _check_unchanged(self, message: Message, versions: Sequence[int], why: str) -> None:
         graph = self.program.graph
         for value, tensor, version in zip(
-            self._received(kept.message, self.program), kept.message.tensors, kept.versions, strict=True
+            self._received(message, self.program), message.tensors, versions, strict=True
         ):
             if version_of(tensor) != version:
                 name = f"'{graph.values[value].name}'" if value < len(graph.values) else "off the captured path"
                 raise StepChangedError(
                     f"the value {name}, which stage {self.program.stage} received, was changed "
-                    f"in place after {graph.step} was captured without such a change; it cannot be repeated from it. "
-                    "Compute out of place, or do without recompute"
+                    f"in place after {graph.step} was captured without such a change, {why}. Compute out of place"
                 )
 
     def _owned_now(self) -> dict[int, str]:
@@ -373,6 +406,10 @@ class Stage:
     def clear(self) -> None:
         """Forget everything about unfinished micro-batches."""
         self.attributes.end()
+        if self.double is not None:
+            self.double.clear()
+        if isinstance(self._copies, Double):
+            self._copies.clear()
         self.stash.clear()
         self._weight_halves.clear()
         self.results.clear()
@@ -384,6 +421,8 @@ _HANDLERS: dict[Kind, Callable[[Stage, Task, int, Message | None], Message | Non
     BACKWARD: Stage._backward,
     INPUT_GRADIENT: Stage._input_gradient,
     WEIGHT_GRADIENT: Stage._weight_gradient,
+    GRAPH: Stage._graph,
+    DOUBLE_FORWARD: Stage._double_forward,
 }
 
 

@@ -25,6 +25,10 @@ class Memory:
         versions: how many of them each stage holds, or which part, shape ``(K,)``; empty: none.
         repeats: of each stage whether it repeats its forwards, shape ``(K,)``; it then has one stash at a time, and
             keeps what it received for the micro-batches in flight. Empty: none does.
+        stashed: micro-batches of which each stage has a stash at most, where others are in flight as well, shape
+            ``(K,)``; empty: all in flight.
+        doubles: stages that run the forwards of the stage before, too.
+        doubled: full name of each parameter or buffer -> bytes that these hold for it.
     """
 
     limit: float = math.inf
@@ -35,6 +39,9 @@ class Memory:
     repeats: tuple[bool, ...] = ()
     versioned: Mapping[str, int] = field(default_factory=dict)
     versions: tuple[float, ...] = ()
+    stashed: tuple[int, ...] = ()
+    doubles: frozenset[int] = frozenset()
+    doubled: Mapping[str, int] = field(default_factory=dict)
 
     def flights(self, stage: int) -> int:
         """Micro-batches in flight on a stage."""
@@ -46,7 +53,9 @@ class Memory:
 
     def stashes(self, stage: int) -> int:
         """Micro-batches of which a stage has a stash at the same time."""
-        return 1 if self.is_repeated(stage) else self.flights(stage)
+        if self.is_repeated(stage):
+            return 1
+        return self.stashed[stage] if self.stashed else self.flights(stage)
 
     def is_repeated(self, stage: int) -> bool:
         """Whether a stage repeats its forwards."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "memory_of",
     "model_bytes",
     "state_copies",
+    "with_doubles",
     "with_shards",
     "with_versions",
 ]
@@ -79,8 +80,10 @@ def memory_of(
     """
     flights: tuple[int, ...] = ()
     repeats: tuple[bool, ...] = ()
+    relays: frozenset[int] = frozenset()
     if schedule is not None:
         flights = tuple(num_pipelines * max(1, count) for count in peak_stash(schedule))
+        relays = schedule.relays
         if recompute:
             rows = schedule.rows
             repeats = tuple(bool(repeated(row, k == len(rows) - 1)) for k, row in enumerate(rows))
@@ -92,7 +95,16 @@ def memory_of(
         frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         models = weights[name] * each * (1 if frozen else num_pipelines)
         held[name] = models + (0 if frozen else _reference_bytes(tensor, num_pipelines, num_groups))
-    return Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
+    memory = Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
+    if not relays:
+        return memory
+    return replace(
+        memory,
+        in_flight=tuple(flights[k - (k in relays)] for k in range(len(flights))),  # it waits for as many as were sent
+        stashed=flights,
+        doubles=frozenset(k + 1 for k in relays),
+        doubled={name: num_pipelines * size for name, size in weights.items()},
+    )
 
 
 def copies_of_weights(policy: WeightPolicy, num_stages: int, num_microbatches: int) -> list[int]:
@@ -194,6 +206,21 @@ def holdings_of_models(
         )
         for k in stages
     }
+
+
+def with_doubles(
+    found: Mapping[int, Holding], plan: Plan, schedule: Schedule, module: nn.Module, num_pipelines: int
+) -> dict[int, Holding]:
+    """The same where values pass stages: those keep what they receive, and the next ones have their weights as well."""
+    tensors, peaks = dict([*module.named_parameters(), *module.named_buffers()]), peak_stash(schedule)
+    further = dict.fromkeys(found, 0)
+    for relay in schedule.relays:
+        stage = plan.stages[relay]
+        waiting = (peaks[relay - 1] - 1) * plan.stages[relay - 1].boundary_bytes
+        weights = sum(tensors[name].nbytes for name in {*stage.parameters, *stage.states} if name in tensors)
+        for k, number in ((relay, waiting), (relay + 1, weights)):
+            further[k] = further.get(k, 0) + num_pipelines * number
+    return {k: Holding(h.total + further[k], h.coming + further[k]) for k, h in found.items()}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_avgpipe.capture.costs import Costs, Link
@@ -202,7 +202,7 @@ def make_plan(
     for k, count in enumerate(replicas):
         forward[k], backward[k] = forward[k] / count, backward[k] / count
     total = sum(forward) + sum(backward) or 1.0
-    stages = []
+    stages: list[StagePlan] = []
     for k, (start, end) in enumerate(itertools.pairwise(bounds)):
         nodes = graph.executed(start, end)
         parameters = tuple(dict.fromkeys(name for node in nodes for name in node.parameters))
@@ -216,13 +216,22 @@ def make_plan(
                 share=(forward[k] + backward[k]) / total,
                 forward=forward[k],
                 backward=backward[k],
-                memory=ranges.need(k, k, k + 1),
+                memory=_with_double(ranges.need(k, k, k + 1), k, memory, ranges, stages),
                 sends=tuple(graph.values[v] for v in graph.live(end)) if k < len(cuts) else (),
                 leaves=graph.needed_leaves(start, end),
             )
         )
     links = tuple(costs.link(hop) for hop in range(len(cuts)))
     return Plan(tuple(stages), tuple(cuts), graph, costs.measured, links=links)
+
+
+def _with_double(need: Need, stage: int, memory: Memory, ranges: Ranges, before: Sequence[StagePlan]) -> Need:
+    """The same with the weights of the stage before and, while one of its forwards runs, what that computes."""
+    if stage not in memory.doubles:
+        return need
+    held = sum(memory.doubled[name] for name in {*before[-1].parameters, *before[-1].states})
+    stash = int(ranges.stash[stage] - ranges.stash[stage - 1])
+    return replace(need, held=need.held + held, stash=need.stash + stash)
 
 
 def _units(units: Sequence[str]) -> str:

@@ -44,6 +44,7 @@ from lightning_avgpipe.schedule import (
     with_replicas,
 )
 from lightning_avgpipe.schedule.asynchronous import simulate_policy
+from lightning_avgpipe.schedule.broadcast import without_relays
 from lightning_avgpipe.schedule.rules import trains
 from lightning_avgpipe.schedule.versions import POLICIES, WeightPolicy
 
@@ -502,5 +503,6 @@ def _forecast(plan: Plan, schedule: Schedule | None, policy: WeightPolicy) -> Fo
         name = f"1f1b, weight_policy='{policy.name}' with {copies} copies of the weights"
         return Forecast(name, count, timeline.steady_s, max(0.0, timeline.steady_bubble_fraction))
     frozen = num_frozen(plan.graph, plan.cuts, plan.graph.trained) if trains(schedule.rows[-1]) else 0
+    schedule = without_relays(schedule) if frozen else schedule
     timeline = simulate(forward_only(schedule, frozen), stage_costs(plan, frozen))
     return Forecast(schedule.name, schedule.num_microbatches, timeline.iteration_s, timeline.bubble_fraction)

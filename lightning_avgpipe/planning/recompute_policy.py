@@ -14,6 +14,7 @@ from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import FORWARD, Action
+from lightning_avgpipe.schedule.kinds import GRAPH
 
 __all__ = ["Recompute", "chosen", "repeated"]
 
@@ -86,10 +87,14 @@ def chosen(module: nn.Module, recompute: bool | Sequence[str]) -> Recompute:
 
 
 def repeated(row: Sequence[Action], is_last: bool) -> frozenset[int]:
-    """The micro-batches whose forward a stage repeats: on the last stage not those whose backward follows at once."""
+    """The micro-batches whose forward a stage repeats: not those whose backward follows at once, on the last stage or
+    where graphs are made late anyway.
+    """
     at_once = {
         action.micro_batch
         for action, following in itertools.pairwise(row)
-        if is_last and action.kind in following.kind.after and action.micro_batch == following.micro_batch
+        if (is_last or action.kind is GRAPH)
+        and (action.kind.counts_as or action.kind) in following.kind.after
+        and action.micro_batch == following.micro_batch
     }
     return frozenset(action.micro_batch for action in row if FORWARD in action.kind.after) - at_once

@@ -12,6 +12,7 @@ needs torch.
 
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.advance import first_advance, stepped_warm_up, uneven_steps
+from lightning_avgpipe.schedule.broadcast import Broadcast
 from lightning_avgpipe.schedule.builders import check, from_warm_up, in_turn, warm_up, with_replicas
 from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.forward_only import forward_only, num_forward_only
@@ -30,6 +31,7 @@ __all__ = [
     "WEIGHT_GRADIENT",
     "Action",
     "Activity",
+    "Broadcast",
     "InTurns",
     "Kind",
     "Schedule",

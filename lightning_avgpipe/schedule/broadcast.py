@@ -13,7 +13,7 @@ half as many hops that wait for each other: it gains where links are slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_avgpipe.errors import ScheduleError
@@ -23,7 +23,12 @@ from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.kinds import BACKWARD, DOUBLE_FORWARD, FORWARD, GRAPH
 from lightning_avgpipe.schedule.simulator import simulate
 
-__all__ = ["Broadcast", "leaves_of"]
+__all__ = ["Broadcast", "leaves_of", "without_relays"]
+
+
+def without_relays(schedule: Schedule) -> Schedule:
+    """The same where no value passes a stage: then that is 1F1B."""
+    return formula("1f1b", schedule.num_stages, schedule.num_microbatches) if schedule.relays else schedule
 
 
 def leaves_of(num_stages: int) -> range:
@@ -60,10 +65,23 @@ class Broadcast:
             rows[leaf - 1] = tuple(_late(num_microbatches))
         return replace(plain, name="broadcast", rows=tuple(rows), segments=self.segments if leaves else 1)
 
-    def gain(self, costs: StageCosts, num_microbatches: int) -> float:
-        """By simulation: how many times as fast as 1F1B. Below 1 it loses."""
-        plain = simulate(formula("1f1b", costs.num_stages, num_microbatches), costs).iteration_s
-        return plain / simulate(self(costs.num_stages, num_microbatches), costs).iteration_s
+    def gain(
+        self, costs: StageCosts, num_microbatches: int, devices: Sequence[int] = (), copy_s: Sequence[float] = ()
+    ) -> float:
+        """By simulation: how many times as fast as 1F1B. Below 1 it loses.
+
+        Args:
+            costs: of the stages.
+            num_microbatches: M.
+            devices: of each stage, shape ``(K,)``; default: one each.
+            copy_s: seconds for which the weights of the stage before each hop would occupy it, shape ``(K-1,)``;
+                default: none. They come first: what is still on its way when a value wants to pass delays it.
+        """
+        plain = simulate(formula("1f1b", costs.num_stages, num_microbatches), costs, devices).iteration_s
+        found = simulate(self(costs.num_stages, num_microbatches), costs, devices)
+        first = {t.hop: t.begin_s for t in reversed(found.transfers) if t.direction == "forward"}
+        late_s = [copy_s[leaf - 1] - first[leaf - 1] for leaf in leaves_of(costs.num_stages) if copy_s]
+        return plain / (found.iteration_s + max(0.0, *late_s)) if late_s else plain / found.iteration_s
 
 
 def _late(num_microbatches: int) -> Iterator[Action]:

@@ -33,7 +33,7 @@ class Recipe:
         source: where it is from.
         where: the condition of ``idle``; empty if there is none.
         lines: of stages, each with a model of its own.
-        note: more that is to be known; empty if it can be trained with.
+        note: more that is to be known; empty if there is nothing.
     """
 
     title: str
@@ -101,10 +101,10 @@ RECIPES = {
         "Broadcast forward", lambda num_stages, count, *_: Broadcast()(num_stages, count), "any",
         "(K-1) (f+b) + (M-1) f", "K-k", "as described in `schedule/broadcast.py`",
         note="Stages that build their graph late (`G`) stash one. On free links it loses; where a transfer takes as "
-        "long as a forward, 12 stages are 1.07 times as fast as with 1F1B. It is simulated only.",
+        "long as a forward, 12 stages are 1.07 times as fast as with 1F1B.",
     ),
 }  # fmt: skip
-TRAINING = tuple(name for name, recipe in RECIPES.items() if not recipe.note)
+TRAINING = tuple(name for name, recipe in RECIPES.items() if recipe.lines == 1)
 
 
 def devices_of(name: str, num_stages: int, hosts: int | None = None) -> int:

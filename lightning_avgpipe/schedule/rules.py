@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
-from lightning_avgpipe.schedule.kinds import COURSES, Direction, Kind
+from lightning_avgpipe.schedule.kinds import COURSES, DOUBLE_FORWARD, FORWARD, GRAPH, Direction, Kind
 
 __all__ = [
     "Event",
@@ -118,12 +118,16 @@ def check_hosted(schedule: Schedule, owners: Sequence[int]) -> None:
 
 def check_can_run(schedule: Schedule) -> None:
     """Raise ScheduleError for a schedule that can be simulated, and not run."""
-    if schedule.relays:
-        through = ", ".join(map(str, sorted(schedule.relays)))
-        raise ScheduleError(
-            f"the schedule {schedule.name!r} has values pass through the stages {through} to those behind, which have "
-            "their weights as well; that can be simulated only; use another schedule for training"
-        )
+    relays = schedule.relays
+    for stage, row in enumerate(schedule.rows):
+        kinds = {action.kind for action in row if action.kind.consumes == "forward"}
+        wanted = GRAPH if stage in relays else DOUBLE_FORWARD if stage - 1 in relays else FORWARD
+        if kinds - {wanted} or stage in relays - {*range(schedule.num_stages - 1)}:
+            raise ScheduleError(
+                f"stage {stage} of the schedule {schedule.name!r} runs {', '.join(sorted(k.name for k in kinds))}; "
+                f"a stage that runs {GRAPH.name} ({GRAPH}) runs no other forwards, has one that runs {FORWARD} or "
+                f"{DOUBLE_FORWARD} before it, and one behind it that runs {DOUBLE_FORWARD.name} ({DOUBLE_FORWARD}) only"
+            )
     if schedule.lines > 1:
         raise ScheduleError(
             f"the schedule {schedule.name!r} has {schedule.lines} lines of stages, each with weights of its own, which "

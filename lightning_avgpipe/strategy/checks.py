@@ -27,6 +27,7 @@ from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
+from lightning_avgpipe.schedule.broadcast import Broadcast
 from lightning_avgpipe.schedule.builders import NAMES
 from lightning_avgpipe.schedule.own import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
@@ -131,6 +132,10 @@ def _without_barrier(given: Options) -> None:
         "on_nonfinite": (given.on_nonfinite == "skip", "other stages may have stepped"),
         "verify": (bool(given.verify), "a plain step follows one model"),
         "reader": (given.reader == "first", "its process is the last to end a batch"),
+        "schedule": (
+            given.schedule == "broadcast" or isinstance(given.schedule, Broadcast),
+            "weights go on to the next stage before an iteration, and not while another one runs",
+        ),
     }
     for option, (asked, why) in together.items():
         if asked:

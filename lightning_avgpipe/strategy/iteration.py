@@ -21,6 +21,7 @@ from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Outcome, run_together
 from lightning_avgpipe.engine.task import Task
+from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches
@@ -206,13 +207,13 @@ class Iterations:
         if verifier is not None:
             verifier.watch()
         run = partial(self._micro_batch, step, context, works, first, before)
-        schedule = partial(self._schedule, works[0], finish is not None)
-        if not self._prepare(step, run, works, rest, schedule(), num_pipelines if training else 1):
+        asked = self._schedule(works[0], finish is not None)
+        if not self._prepare(step, run, works, rest, asked, num_pipelines if training else 1):
             self._run_skipped(step, context, works, run, rest)
             return []
         if training:
             self._freeze(finish is not None)
-        schedules = [self._schedule(parts, finish is not None) for parts in works]
+        schedules = [self._schedule(parts, finish is not None, self.deployment.plan) for parts in works]
         known = self._known(works, schedules[0], num_pipelines) if training and finish is not None else frozenset()
         pipelines = self.models.pipelines_for(step, len(works))
         self.step_log.begin(sum(map(len, works)))
@@ -350,10 +351,10 @@ class Iterations:
         with context():
             self.step_log.issue(over_groups=step == "training_step")
 
-    def _schedule(self, parts: Sequence[MicroBatch], trains: bool) -> Schedule:
+    def _schedule(self, parts: Sequence[MicroBatch], trains: bool, plan: Plan | None = None) -> Schedule:
         if not trains:
             return build("forward", self.cluster.stage_map.num_stages, len(parts))
-        return self.schedule_control.schedule(parts, self.configuration.num_pipelines)
+        return self.schedule_control.schedule(parts, self.configuration.num_pipelines, plan)
 
     def _merged(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
         """The result of those that were not skipped; None if all were."""

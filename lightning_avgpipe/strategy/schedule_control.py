@@ -32,7 +32,7 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import nbytes
-from lightning_avgpipe.planning.model_memory import holdings_of_models
+from lightning_avgpipe.planning.model_memory import holdings_of_models, with_doubles
 from lightning_avgpipe.planning.planner import stage_costs
 from lightning_avgpipe.schedule import (
     Action,
@@ -48,6 +48,7 @@ from lightning_avgpipe.schedule import (
     with_replicas,
 )
 from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
+from lightning_avgpipe.schedule.broadcast import Broadcast, without_relays
 from lightning_avgpipe.schedule.choice import SAFEST, fastest
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.own import Builder, of_function
@@ -118,8 +119,9 @@ class ScheduleControl:
         self.peaks: dict[int, int] = {}
         self._observers = observers
         self._beside = beside
-        self._given = given
+        self._given = Broadcast() if given == "broadcast" else given
         self._built: dict[tuple[int, int, int], Schedule] = {}
+        self._passed: dict[int, Schedule] = {}  # by M: what it is instead, where values may pass stages
         self._fixed = 0 if advance == "auto" else advance
         self._adapts = advance == "auto" and given == "advance_forward" and cluster.group.world_size > 1
         self._cluster = cluster
@@ -152,10 +154,14 @@ class ScheduleControl:
 
     # -- every rank, for every iteration -----------------------------------------------------------------------------
 
-    def schedule(self, parts: Sequence[MicroBatch], num_pipelines: int = 1) -> Schedule:
-        """For the next iteration of training, of a pipeline with these micro-batches."""
+    def schedule(self, parts: Sequence[MicroBatch], num_pipelines: int = 1, plan: Plan | None = None) -> Schedule:
+        """For the next iteration of training, of a pipeline with these micro-batches.
+
+        Args:
+            plan: of the stages, which broadcast forward depends on; None: as was asked for.
+        """
         shape = self._shape(parts, num_pipelines)
-        return self._schedule_of(shape, self._chosen.get(shape, 0))
+        return self._schedule_of(shape, self._chosen.get(shape, 0), plan)
 
     def fix(self, advance: int) -> None:
         """From now on every iteration has this advance. Every rank calls it after the same iteration."""
@@ -176,7 +182,7 @@ class ScheduleControl:
         self._of_plan = self._number + 1
         for known in (
             self.peaks, self._chosen, self._metered, self._largest, self._footprints, self._decided, self._too_large,
-            self._measured, self._recent, self._built,
+            self._measured, self._recent, self._built, self._passed,
         ):  # fmt: skip
             known.clear()  # type: ignore[attr-defined]
 
@@ -244,10 +250,12 @@ class ScheduleControl:
         if meter is not None:
             stages, groups = self._cluster.stages, self._cluster.stage_map.num_teams
             found = meter.finish(
-                holdings_of_models(
-                    plan, stages, self._module, self._optimizers(), len(parts), num_pipelines, groups, self._policy
+                with_doubles(
+                    holdings_of_models(
+                        plan, stages, self._module, self._optimizers(), len(parts), num_pipelines, groups, self._policy
+                    ), plan, schedule, self._module, num_pipelines,
                 )
-            )
+            )  # fmt: skip
             self._report += [(self._number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
         size = sum(part.size for work in works for part in work)
         self._largest[shape] = max(size, self._largest[shape])
@@ -305,14 +313,21 @@ class ScheduleControl:
         elements = max((tensor.numel() for tensor in tree.tensors(first.data)), default=0) // max(1, first.size)
         return IterationShape(len(parts), num_pipelines, self._cluster.stage_map.num_stages, elements.bit_length())
 
-    def _schedule_of(self, shape: IterationShape, advance: int) -> Schedule:
+    def _schedule_of(self, shape: IterationShape, advance: int, plan: Plan | None = None) -> Schedule:
         if self._adapts:
             schedule = from_warm_up(self._warm_up(shape, advance), shape.num_microbatches, str(self._given))
             return forward_only(self._shared(schedule), self.frozen)
         key = shape.num_stages, shape.num_microbatches, self._fixed
         if key not in self._built:
             self._built[key] = self._shared(self._build(*key))
-        return forward_only(self._built[key], self.frozen)
+        schedule = self._built[key]
+        if schedule.relays:
+            if plan is None:
+                return schedule
+            if shape.num_microbatches not in self._passed:
+                self._passed[shape.num_microbatches] = self._passing(schedule, plan)
+            schedule = self._passed[shape.num_microbatches]
+        return forward_only(schedule, self.frozen)
 
     def _shared(self, schedule: Schedule) -> Schedule:
         return with_replicas(schedule, self._cluster.stage_map.stage_replicas)
@@ -352,6 +367,38 @@ class ScheduleControl:
         if self._cluster.rank == 0:
             _log.info("schedule %s from now on, for %d micro-batches", chosen.name, num_microbatches)
         return chosen
+
+    def _passing(self, schedule: Schedule, plan: Plan) -> Schedule:
+        """1F1B where a schedule in which values pass stages cannot be had, or loses by simulation.
+
+        The same on every rank: all know the plan. One's own function is not judged.
+        """
+        if not schedule.relays:
+            return schedule
+        needs, given, why = [stage.memory.total for stage in plan.stages], self._given, ""
+        gain = None
+        if isinstance(given, Broadcast) and plan.measured:
+            sizes = {name: parameter.nbytes for name, parameter in self._module.named_parameters()}
+            weights = [sum(sizes[name] for name in stage.parameters) for stage in plan.stages]
+            copy_s = [link.per_byte * size for link, size in zip(plan.links, weights, strict=False)]
+            owners, costs = self._cluster.stage_map.owners(), stage_costs(plan)
+            here = costs.on(owners) if len(set(owners)) > 1 else costs
+            gain = given.gain(here, schedule.num_microbatches, owners, copy_s)
+        if self.frozen:
+            why = f"the first {self.frozen} stages have nothing to train"
+        elif max(needs) > self._limit:
+            k = needs.index(max(needs))
+            why = f"with it stage {k} needs {nbytes(needs[k])}, more than memory_limit ({nbytes(self._limit)})"
+        elif gain is not None and gain < 1:
+            why = f"by simulation of the measured costs it is {gain:.2f} times as fast"
+        if self._cluster.rank == 0:
+            name, count = schedule.name, schedule.num_microbatches
+            if why:
+                _log.info("schedule 1f1b instead of %s, for %d micro-batches: %s", name, count, why)
+            else:
+                gains = "" if gain is None else f": by simulation {gain:.2f} times as fast as 1f1b"
+                _log.info("schedule %s, for %d micro-batches%s", name, count, gains)
+        return without_relays(schedule) if why else schedule
 
     def _warm_up(self, shape: IterationShape, advance: int) -> tuple[int, ...]:
         return stepped_warm_up(self._steps, shape.num_microbatches, advance)

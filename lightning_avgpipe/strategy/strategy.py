@@ -116,10 +116,12 @@ class AvgPipeStrategy(ParallelStrategy):
             its backwards (``recompute``, checkpoints, compiled modules) runs them whole, and says so. With several
             stages on each process: ``"interleaved"`` (1F1B) or ``"bfs"`` (breadth first), idle for half of 1F1B's time
             with two; with exactly two, of which the second ones are placed in reverse: ``"zbv"``, hardly idle with
-            1F1B's memory, or ``"dualpipev"``. ``"auto"``: the first iteration is 1F1B; then the fastest by simulation
-            with the plan's costs, of all but the last two, that fits ``memory_limit``. A function ``(num_stages,
-            num_microbatches)`` that returns a row of actions for each stage, such as ``"F0 F1 B0 B1"``, is a schedule
-            of your own; it is checked for deadlocks before training.
+            1F1B's memory, or ``"dualpipev"``. For slow links: ``"broadcast"``, or ``Broadcast(segments=8)`` of
+            ``lightning_avgpipe.schedule``: values pass every other stage unread, to one that has its weights as well;
+            1F1B where it would lose by simulation with measured costs, which is logged. ``"auto"``: the first iteration
+            is 1F1B; then the fastest by simulation with the plan's costs, of all but ``"broadcast"``, that fits
+            ``memory_limit``. A function ``(num_stages, num_microbatches)`` that returns a row of actions for each
+            stage, such as ``"F0 F1 B0 B1"``, is a schedule of your own; it is checked for deadlocks before training.
         advance: h of advance forward propagation: stage k starts ``(K-1-k) * (1+h)`` forwards ahead of its first
             backward. 0 is 1F1B; a larger value hides slow links at the price of memory. ``"auto"``: adapted while
             training runs. It starts with what measured costs ask for (with unequal stages, each stage ahead of the
@@ -238,7 +240,17 @@ class AvgPipeStrategy(ParallelStrategy):
         processes_per_device: Count = 1,
         num_microbatches: Count | Literal["auto"] = "auto",
         schedule: Literal[
-            "advance_forward", "1f1b", "afab", "zb_h1", "zb_h2", "interleaved", "bfs", "zbv", "dualpipev", "auto"
+            "advance_forward",
+            "1f1b",
+            "afab",
+            "zb_h1",
+            "zb_h2",
+            "interleaved",
+            "bfs",
+            "zbv",
+            "dualpipev",
+            "broadcast",
+            "auto",
         ]
         | Callable[[int, int], Any] = "advance_forward",
         advance: Natural | Literal["auto"] = "auto",

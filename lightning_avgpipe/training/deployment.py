@@ -161,7 +161,7 @@ class Deployment:
         plan = self.plan
         graph = self._on_first(examples, lambda args: self._planner.capture_like(step, run, args, plan))
         if graph is not None:
-            self._load_like(plan, graph)
+            self._load_like(plan, graph, schedule.relays)
         return False
 
     def arrange(self, batches: Sequence[Any]) -> bool:
@@ -238,7 +238,7 @@ class Deployment:
         self._place()
         if begins_alike:
             self.holdings.begin_alike(plan.copied)
-        self.pipeline.load(plan.graph, plan.cuts, plan.frozen)
+        self.pipeline.load(plan.graph, plan.cuts, plan.frozen, schedule.relays)
         if not plan.frozen:
             self._forget_kept()
         for graph in others:
@@ -251,11 +251,11 @@ class Deployment:
                 pass  # it needs finer units: a new capture is made when it is run
         return True
 
-    def _load_like(self, plan: Plan, graph: CallGraph) -> None:
+    def _load_like(self, plan: Plan, graph: CallGraph, relays: Collection[int] = ()) -> None:
         """Make another step runnable on the stages of a plan."""
         cuts = cut_like(graph, plan.stages_of, plan.num_stages)
         check_shared(graph, cuts, self._cluster.stage_map)
-        self.pipeline.load(graph, cuts)
+        self.pipeline.load(graph, cuts, relays=relays)
 
     def place_parameters(self, plan: Plan) -> dict[str, int]:
         """Divide the module by a plan of which it is only known who owns what. Every process calls it.

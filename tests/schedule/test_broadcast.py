@@ -64,9 +64,34 @@ def test_what_would_wait_for_itself_is_a_deadlock() -> None:
         check(Schedule("stuck", 3, 2, tuple(rows)))
 
 
-def test_it_can_be_simulated_and_not_trained_with() -> None:
-    with pytest.raises(ScheduleError, match=r"'broadcast' has values pass through the stages 2 to .* simulated only"):
-        of_function(Broadcast(), 4, 4)
+def test_weights_that_are_on_their_way_when_a_value_wants_to_pass_delay_it() -> None:
+    costs = StageCosts.uniform(3, 1, 2, send_s=2)
+    iteration_s, first_s = simulate(Broadcast()(3, 4), costs).iteration_s, 1 + 2 / 8
+    for copy_s, late_s in ((1, 0), (first_s, 0), (5, 5 - first_s)):
+        gain = Broadcast().gain(costs, 4, copy_s=(0, copy_s))
+        assert gain == pytest.approx(simulate(build("1f1b", 3, 4), costs).iteration_s / (iteration_s + late_s))
+
+
+def test_on_one_process_it_is_more_work() -> None:
+    assert Broadcast().gain(StageCosts.uniform(3, 1, 2), 4, (0, 0, 0)) == pytest.approx(36 / 40)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ("F0 F1 B0 B1", "F0 B0 G1 B1", "D0 B0 D1 B1"),  # not always
+        ("F0 F1 B0 B1", "G0 B0 G1 B1", "F0 B0 F1 B1"),  # the last stage lacks what the mid would send
+        ("F0 F1 B0 B1", "F0 B0 F1 B1", "D0 B0 D1 B1"),  # it has what it needs already
+        ("F0 F1 B0 B1", "F0 F1 B0 B1", "G0 B0 G1 B1"),  # there is nobody behind the last stage
+    ],
+)
+def test_who_builds_graphs_late_has_one_before_that_sends_and_one_behind_that_runs_both(rows: tuple[str, ...]) -> None:
+    with pytest.raises(ScheduleError, match=r"a stage that runs graph \(G\) runs no other forwards, has one that"):
+        of_function(lambda num_stages, num_microbatches: rows, 3, 2)
+
+
+def test_it_can_be_trained_with() -> None:
+    assert of_function(Broadcast(), 4, 4).relays == {2}
     assert of_function(Broadcast(), 2, 4).rows == build("1f1b", 2, 4).rows  # nobody is in the middle
     with pytest.raises(ScheduleError, match="segments=0"):
         Broadcast(0)

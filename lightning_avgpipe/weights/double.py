@@ -1,0 +1,103 @@
+"""Doubles: the weights of one stage on the next, which runs its forwards as well."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.weights.slots import Slot, slots_for
+from lightning_avgpipe.weights.tied import parameters_of
+
+__all__ = ["Double", "check_repeatable"]
+
+
+class Double:
+    """What the forwards of a stage use and change: its parameters, and the buffers that it changes.
+
+    The stage sends them before each iteration, and the next one puts them in the places of its own for one forward at a
+    time. Of a buffer both have the same contents after each micro-batch, since both do the same to it, once, in the
+    same order.
+
+    Args:
+        program: of the stage.
+        module: the whole module; what the program names may be without contents, unless it is sent.
+    """
+
+    def __init__(self, program: StageProgram, module: nn.Module) -> None:
+        self._module = module
+        self._parameters = parameters_of(program)
+        self._buffers = tuple(dict.fromkeys(name for node in program.nodes for name in node.states))
+        self._held: dict[str, Tensor] = {}
+        self._slots: list[tuple[Slot, str]] = []
+
+    def sent(self) -> Message:
+        """What is in the module now; forwards may change buffers while these are under way."""
+        parameters = [self._module.get_parameter(name) for name in self._parameters]
+        buffers = [self._module.get_buffer(name).detach().clone() for name in self._buffers]
+        flags = tuple(parameter.requires_grad for parameter in parameters)
+        return Message(0, (*(parameter.detach() for parameter in parameters), *buffers), flags)
+
+    def take(self, message: Message) -> None:
+        """From now on these are used."""
+        named = zip((*self._parameters, *self._buffers), message.tensors, strict=True)
+        self._held = {name: tensor for name, tensor in named if tensor is not None}
+        for name, trains in zip(self._parameters, message.requires_grad, strict=True):
+            self._held[name] = nn.Parameter(self._held[name], requires_grad=trains)
+        own: dict[str, Tensor] = {name: self._module.get_parameter(name) for name in self._parameters}
+        own |= {name: self._module.get_buffer(name) for name in self._buffers}
+        places = slots_for(self._module, own.values())
+        self._slots = [(slot, name) for name, tensor in own.items() for slot in places[id(tensor)]]
+
+    @contextlib.contextmanager
+    def placed(self, stage: int) -> Iterator[dict[int, str]]:
+        """Within this context the module has them; gives ``id -> name`` of parameters."""
+        own = [slot.get() for slot, _ in self._slots]
+        for slot, name in self._slots:
+            slot.set(self._held[name])
+        try:
+            yield {id(self._held[name]): name for name in self._parameters}
+        finally:
+            self._held |= {name: self._module.get_buffer(name) for name in self._buffers}
+            for (slot, _), tensor in zip(self._slots, own, strict=True):
+                slot.set(tensor)
+
+    def clear(self) -> None:
+        """Forget them: the next iteration brings others."""
+        self._held, self._slots = {}, []
+
+
+def check_repeatable(program: StageProgram) -> None:
+    """Check that another process can run the forwards of a stage as well, such that nothing happens twice.
+
+    Raises:
+        ConfigurationError: they change more than buffers; names it.
+    """
+    graph, parameters = program.graph, set(parameters_of(program))
+    units = {node.name for node in program.nodes if node.kind == "call"}
+    changed = [f"the parameter '{name}'" for node in program.nodes for name in node.states if name in parameters]
+    changed += [
+        f"the attribute '{'.'.join(filter(None, key))}'"
+        for key in (*graph.of_units, *graph.written)
+        if (unit := _unit_of(graph, key[0])) in units or not unit
+    ]
+    changed += [f"objects that outlive the step ({node})" for node in program.nodes if node.lasting]
+    changed += [f"what is outside of the module (unit '{unit}')" for unit in sorted(units & graph.leaving)]
+    if changed:
+        raise ConfigurationError(
+            f"with broadcast forward stage {program.stage + 1} runs the forwards of stage {program.stage} as well, and "
+            f"these change {changed[0]}, which would happen twice: only buffers may change there. Keep it in a buffer "
+            "(register_buffer), move it to another stage with split_points, or use schedule='1f1b'"
+        )
+
+
+def _unit_of(graph: CallGraph, path: str) -> str:
+    """The unit that a module is, or is in; empty if there is none."""
+    while path and path not in graph.units:
+        path = path.rpartition(".")[0]
+    return path

@@ -1,0 +1,163 @@
+"""Channels: a message that passes a process goes on in pieces, while they come, in order, and with what it says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.comm.arrivals import Arrivals
+from lightning_avgpipe.comm.channel import MemoryChannel, NetworkInbox, NetworkOutbox, Pair, Wire
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.routes import Edge, Route
+from lightning_avgpipe.comm.transfer import transfer
+from tests.threads import CPU, LIMIT_S, Hub, Injector, MemoryGroup, Party
+
+THREE = Party("world", (0, 1, 2))
+
+
+class Slow(MemoryGroup):
+    """What is sent waits until it may go."""
+
+    sizes: list[int]
+    gate: threading.Semaphore
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
+        assert self.gate.acquire(timeout=LIMIT_S)
+        self.sizes.append(len(tensors[0]))
+        return super().send(tensors, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
+        return _Receiving(lambda: super(Slow, self).recv(tensors, src, tag))
+
+
+class _Receiving:
+    """What a receive is that has been posted."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        self.wait = wait
+
+
+@contextmanager
+def chain() -> Iterator[tuple[NetworkOutbox, NetworkInbox, NetworkOutbox, NetworkInbox, Slow, Slow, Arrivals]]:
+    """From process 0 over process 1 to process 2; what 0 and 1 send can be held back."""
+    hub, arrivals = Hub(Injector()), Arrivals()
+    groups: list[Any] = [Slow(hub, THREE, rank) for rank in range(3)]
+    for group in groups:
+        group.__dict__.update(sizes=[], gate=threading.Semaphore(0))
+
+    def wire(rank: int, peer: int) -> Wire:
+        return Wire(peer, Pair(groups[rank], peer), CPU, None, lambda: None)
+
+    ends = (
+        NetworkOutbox(Route(Edge(0, 0, "forward"), 0, 1), wire(0, 1), arrivals),
+        NetworkInbox(Route(Edge(0, 0, "forward"), 0, 1), wire(1, 0), arrivals),
+        NetworkOutbox(Route(Edge(0, 1, "forward"), 1, 2), wire(1, 2), arrivals),
+        NetworkInbox(Route(Edge(0, 1, "forward"), 1, 2), wire(2, 1), arrivals),
+    )
+    try:
+        yield *ends, groups[0], groups[1], arrivals
+    finally:
+        for group in groups:
+            group.gate.release(1000)
+        for end in ends:
+            end.close(LIMIT_S)
+
+
+def taken(inbox: NetworkInbox, arrivals: Arrivals) -> Message:
+    with arrivals.condition:
+        assert arrivals.condition.wait_for(lambda: inbox.ready() or arrivals.failure is not None, LIMIT_S)
+    assert arrivals.failure is None, arrivals.failure
+    return inbox.get()
+
+
+def message(i: int, size: int) -> Message:
+    tensors = torch.arange(size).view(2, -1).T, torch.zeros(0, 3), torch.tensor(float(i))
+    return Message(i, tensors, (True, False, True), ("entry", i), segments=4)
+
+
+@pytest.mark.parametrize("size", [10, 80_000, 1_000_000])
+def test_what_passes_a_process_arrives_as_it_was_sent_and_in_order(size: int) -> None:
+    with chain() as (out, there, onwards, inbox, first, second, arrivals):
+        first.gate.release(1000)
+        second.gate.release(1000)
+        onwards.put(Message(7, (torch.ones(3),)))  # a message of this process comes first
+        there.expect(3, onwards=onwards)
+        there.expect(1)
+        inbox.expect(4)
+        for i in range(4):
+            out.put(message(i, size))
+        passed = [taken(inbox, arrivals) for _ in range(4)]
+        assert [found.micro_batch for found in passed] == [7, 0, 1, 2]
+        for i, found in enumerate([*passed[1:], taken(there, arrivals)]):
+            assert found.micro_batch == i % 3 and found.entries == ("entry", i % 3)
+        assert [taken(there, arrivals).micro_batch for _ in range(3)] == [1, 2, 3]
+        for i, found in enumerate(passed[1:]):
+            assert found.requires_grad == (True, False, True)
+            for tensor, expected in zip(found.tensors, message(i, size).tensors, strict=True):
+                assert tensor is not None and expected is not None
+                assert torch.equal(tensor, expected) and tensor.stride() == expected.stride()
+
+
+def test_pieces_go_on_before_the_last_one_has_come() -> None:
+    with chain() as (out, there, onwards, inbox, first, second, arrivals):
+        second.gate.release(1000)
+        there.expect(1, onwards=onwards)
+        inbox.expect(1)
+        out.put(message(0, 80_000))
+        first.gate.release(3)  # the frame, and two of four pieces
+        deadline = threading.Event()
+        for _ in range(1000):
+            if len(second.sizes) == 3:
+                break
+            deadline.wait(0.01)
+        assert second.sizes[1:] == [160_000, 160_000] and not there.ready() and not inbox.ready()
+        first.gate.release(1000)
+        assert taken(inbox, arrivals).micro_batch == taken(there, arrivals).micro_batch == 0
+        assert first.sizes[1:5] == second.sizes[1:5] == [160_000] * 4
+
+
+def test_a_message_that_breaks_off_ends_who_waits_for_the_rest() -> None:
+    with chain() as (out, there, onwards, inbox, first, second, arrivals):
+        second.gate.release(1000)
+        there.expect(1, onwards=onwards)
+        inbox.expect(1)
+        out.put(message(0, 80_000))
+        first.gate.release(2)
+        first.hub.leave(0)
+        with arrivals.condition:
+            assert arrivals.condition.wait_for(lambda: arrivals.failure is not None, LIMIT_S)
+        onwards.close(LIMIT_S)
+        assert not any(thread.name == "avgpipe send forward 1" for thread in threading.enumerate())
+        first.hub.leave(1)
+
+
+def test_within_a_process_what_goes_on_is_a_copy_and_the_rest_stays() -> None:
+    first, second = MemoryChannel(), MemoryChannel()
+    first.put(Message(0, (torch.zeros(2),)))  # before anybody expects it
+    first.expect(2, onwards=second)
+    first.put(Message(1, (torch.zeros(2),)))
+    first.put(Message(2, (torch.zeros(2),)))  # of the next iteration
+    kept, passed = first.get().tensors[0], second.get().tensors[0]
+    assert kept is not None and passed is not None
+    kept += 1
+    assert passed.tolist() == [0, 0]
+    assert second.get().micro_batch == 1 and not second.ready()
+    first.get()
+    first.expect(1, onwards=second)
+    assert second.get().micro_batch == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "pieces", "parts"),
+    [(10, 8, [10]), (100_000, 1, [100_000]), (400_000, 4, [100_000] * 4), (100_000, 8, [65_536, 34_464])],
+)
+def test_a_tensor_travels_in_as_many_pieces_as_are_worth_it(size: int, pieces: int, parts: list[int]) -> None:
+    sizes: list[int] = []
+    transfer(lambda part: sizes.append(len(part)), torch.zeros(size, dtype=torch.uint8), lambda: None, pieces)
+    assert sizes == parts

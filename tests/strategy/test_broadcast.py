@@ -1,0 +1,143 @@
+"""Broadcast forward with the strategy: the weights of 1F1B, or 1F1B itself where it would lose, and says so."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.schedule import Broadcast
+from tests.commands import LIMIT_S, ROOT, started
+from tests.models import MLP, Blocks, loader
+from tests.trainers import assert_defaults_equal_accumulation, pipeline, trainer
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged of schedules."""
+    texts = (record.getMessage() for record in caplog.records)
+    return [text for text in texts if text.startswith("schedule")]
+
+
+def fitted(schedule: Any, num_stages: int = 3, model: Any = Blocks, **options: Any) -> tuple[Any, AvgPipeStrategy]:
+    """Train, the last batch of an epoch being small; weights, buffers and metrics."""
+    torch.manual_seed(1)
+    module = model()
+    of_trainer = {name: options.pop(name) for name in ("gradient_clip_val", "callbacks") if name in options}
+    given = {"costs": "flops", "num_microbatches": 4, **options}
+    strategy = AvgPipeStrategy(num_stages=num_stages, schedule=schedule, **given)
+    runner = trainer(strategy=strategy, **of_trainer)
+    runner.fit(module, loader(model, 40, 16), loader(model, 8, 4))
+    metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
+    return ({name: value.clone() for name, value in module.state_dict().items()}, metrics), strategy
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for name, value in expected[0].items():
+        assert torch.equal(found[0][name], value), name
+    assert found[1] == expected[1] and found[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_pipelines": 2}, {"recompute": True, "gradient_clip_val": 0.1, "num_stages": 5}, {"verify": True}],
+)
+def test_it_trains_the_weights_of_1f1b_and_logs_the_same(options: dict[str, Any]) -> None:
+    found, strategy = fitted(Broadcast(4), **options)
+    expected, _ = fitted("1f1b", **options)
+    assert_same(found, expected)
+    assert strategy.plan is not None and strategy.plan.forecast is not None
+    assert strategy.plan.forecast.schedule == "broadcast"
+
+
+def test_with_defaults_it_equals_accumulation_and_where_links_are_free_it_is_1f1b(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(1)
+    with caplog.at_level(logging.INFO, "lightning_avgpipe"):
+        assert_defaults_equal_accumulation(MLP(), MLP.example(8), 3, schedule="broadcast", num_microbatches=4)
+    (text,) = said(caplog)
+    assert text.startswith("schedule 1f1b instead of broadcast, for 4 micro-batches: by simulation of the measured")
+
+
+def test_with_defaults_it_equals_accumulation_where_links_are_slow(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(1)
+    slow = mock.patch.object(Broadcast, "gain", lambda *_: 1.07)
+    with caplog.at_level(logging.INFO, "lightning_avgpipe"), slow:
+        assert_defaults_equal_accumulation(MLP(), MLP.example(8), 3, schedule=Broadcast(), num_microbatches=4)
+    (text,) = said(caplog)
+    assert text == "schedule broadcast, for 4 micro-batches: by simulation 1.07 times as fast as 1f1b"
+
+
+def test_copies_of_weights_count_in_the_plan_the_limit_and_the_measured_peak(caplog: pytest.LogCaptureFixture) -> None:
+    points = {"split_points": ["layers.2", "layers.3"], "costs": "measured", "costs_cache": None}
+    with mock.patch.object(Broadcast, "gain", lambda *_: 1.07), caplog.at_level(logging.INFO, "lightning_avgpipe"):
+        found, strategy = fitted("broadcast", **points)
+        _, plain = fitted("1f1b", **points)
+        assert strategy.plan is not None and plain.plan is not None
+        (ours, theirs), mid = ([s.plan.stages for s in (strategy, plain)], strategy.plan.stages[1])  # type: ignore[union-attr]
+        weights = 4 * (mid.num_parameters + 2 * 8) + 8  # and the buffers of a batch norm
+        assert ours[2].memory.held - theirs[2].memory.held == weights
+        assert ours[2].memory.stash >= theirs[2].memory.stash + ours[1].memory.stash
+        assert ours[1].memory.stash < theirs[1].memory.stash
+        assert strategy.peak_memory_bytes[2] >= plain.peak_memory_bytes[2] + weights - 64
+        caplog.clear()
+        limit = max(stage.memory.total for stage in ours) - 1
+        limited, _ = fitted("broadcast", memory_limit=limit, **points)
+    assert all(
+        "schedule 1f1b instead of broadcast" in text and "more than memory_limit" in text for text in said(caplog)
+    )
+    assert_same(limited, found)
+
+
+class Frozen(MLP):
+    """Its first layers are not trained in the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.layers[:4].requires_grad_(self.current_epoch == 0)
+
+
+def test_where_stages_run_forwards_only_it_is_1f1b(caplog: pytest.LogCaptureFixture) -> None:
+    points = {"split_points": ["layers.4", "layers.6"], "model": Frozen}
+    with caplog.at_level(logging.INFO, "lightning_avgpipe"):
+        found, _ = fitted("broadcast", **points)
+    assert any(text.endswith("the first 1 stages have nothing to train") for text in said(caplog)), said(caplog)
+    assert "schedule broadcast, for 4 micro-batches" in said(caplog)
+    expected, _ = fitted("1f1b", **points)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rolling": True, "num_pipelines": 2}, r"rolling=True with schedule=.*broadcast.* leave it out"),
+        ({"weight_policy": "stash"}, "weight_policy='stash' with schedule='broadcast'"),
+        ({"replicas": [1, 2, 1]}, "and schedule='broadcast': replicas of single stages need forwards and backwards"),
+        ({"advance": 1}, "advance=1 has no meaning for schedule='broadcast'"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AvgPipeStrategy(num_stages=3, schedule="broadcast", **options)
+
+
+@pytest.mark.slow
+def test_three_processes_train_the_weights_of_one(tmp_path: Path) -> None:
+    given = {"devices": 3, "stages": 3, "schedule": "broadcast", "model": "Blocks", "microbatches": 4}
+    with started(([str(ROOT / "tests" / "script.py"), str(tmp_path), json.dumps(given)], {})) as (process,):
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, errors
+    assert "(broadcast, 4 micro-batches)" in errors
+    torch.manual_seed(5)
+    model = Blocks()
+    given = {"num_microbatches": 4, "schedule": "1f1b"}
+    pipeline(3, strategy=given, max_epochs=2).fit(model, loader(Blocks, 24, 8, shuffle=True))
+    found = torch.load(tmp_path / "weights-0.pt")
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[name], value), name
