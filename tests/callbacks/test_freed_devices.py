@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanSquaredError
 
 from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy, PipelineTimeline
 from lightning_avgpipe.comm.device_layout import DeviceLayout
@@ -240,3 +241,39 @@ def test_options_that_do_not_go_with_sharing_later_are_refused_by_name(options: 
 def test_devices_in_several_groups_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="needs all devices in one group; use num_stages=4"):
         checks.sharing_later(options_of(), StageMap.on(DeviceLayout(4), 2))
+
+
+class Measured(FineTuned):
+    """With a metric object that training updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self(batch[0])
+        self.error.update(outputs.detach(), batch[1])
+        return nn.functional.mse_loss(outputs, batch[1])
+
+
+class Validated(Measured):
+    training_step = FineTuned.training_step
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.error.update(self(batch[0]), batch[1])
+        self.log("val_loss", self.error)
+
+
+class Normed(FineTuned):
+    norm = nn.BatchNorm1d
+
+
+def with_objects(rank: int) -> list[Any]:
+    return [fit(rank, 2, model=model, max_epochs=3)[1].seen for model in (Measured, Validated, Normed)]
+
+
+@pytest.mark.slow
+def test_stages_that_replicas_would_not_do_right_stay_alone(tmp_path: Path) -> None:
+    alone, shared = [(1,), (0,)], [(0, 1)]
+    for seen in processes.results(processes.run(2, with_objects, folder=tmp_path)):
+        assert seen == [[alone], [alone, shared], [alone]]
