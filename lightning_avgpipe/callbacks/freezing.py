@@ -215,11 +215,6 @@ class AdaptiveFreezing(Callback):
 
     def _check_sharing(self, trainer: pl.Trainer, run: PipelineRun) -> None:
         what = f"AdaptiveFreezing(freed={self._freed!r})"
-        if self._cache is not None:
-            raise ConfigurationError(
-                f"{what} with cache={self._cache!r}: a replica would keep outputs of its own micro-batches alone; "
-                "remove one of the two"
-            )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, (AvgPipeTuner, PipelineTimeline)):
                 raise ConfigurationError(

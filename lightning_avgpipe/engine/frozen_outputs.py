@@ -17,7 +17,7 @@ import logging
 import pickle
 import shutil
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +117,10 @@ class _Kept:
     row: int
 
 
+# samples with their form and rows, and these forms
+_News = tuple[list[tuple[tuple[int, bytes], Any, list[Tensor | None]]], dict[Any, _Form]]
+
+
 class FrozenOutputs:
     """Of one pipeline, on the process with the first stage that trains.
 
@@ -132,6 +136,7 @@ class FrozenOutputs:
     def __init__(self, limit: float, folder: str | None = None) -> None:
         self._limit = limit
         self._folder = folder
+        self._shares = False
         self.hits = 0
         self._begin(None)
 
@@ -144,11 +149,17 @@ class FrozenOutputs:
         self.why_not = ""
         self._due = True  # a comparison, before anything is read
         self._has_read = False
+        self._fresh: list[tuple[int, bytes]] = []  # that replicas are not told of yet
         self._known = self._seen = 0  # samples of this epoch
         self._expected = 0  # samples that were kept when it began
 
-    def follow(self, prefix: Any) -> None:
-        """From now on the prefix is this one, anything that is equal for equal ones; None: there is none."""
+    def follow(self, prefix: Any, shares: bool = False) -> None:
+        """From now on the prefix is this one, anything that is equal for equal ones; None: there is none.
+
+        Args:
+            shares: whether replicas of the stage are told what is kept.
+        """
+        self._shares = shares
         if prefix != self._prefix:
             self.forget()
             self._prefix = prefix
@@ -171,22 +182,22 @@ class FrozenOutputs:
             )
         self._known, self._seen, self._expected = 0, 0, len(self._kept)
 
-    def look_up(self, samples: Sequence[list[bytes]] = ()) -> frozenset[int]:
+    def look_up(self, samples: Mapping[int, list[bytes]]) -> frozenset[int]:
         """An iteration begins.
 
         Args:
-            samples: digests, by micro-batch; none: nothing of it is to be kept.
+            samples: micro-batch -> digests; none: nothing of it is to be kept.
         Returns:
             The micro-batches whose forwards may begin behind the frozen layers.
         """
-        self._keys = {} if self.why_not else dict(enumerate(samples))
+        self._keys = {} if self.why_not else dict(samples)
         if self.why_not:
             return frozenset()
-        known = [[(len(keys), key) in self._kept for key in keys] for keys in samples]
-        self._seen += sum(map(len, known))
-        self._known += sum(map(sum, known))
+        known = {i: [(len(keys), key) in self._kept for key in keys] for i, keys in samples.items()}
+        self._seen += sum(map(len, known.values()))
+        self._known += sum(map(sum, known.values()))
         # samples of one micro-batch that are kept in different forms (padded to other lengths) have other digests
-        found = frozenset(i for i, here in enumerate(known) if here and all(here))
+        found = frozenset(i for i, here in known.items() if here and all(here))
         return frozenset() if self._due else found
 
     def read(self, micro_batch: int, device: torch.device, forward_only: int) -> Message:
@@ -251,6 +262,29 @@ class FrozenOutputs:
             return None  # no room: others stay
         for row, (_, key) in enumerate(missing):
             self._kept[size, key] = _Kept(name, parts, row)
+        self._fresh += [(size, key) for _, key in missing] if self._shares else []
+        return None
+
+    def fresh(self) -> _News:
+        """What was kept since the last call."""
+        keys, self._fresh = self._fresh, []
+        found = [(key, self._kept[key]) for key in keys]
+        rows = [(key, kept.form, [None if p is None else p[kept.row] for p in kept.parts]) for key, kept in found]
+        return rows, {kept.form: self._forms[kept.form] for _, kept in found}
+
+    def accept(self, news: _News) -> None:
+        """Keep what a replica has kept."""
+        rows, forms = news
+        if self.why_not:
+            return
+        for name, form in forms.items():
+            if self._forms.setdefault(name, form).described != form.described:
+                return self._differ("what the frozen layers return besides tensors")
+        for key, name, row in rows:
+            parts = tuple(None if part is None else self._blocks.put(part[None]) for part in row)
+            if any(there is not None and part is None for part, there in zip(parts, row, strict=True)):
+                return None  # no room
+            self._kept.setdefault(key, _Kept(name, parts, 0))
         return None
 
     def _differ(self, what: str, now: Tensor | None = None, before: Tensor | None = None) -> None:

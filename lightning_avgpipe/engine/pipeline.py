@@ -44,12 +44,12 @@ class Keeping:
     Attributes:
         stage: the first that trains.
         frozen: nodes, from the first.
-        owner: rank of the process with the stage.
+        owners: ranks of the processes with the stage.
     """
 
     stage: int
     frozen: int
-    owner: int
+    owners: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,15 @@ class Pipeline:
             self._leaves[graph.step][self._cluster.stage_map.owner(k + 1)] |= programs[k].leaves
         keeper = bisect.bisect_right(cuts, frozen) if frozen and self.kept is not None else -1
         if keeper >= 0:
-            owner = self._cluster.stage_map.owner(keeper)
-            self._leaves[graph.step][owner] |= {leaf.name for leaf in graph.needed_leaves(0, frozen)}
-            self._keeping[graph.step] = Keeping(keeper, frozen, owner)
+            owners = self._cluster.stage_map.ranks(keeper)
+            for owner in owners:
+                self._leaves[graph.step][owner] |= {leaf.name for leaf in graph.needed_leaves(0, frozen)}
+            self._keeping[graph.step] = Keeping(keeper, frozen, owners)
             assert self.kept is not None
             prefix = [(n.kind, n.name, n.outputs, n.writes) for n in graph.nodes[:frozen]]
             states = [(name, p.requires_grad) for name, p in self._module.named_parameters()]
-            self.kept.follow((owner, prefix, graph.live(frozen), states) if owner == self._cluster.rank else None)
+            described = (owners, prefix, graph.live(frozen), states)
+            self.kept.follow(described if self._cluster.rank in owners else None, shares=len(owners) > 1)
         self._copies[graph.step] = copies
         of_units = self._of_units[graph.step] = OwnAttributes(self._module, graph.of_units, self.number == 0)
         ahead = {
@@ -234,12 +236,37 @@ class Pipeline:
         # something may have been frozen or unfrozen since the plan was made
         applies = num_forward_only(schedule) == keeping.stage and self._freezing[step].trained == graph.trained
         found: frozenset[int] = frozenset()
-        if self._cluster.rank == keeping.owner:
+        cluster, owners = self._cluster, keeping.owners
+        if cluster.rank in owners:
             if not applies:  # and what is kept may not be true any more
                 self.kept.forget()
-            there = applies and not schedule.turns and not _lacks(samples, names)
-            found = self.kept.look_up([digests(data, size, names) for data, size in samples] if there else ())
-        return self._cluster.group.broadcast(found, keeping.owner) if applies else found
+            first, every = cluster.stage_map.share(keeping.stage, cluster.rank)
+            mine = {i: samples[i] for i in range(first, len(samples), every)}
+            there = applies and not schedule.turns and not _lacks(list(mine.values()), names)
+            found = self.kept.look_up({i: digests(*sample, names) for i, sample in mine.items()} if there else {})
+        if not applies:
+            return found
+        if len(owners) == 1:
+            return cluster.group.broadcast(found, owners[0])
+        found = frozenset().union(*cluster.group.exchange_objects(found))
+        # replicas of stages before would not know whose turn it is
+        return found if keeping.stage == 0 or len(found) == len(samples) else frozenset()
+
+    def share_kept(self, step: str, known: Collection[int], schedule: Schedule) -> None:
+        """After an iteration replicas tell each other what they keep now. Every process calls it.
+
+        Args:
+            step: that has trained.
+            known: micro-batches for which outputs were kept before.
+            schedule: of the iteration.
+        """
+        keeping, replicas = self._keeping.get(step), self._cluster.replicas
+        if keeping is None or self.kept is None or replicas is None or len(known) == schedule.num_microbatches:
+            return
+        if self._cluster.rank in keeping.owners and len(keeping.owners) > 1:
+            for number, news in enumerate(replicas.members.exchange_objects(self.kept.fresh())):
+                if number != replicas.number:
+                    self.kept.accept(news)
 
     def copies(self, step: str) -> TiedParameters:
         """The parameters that several stages use in a step function."""

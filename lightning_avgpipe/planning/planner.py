@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import math
@@ -24,7 +23,7 @@ from lightning_avgpipe.capture.samples import Samples
 from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units, why_whole
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
-from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix, num_frozen
+from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix, num_frozen, reading_s
 from lightning_avgpipe.planning.halving import Halving, expected, fewest, processes_of
 from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.model_memory import copies_of_weights, memory_of, with_shards, with_versions
@@ -67,7 +66,6 @@ _SPARED = 1.8
 _ASKS = "reads numbers of values, so that what it calls may differ between batches"
 # A slowest stage beyond its fair share by this factor is explained, with so many reasons.
 _UNEVEN = 1.25
-_TRIALS = 3  # of reading what is kept
 _SHOWN = 3
 
 
@@ -222,14 +220,17 @@ class Planner:
             return self._placed(
                 what, plan.graph, costs, conditions.bandwidth, conditions.schedule.num_microbatches, memory
             )
-        if self.split_points is None and (shared := self._shared(what, plan, costs, conditions)) is not None:
-            return shared
-        note = self._note(plan, costs, spared)
         kept = self._kept(plan.graph, costs)
-        plan = self._closed(what, plan, costs, memory, kept)
-        if kept:
-            plan = replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0])
-        return replace(plan, forecast=_forecast(plan, conditions.schedule, self.policy), note=note)
+        fewer = self._fewest(plan, costs, conditions)
+        if fewer is not None:
+            planner, plan, memory, forecast = fewer
+            plan = planner._closed(what, plan, costs, memory, kept)
+            plan = replace(plan, devices=processes_of(planner.replicas), forecast=forecast)
+        else:
+            note = self._note(plan, costs, spared)
+            plan = self._closed(what, plan, costs, memory, kept)
+            plan = replace(plan, forecast=_forecast(plan, conditions.schedule, self.policy), note=note)
+        return replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0]) if kept else plan
 
     def _placed(
         self, step: _Step, graph: CallGraph, costs: Costs, bandwidth: Matrix, num_microbatches: int, memory: Memory
@@ -252,29 +253,30 @@ class Planner:
         forecast = Forecast("spp", num_microbatches, found.makespan_s, _idle(units, found, num_microbatches))
         return replace(plan, forecast=forecast, devices=devices)
 
-    def _shared(self, step: _Step, plan: Plan, costs: Costs, conditions: Conditions) -> Plan | None:
+    def _fewest(
+        self, plan: Plan, costs: Costs, conditions: Conditions
+    ) -> tuple[Planner, Plan, Memory, Forecast] | None:
         """Fewer stages, which processes share, if there is leave and it takes no longer; None: as planned."""
         halving, schedule = conditions.halving, conditions.schedule
-        if halving is None or schedule is None:
+        if halving is None or schedule is None or self.split_points is not None:
             return None
         trained = {n: p.numel() * p.element_size() for n, p in self.module.named_parameters() if p.requires_grad}
         slowest = max(plan.links, key=lambda link: (link.per_byte, link.latency), default=Link())
-        costs = replace(costs, links=(slowest,))
+        tried: dict[tuple[int, ...], tuple[Planner, Plan, Memory]] = {}
 
-        def divide(counts: tuple[int, ...], closes: bool = False) -> Plan:
+        def divide(counts: tuple[int, ...]) -> Plan:
             fewer = replace(self, num_stages=len(counts), replicas=counts, memory_limit=halving.memory_limit)
             order = with_replicas(build(schedule.name, len(counts), schedule.num_microbatches), counts)
             turns = [in_turn(row, 0, count) for row, count in zip(order.rows, counts, strict=True)]
             memory = replace(fewer._memory(replace(conditions, schedule=order)), in_flight=tuple(peak_stash(turns)))
-            made, failure = fewer._attempt(plan.graph, costs, memory)
+            made, failure = fewer._attempt(plan.graph, replace(costs, links=(slowest,)), memory)
             if made is None:
                 raise failure or PartitionError("no plan")
-            return fewer._closed(step, made, costs, memory, 0) if closes else made
+            tried[counts] = fewer, made, memory
+            return made
 
         found = fewest(plan, divide, halving, partial(expected, schedule=schedule, link=slowest, trained=trained))
-        if found is None:
-            return None
-        return replace(divide(found[0], closes=True), devices=processes_of(found[0]), forecast=found[1])
+        return None if found is None else (*tried[found[0]], found[1])
 
     def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:
         """Why the slowest stage takes so long, if it does."""
@@ -416,7 +418,7 @@ class Planner:
     def _with_kept(self, graph: CallGraph, costs: Costs) -> Costs:
         """What is read instead takes no time."""
         frozen = frozen_prefix(graph, graph.trained)[0] if self.keeps else 0
-        if costs.measured and sum(costs.forward[:frozen]) < self._reading_s(graph, frozen):
+        if costs.measured and sum(costs.forward[:frozen]) < reading_s(graph, frozen, self.device):
             return costs
         return replace(costs, forward=(0.0,) * frozen + tuple(costs.forward[frozen:]))
 
@@ -424,19 +426,6 @@ class Planner:
         """How many nodes, from the first, are read instead."""
         frozen = frozen_prefix(graph, graph.trained)[0] if self.keeps else 0
         return 0 if any(costs.forward[:frozen]) else frozen
-
-    def _reading_s(self, graph: CallGraph, frozen: int) -> float:
-        """Seconds to find and read, for a micro-batch, what is kept: tried with as many bytes."""
-        data = [torch.zeros(leaf.nbytes, dtype=torch.uint8) for leaf in graph.needed_leaves(0, frozen)]
-        kept = torch.zeros(graph.boundary_bytes[frozen], dtype=torch.uint8)
-        times = []
-        for _ in range(_TRIALS):
-            begin = time.perf_counter()
-            for tensor in data:
-                hashlib.blake2b(tensor.numpy().data)
-            kept.clone().to(self.device or torch.device("cpu"))
-            times.append(time.perf_counter() - begin)
-        return min(times)
 
     def _heavy_units(self, graph: CallGraph, costs: Costs, limit: float) -> list[str]:
         weights: dict[str, float] = {}

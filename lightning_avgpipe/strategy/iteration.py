@@ -238,6 +238,8 @@ class Iterations:
             finally:
                 if self.deployment.ensemble is not None:
                     self.deployment.ensemble.place(0)
+        if training and finish is not None:
+            self.deployment.pipeline.share_kept(step, known, schedules[0])
         with context():  # which may decide what a number is
             self.step_log.issue(over_groups=training)
         return self._of_replicas(outcomes) if training and self.cluster.shares_last else outcomes

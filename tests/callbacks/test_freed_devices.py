@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import threading
 import time
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,7 @@ class Layouts(L.Callback):
     def __init__(self) -> None:
         self.seen: list[Any] = []
         self.opened: list[Any] = []
+        self.hits = 0  # samples of which outputs of frozen layers were kept
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         stage_map = trainer.strategy.cluster.stage_map
@@ -97,7 +100,8 @@ class Layouts(L.Callback):
             for _ in range(5):
                 cluster.rearrange(alone)
                 cluster.rearrange(shared)
-                self.opened.append((me.num_fds(), me.num_threads()))
+                channels = [thread for thread in threading.enumerate() if thread.name.startswith("avgpipe")]
+                self.opened.append((me.num_fds(), len(channels)))
 
 
 def fit(
@@ -125,9 +129,11 @@ def fit(
             MICRO_BATCHES,
             [callback],
         )
-    path = options.pop("ckpt_path", None)
+    path, batches = options.pop("ckpt_path", None), loader(model, 2 * SIZE, size, shuffle=options.pop("shuffle", False))
     runner = make(**options)
-    runner.fit(module, loader(model, 2 * SIZE, size), loader(model, SIZE, SIZE), ckpt_path=path)
+    runner.fit(module, batches, loader(model, SIZE, SIZE), ckpt_path=path)
+    kept: Any = runner.strategy.run.deployment.pipeline.kept if make is pipeline else None
+    layouts.hits = 0 if kept is None else kept.hits
     if folder is not None:
         runner.save_checkpoint(folder / f"{runner.current_epoch}.ckpt")
     value = float(runner.validate(module, loader(model, SIZE, SIZE), verbose=False)[0]["val_loss"])
@@ -149,6 +155,19 @@ def test_freed_devices_become_replicas_and_training_goes_on_as_in_one_process(tm
         assert_close(expected, weights)
         assert others == [pytest.approx(value, abs=1e-12), frozen]
     assert_close(expected, torch.load(tmp_path / f"{EPOCHS}.ckpt", weights_only=True)["state_dict"])
+
+
+@pytest.mark.slow
+def test_replicas_tell_each_other_what_frozen_layers_gave(tmp_path: Path) -> None:
+    """Samples are shuffled: of what it has computed itself, a replica would know no whole micro-batch."""
+    options: dict[str, Any] = {"shuffle": True, "max_epochs": 6}
+    freezing = {"every_n_epochs": 3, "cache": "10MB"}
+    expected = fit(freezing={"every_n_epochs": 3}, **options)[0]
+    found = processes.results(processes.run(2, partial(fit, freezing=freezing, **options), 2, folder=tmp_path))
+    for weights, layouts, *_ in found:
+        assert layouts.seen[-1] == [(0, 1)]
+        assert_close(expected, weights)
+        assert layouts.hits >= SIZE // 2
 
 
 def resumed(rank: int, folder: Path) -> Any:
@@ -201,7 +220,6 @@ def test_a_script_shares_stages_and_trains_as_one_process_does(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("strategy", "freezing", "message"),
     [
-        ({}, {"cache": "1MB"}, "with cache='1MB': a replica would keep"),
         ({}, {"freed": "groups"}, "freed='groups': must be one of 'replicas', or None"),
     ],
 )

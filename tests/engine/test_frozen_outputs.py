@@ -22,7 +22,7 @@ def epoch(kept: FrozenOutputs, order: list[int], make: Any = lambda x: (x * 2, x
     kept.begin_epoch()
     found: list[Any] = []
     for rows in (order[i : i + 2] for i in range(0, len(order), 2)):
-        known = kept.look_up([digests((X[rows], 0), len(rows), None)])
+        known = kept.look_up({0: digests((X[rows], 0), len(rows), None)})
         if known:
             found.append(kept.read(0, HOST, 1).tensors)
         else:
@@ -96,7 +96,7 @@ def test_data_that_is_augmented_is_given_up_after_an_epoch() -> None:
     for number in range(4):
         kept.begin_epoch()
         for rows in ([0, 1], [2, 3]):
-            assert not kept.look_up([digests(X[rows] + number, 2, None)])
+            assert not kept.look_up({0: digests(X[rows] + number, 2, None)})
             kept.fill(0, (X[rows],), ())
     assert "augments at random" in kept.why_not
 
