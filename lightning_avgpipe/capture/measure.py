@@ -15,6 +15,7 @@ time.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -39,9 +40,10 @@ from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.torch_compat import storage_id
 
-__all__ = ["measure"]
+__all__ = ["measure", "reading_s"]
 
 _ROUNDS = 5  # runs of the step
+_TRIALS = 3  # of reading what is kept
 _PATIENCE_S = 2.0  # a longer measurement shows its progress
 
 
@@ -297,3 +299,23 @@ def _drop(tensor: Tensor) -> None:
 
 def _dropped(packed: None) -> Tensor:
     raise CaptureError("the step runs a backward itself, which cannot be measured; use costs='flops'")
+
+
+def reading_s(graph: CallGraph, frozen: int, device: torch.device | None) -> float:
+    """Seconds to find and read, for a micro-batch, what a prefix gave: tried with as many bytes.
+
+    Args:
+        graph: of the step.
+        frozen: nodes of the prefix.
+        device: to which it is read; None: the host.
+    """
+    data = [torch.zeros(leaf.nbytes, dtype=torch.uint8) for leaf in graph.needed_leaves(0, frozen)]
+    kept = torch.zeros(graph.boundary_bytes[frozen], dtype=torch.uint8)
+    times = []
+    for _ in range(_TRIALS):
+        begin = time.perf_counter()
+        for tensor in data:
+            hashlib.blake2b(tensor.numpy().data)
+        kept.clone().to(device or torch.device("cpu"))
+        times.append(time.perf_counter() - begin)
+    return min(times)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Collection, Sequence
-
-import torch
 
 from lightning_avgpipe.capture.graph import CallGraph
 
-__all__ = ["backward_ends", "frozen_prefix", "num_frozen", "reading_s"]
-
-_TRIALS = 3  # of reading what is kept
+__all__ = ["backward_ends", "frozen_prefix", "num_frozen"]
 
 
 def num_frozen(graph: CallGraph, cuts: Sequence[int], trained: Collection[str]) -> int:
@@ -68,26 +62,6 @@ def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]
     frozen = list(free)
     position = max((p for p in frozen if p <= most), default=0)
     return position, why if position < max(frozen, default=0) else ""
-
-
-def reading_s(graph: CallGraph, frozen: int, device: torch.device | None) -> float:
-    """Seconds to find and read, for a micro-batch, what a prefix gave: tried with as many bytes.
-
-    Args:
-        graph: of the step.
-        frozen: nodes of the prefix.
-        device: to which it is read; None: the host.
-    """
-    data = [torch.zeros(leaf.nbytes, dtype=torch.uint8) for leaf in graph.needed_leaves(0, frozen)]
-    kept = torch.zeros(graph.boundary_bytes[frozen], dtype=torch.uint8)
-    times = []
-    for _ in range(_TRIALS):
-        begin = time.perf_counter()
-        for tensor in data:
-            hashlib.blake2b(tensor.numpy().data)
-        kept.clone().to(device or torch.device("cpu"))
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 def _within(path: str, unit: str) -> bool:

@@ -18,12 +18,12 @@ from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.coarsening import closing
 from lightning_avgpipe.capture.cost_cache import CostCache, fingerprint
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.measure import measure
+from lightning_avgpipe.capture.measure import measure, reading_s
 from lightning_avgpipe.capture.samples import Samples
 from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units, why_whole
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
-from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix, num_frozen, reading_s
+from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix, num_frozen
 from lightning_avgpipe.planning.halving import Halving, expected, fewest, processes_of
 from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.model_memory import copies_of_weights, memory_of, with_shards, with_versions
