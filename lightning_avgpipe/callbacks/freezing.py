@@ -305,7 +305,8 @@ class AdaptiveFreezing(Callback):
             return
         for name, parameter in pl_module.named_parameters():
             if parameter.grad is not None:
-                square = float(torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)) ** 2
+                wide = torch.promote_types(parameter.grad.dtype, torch.float32)
+                square = float(torch.linalg.vector_norm(parameter.grad.detach(), dtype=wide)) ** 2
                 self._squares[name] = self._squares.get(name, 0.0) + square
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:

@@ -234,6 +234,10 @@ def test_a_timeline_of_stages_that_will_be_shared_is_refused(tmp_path: Path) -> 
         fit(callbacks=callbacks)
 
 
+def test_layers_of_doubles_are_frozen_by_the_norms_of_their_gradients() -> None:
+    assert fit(freezing={"mode": "gradient_norm"}, max_epochs=2)[3] > 0
+
+
 def options_of(**given: Any) -> Options:
     """As a strategy has them."""
     defaults = inspect.signature(AvgPipeStrategy).parameters
