@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import signal
 import threading
 import time
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import psutil
@@ -20,6 +23,8 @@ from torchmetrics import MeanSquaredError
 
 from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy, PipelineTimeline
 from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.routes import Party
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import checks
@@ -168,6 +173,25 @@ def test_replicas_tell_each_other_what_frozen_layers_gave(tmp_path: Path) -> Non
         assert layouts.seen[-1] == [(0, 1)]
         assert_close(expected, weights)
         assert layouts.hits >= SIZE // 2
+
+
+def killed(rank: int) -> Any:
+    join = ProcessGroups.join
+
+    def die(self: ProcessGroups, party: Party) -> None:
+        if rank == 1 and party.what == "replicas":
+            os.kill(os.getpid(), signal.SIGKILL)
+        join(self, party)
+
+    with mock.patch.object(ProcessGroups, "join", die):
+        return fit(rank, 2, strategy={"timeout": 8.0})
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_stages_become_shared_is_named(tmp_path: Path) -> None:
+    survivor, _ = processes.run(2, killed, folder=tmp_path)
+    assert survivor.error is not None
+    assert "PeerError" in survivor.error and "rank 1 (stage 0, replica 1) does not answer" in survivor.error
 
 
 def resumed(rank: int, folder: Path) -> Any:
