@@ -17,7 +17,7 @@ from lightning_avgpipe.utils.objects import Objects, Variable
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, address
 
-__all__ = ["Assignments", "Mutations"]
+__all__ = ["Assignments", "Mutations", "is_compiled"]
 
 _MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}
@@ -64,7 +64,7 @@ class Assignments:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Within this context attributes are watched."""
-        if any(_is_compiled(m) for _, m in self._modules.values()):  # which would be compiled anew
+        if any(is_compiled(m) for _, m in self._modules.values()):  # which would be compiled anew
             yield
             return
         assign = nn.Module.__setattr__
@@ -322,5 +322,6 @@ def _watched(module: nn.Module, ignore: Collection[nn.Module]) -> dict[str, nn.M
     return {path: m for path, m in module.named_modules() if id(m) not in ignored}
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has compiled it."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

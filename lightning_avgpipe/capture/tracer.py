@@ -35,6 +35,7 @@ __all__ = [
     "function_name",
     "intercepting",
     "tensor_arguments",
+    "uncompiled",
     "watching",
 ]
 
@@ -256,7 +257,7 @@ class StepTracer(TorchFunctionMode):
         Args:
             compiled: whether units do not. What is compiled cannot be watched either.
         """
-        eager = _uncompiled()
+        eager = uncompiled()
         with intercepting(), eager:
             self._eager = eager if compiled else None
             _following.tracer = self
@@ -300,7 +301,7 @@ class _Aside:
         tracer._inside = False
 
 
-def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
     """Within this context nothing runs compiled; nothing can where the compiler has not even been imported."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
-__all__ = ["Watch", "WeightHalf", "input_half"]
+__all__ = ["Watch", "WeightHalf", "input_half", "why_whole"]
 
 _Gradients = Sequence[Tensor | None]
 
@@ -83,13 +83,11 @@ def input_half(
     Returns:
         The other half; or why the graph cannot be split: then nothing has run.
     """
-    if not _begins_anywhere():
-        return f"torch {torch.__version__}, whose backwards begin at tensors only"
+    if why := why_whole(roots, entries):
+        return why
     starts = [get_gradient_edge(root).node for root in roots]
     order, children = _graph(starts)
     gates = {get_gradient_edge(entry).node for entry in entries}
-    if any(isinstance(node, BackwardCFunction) and not _enters(children[node], gates) for node in order):
-        return "a function of Python (autograd.Function, a compiled module)"
     leading: set[Node] = set()  # to a gate
     for node in reversed(order):
         if node in gates or any(child in leading for child in children[node]):
@@ -115,6 +113,17 @@ def input_half(
         with rest._watching():
             torch.autograd.backward(list(roots), list(gradients), inputs=now, retain_graph=True)
     return rest
+
+
+def why_whole(roots: Sequence[Tensor], entries: Sequence[Tensor]) -> str:
+    """Why the graph between roots and entries cannot be split, as far as it shows; empty if it can be."""
+    if not _begins_anywhere():
+        return f"torch {torch.__version__}, whose backwards begin at tensors only"
+    order, children = _graph([get_gradient_edge(root).node for root in roots])
+    gates = {get_gradient_edge(entry).node for entry in entries}
+    if any(isinstance(node, BackwardCFunction) and not _enters(children[node], gates) for node in order):
+        return "a function of Python (autograd.Function, a compiled module)"
+    return ""
 
 
 def _graph(starts: Sequence[Node]) -> tuple[list[Node], dict[Node, tuple[Node, ...]]]:
@@ -192,7 +201,7 @@ def _noting(original: Any, what: str) -> Any:
     def note() -> None:
         for thread, watch in _watching:
             if thread == get_ident():
-                watch.found = what
+                watch.found = watch.found or what
 
     def get(owner: Any) -> Any:
         note()

@@ -83,6 +83,7 @@ class Plan:
         note: why the stages are not even; empty if they are.
         frozen: nodes, from the first, whose outputs are kept from epoch to epoch; their forwards take no time.
         devices: ranks of the processes of each stage; empty: those of the stage map.
+        whole: stage -> why it runs its backwards whole, although the schedule splits them.
     """
 
     stages: tuple[StagePlan, ...]
@@ -94,6 +95,7 @@ class Plan:
     note: str = ""
     frozen: int = 0
     devices: tuple[tuple[int, ...], ...] = ()
+    whole: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def slowest(self) -> StagePlan:
@@ -134,6 +136,7 @@ class Plan:
         lines = ["  ".join(row[i].ljust(widths[i]) for i in shown).rstrip() for row in rows]
         lines.insert(1, "-" * max(len(line) for line in lines))
         lines += [*self._copies(), *self._batch()]
+        lines += [f"stage {k} runs its backwards whole: there is {why}" for k, why in self.whole.items()]
         if self.forecast is not None:
             lines.append(self._expectation(self.forecast))
         return "\n".join(lines)

@@ -20,6 +20,7 @@ from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.whole_backwards import with_whole_backwards
 from lightning_avgpipe.errors import ConfigurationError, PartitionError, SkippedStepError, StepOrderError
 from lightning_avgpipe.planning import Plan, cut_like
 from lightning_avgpipe.planning.halving import Halving, processes_of
@@ -220,8 +221,16 @@ class Deployment:
                 self._halving if final and planner.num_stages == self._cluster.group.world_size else None,
             )  # fmt: skip
             units = () if before is None else before.graph.units
-            make = partial(planner.plan, units=units) if final else planner.provisional
-            plan: Plan | None = self._on_first(examples, lambda args: make(step, run, args, conditions=conditions))
+
+            def make(args: Sequence[Any]) -> Plan:
+                if not final:
+                    return planner.provisional(step, run, args, conditions)
+                made = planner.plan(step, run, args, units, conditions)
+                return with_whole_backwards(
+                    made, schedule, self._module, run, args, self._cluster.device, planner.recompute
+                )
+
+            plan: Plan | None = self._on_first(examples, make)
         if plan is None:
             return False
         placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map

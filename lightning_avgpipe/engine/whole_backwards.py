@@ -1,0 +1,96 @@
+"""Whole backwards: which stages of a plan cannot split theirs, found by running the forward of each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_avgpipe.capture.attributes import is_compiled
+from lightning_avgpipe.capture.recorder import owned_tensors
+from lightning_avgpipe.capture.saved_tensors import tensors_of
+from lightning_avgpipe.capture.snapshot import untouched
+from lightning_avgpipe.capture.tracer import uncompiled
+from lightning_avgpipe.capture.visit import Visit
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.halves import Watch, why_whole
+from lightning_avgpipe.engine.randomness import Drawing
+from lightning_avgpipe.engine.recompute import UnitRepeater
+from lightning_avgpipe.engine.replay import replay
+from lightning_avgpipe.engine.stash import entered
+from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.program import StageProgram, stage_programs
+from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
+from lightning_avgpipe.schedule import INPUT_GRADIENT, Schedule
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.parcel import Packer
+from lightning_avgpipe.utils.random_streams import RandomKey
+
+__all__ = ["whole_backwards", "with_whole_backwards"]
+
+
+def with_whole_backwards(plan: Plan, schedule: Schedule, *rest: Any) -> Plan:
+    """The plan with what :func:`whole_backwards` finds, which takes the same arguments, if the schedule splits any."""
+    if not any(action.kind is INPUT_GRADIENT for row in schedule for action in row):
+        return plan
+    return replace(plan, whole=whole_backwards(plan, schedule, *rest))
+
+
+def whole_backwards(
+    plan: Plan,
+    schedule: Schedule,
+    module: nn.Module,
+    run: Callable[..., Any],
+    args: Sequence[Any],
+    device: torch.device,
+    recompute: Recompute,
+) -> dict[int, str]:
+    """Stage -> why its backward runs whole, of those that cannot split it. Nothing else remains.
+
+    Args:
+        plan: of the stages.
+        schedule: that they will run with.
+        module: whose step it is; its parameters visit the device stage by stage.
+        run: executes the step, with the module's own grad mode and precision.
+        args: arguments of one micro-batch.
+        device: where to compute.
+        recompute: what is repeated.
+    """
+    graph, found = plan.graph, {}
+    units = {id(module.get_submodule(path)): path for path in graph.units}
+    drawing = Drawing.of(module, graph.drawing, graph.host_drawing)
+    repeat = UnitRepeater(module, recompute, drawing, device) if recompute.modules else None
+    batch, message = tree.map_tensors(torch.clone, tuple(args)), Message(0, ())
+    with untouched(module, graph.changed), Objects(batch).restored(), uncompiled():
+        for program in stage_programs(graph, plan.cuts):
+            gates, values = entered(message, program.receives, True, frozenset())
+            owned = owned_tensors(module, graph.glue_states)
+            watch = Watch()
+            with Visit(_needed(program, module), device), watch:
+                replayed = replay(
+                    program, run, batch, units, owned, values, message.entries, RandomKey(0), drawing, device,
+                    repeat=repeat, packer=Packer(module),
+                )  # fmt: skip
+            roots = [t for t in (*replayed.sent, *tree.tensors(replayed.result)) if t.requires_grad]
+            repeats = recompute.stages and repeated(schedule[program.stage], program.is_last)
+            why = "recompute" if repeats else watch.found or why_whole(roots, [gate.leaf for gate in gates])
+            inner = (m for name in program.own & set(graph.units) for m in module.get_submodule(name).modules())
+            if not drawing and any(map(is_compiled, inner)):  # what draws is never run compiled
+                why = why or "a compiled module"
+            if why and roots:
+                found[program.stage] = why
+            flags = tuple(tensor.requires_grad for tensor in replayed.sent)
+            message = Message(0, tuple(t.detach() for t in replayed.sent), flags, replayed.entries)
+    return found
+
+
+def _needed(program: StageProgram, module: nn.Module) -> list[torch.Tensor]:
+    """What its units have, and what lies outside of all units."""
+    units = {name: tensors_of(module.get_submodule(name)) for name in program.graph.units}
+    mine = {id(t) for name, tensors in units.items() if name in program.own for t in tensors}
+    others = {id(t) for tensors in units.values() for t in tensors} - mine
+    return [t for t in tensors_of(module) if id(t) not in others]
