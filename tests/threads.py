@@ -188,6 +188,15 @@ class _Done:
 
 
 @dataclass(frozen=True)
+class _Coming:
+    collect: Callable[[], None]
+
+    def wait(self) -> bool:
+        self.collect()
+        return True
+
+
+@dataclass(frozen=True)
 class MemoryGroup:
     """What collectives need of a process group."""
 
@@ -223,9 +232,11 @@ class MemoryGroup:
         return _Done()
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> _Done:
-        received = self._collect(src, tag)
-        tensors[0][: len(received)].copy_(received)  # it may be shorter, as with gloo
-        return _Done()
+        def wait() -> None:
+            received = self._collect(src, tag)
+            tensors[0][: len(received)].copy_(received)  # it may be shorter, as with gloo
+
+        return _Coming(wait)
 
     def _post(self, tensor: Tensor, to: int, tag: int = 0) -> None:
         self.hub.post((self.party, self.rank, to, tag), tensor)

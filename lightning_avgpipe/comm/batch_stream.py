@@ -41,7 +41,10 @@ class _Unsent:
 
 
 class _Closed:
-    """Last item of a batch stream."""
+    """Takes the place of items after the last one."""
+
+
+_POSTED = 4  # receives; a sender that has to wait for one of them waits behind what else is on the links
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class BatchSource(BatchStream):
 
     def close(self) -> None:
         for outbox in self._outboxes.values():
-            outbox.put(pack((-1, frozenset(), _Closed)))
+            for _ in range(_POSTED):
+                outbox.put(pack((-1, frozenset(), _Closed)))
 
 
 class BatchSink(BatchStream):
@@ -141,8 +145,7 @@ class BatchSink(BatchStream):
         self._inbox = inbox
         self._device = device
         self._wait = wait
-        self._posted = False
-        self._closed = False
+        self._posted = self._closed = 0
         self._items: dict[int, deque[Passed]] = defaultdict(deque)
         self._given_up: set[int] = set()
 
@@ -155,25 +158,19 @@ class BatchSink(BatchStream):
     def pass_on(self, stream: int, item: Any = None, needs: Needs | None = None) -> Passed:
         while not self._items[stream]:
             self._receive()
-        self._post()  # the next one may arrive while this one is worked on
         return self._items[stream].popleft()
 
     def close(self) -> None:
-        while not self._closed:
+        while self._closed < _POSTED:
             self._receive()
 
-    def _post(self) -> None:
-        if not self._posted:
-            self._inbox.expect(1)
-            self._posted = True
-
     def _receive(self) -> None:
-        self._post()
+        self._inbox.expect(_POSTED - self._closed - self._posted)
         self._wait(self._inbox.ready)
         stream, requests, item = unpack(self._inbox.get())
-        self._posted = False
+        self._posted = _POSTED - self._closed - 1
         if item is _Closed:
-            self._closed = True
+            self._closed += 1
         elif stream not in self._given_up:
             leaves, spec = tree.flatten(item)
             self._items[stream].append(Passed(tree.unflatten([self._filled(leaf) for leaf in leaves], spec), requests))

@@ -2,7 +2,8 @@
 
 In one process a channel is a queue. Between processes each end has a thread that waits for the network, because
 gloo's works cannot be polled, and each direction has a process group of its own, because two directions on one group
-get in each other's way.
+get in each other's way. gloo sends nothing before its peer has said that it receives, and that word waits behind what
+else is on its link. So receives are posted for what usually comes, before it is announced.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, Opened, as_bytes
+from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, Opened, TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Route
-from lightning_avgpipe.comm.transfer import transfer
+from lightning_avgpipe.comm.transfer import begun, ended, transfer
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.utils.device import port_of
 
@@ -155,6 +156,21 @@ class Pair:
     peer: int
 
 
+@dataclass(frozen=True)
+class Posted:
+    """A tensor that is on its way, or will be.
+
+    Attributes:
+        form: of the tensor.
+        tensor: on the host, where it lands; None: on the device, when it is asked for.
+        works: of the transfer.
+    """
+
+    form: TensorForm
+    tensor: Tensor | None
+    works: Sequence[Any]
+
+
 class Wire:
     """Moves tensors of known sizes between two ranks.
 
@@ -201,27 +217,25 @@ class Wire:
         """The stream on which tensors travel; None if the host moves them."""
         return None if self._on_devices is None else self.stream
 
-    def send_host(self, tensor: Tensor, pieces: int = 1, passage: Passage | None = None) -> None:
+    def send_host(self, tensor: Tensor, pieces: int = 1, tag: int = 0, passage: Passage | None = None) -> None:
         def begin(part: Tensor) -> Any:
             if passage is not None:
                 passage.wait()
-            return self._on_host.group.send([part], self._on_host.peer, _TAG)
+            return self._on_host.group.send([part], self._on_host.peer, tag)
 
         transfer(begin, tensor, self._moved, pieces)
 
-    def receive_host(self, tensor: Tensor, pieces: int = 1, passage: Passage | None = None) -> None:
-        def moved() -> None:
-            self._moved()
-            if passage is not None:
-                passage.came()
+    def receive_host(self, tensor: Tensor) -> None:
+        ended(self._begun(tensor), self._moved)
 
-        transfer(lambda part: self._on_host.group.recv([part], self._on_host.peer, _TAG), tensor, moved, pieces)
+    def _begun(self, tensor: Tensor, pieces: int = 1, tag: int = 0) -> list[Any]:
+        return begun(lambda part: self._on_host.group.recv([part], self._on_host.peer, tag), tensor, pieces)
 
-    def send(self, tensor: Tensor, ready: Any, pieces: int = 1) -> None:
+    def send(self, tensor: Tensor, ready: Any, pieces: int = 1, tag: int = 0) -> None:
         """Send a tensor, which is there after an event, if it is on an accelerator; or as it passes."""
         if tensor.is_cpu or self.stream is None:
             passage = ready if isinstance(ready, Passage) else None
-            self.send_host(as_bytes(tensor.cpu()), pieces, passage)
+            self.send_host(as_bytes(tensor.cpu()), pieces, tag, passage)
             return
         # whoever made it may let go of it before it has been read
         tensor.record_stream(self.stream)
@@ -233,22 +247,34 @@ class Wire:
                 return
             staged = flat.to("cpu", non_blocking=True)
             self.port.event().synchronize()
-        self.send_host(staged, pieces)
+        self.send_host(staged, pieces, tag)
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, on_host: bool, pieces: int = 1) -> tuple[Tensor, Any]:
-        """Returns the tensor and, on an accelerator, the event after which it may be read."""
-        if on_host or self.stream is None:
-            tensor = torch.empty(shape, dtype=dtype)
-            self.receive_host(as_bytes(tensor), pieces)
-            return (tensor if on_host else tensor.to(self.device)), None
+    def post(self, form: TensorForm, pieces: int = 1, tag: int = 0) -> Posted:
+        """Receive a tensor, as soon as it comes; where a device receives by itself, when it is asked for."""
+        lands = form.on_host or self.stream is None
+        if not lands and self._on_devices is not None:
+            return Posted(form, None, ())
+        tensor = torch.empty(form.wire_shape, dtype=form.dtype, pin_memory=not lands)
+        return Posted(form, tensor, self._begun(as_bytes(tensor), pieces, tag))
+
+    def receive(self, posted: Posted, passage: Passage | None = None) -> tuple[Tensor, Any]:
+        """Returns the tensor and, on an accelerator, the event after which it may be read; its parts may pass on."""
+
+        def moved() -> None:
+            self._moved()
+            if passage is not None:
+                passage.came()
+
+        ended(posted.works, moved)
+        form, tensor = posted.form, posted.tensor
+        if tensor is not None and (form.on_host or self.stream is None):
+            return (tensor if form.on_host else tensor.to(self.device)), None
         with self.port.on_stream(self.stream):
-            if self._on_devices is not None:
-                tensor = torch.empty(shape, dtype=dtype, device=self.device)
-                self._on_devices.group.recv([as_bytes(tensor)], self._on_devices.peer, _TAG).wait()
-            else:
-                staged = torch.empty(shape, dtype=dtype, pin_memory=True)
-                self.receive_host(as_bytes(staged), pieces)
-                tensor = staged.to(self.device, non_blocking=True)
+            if tensor is not None:
+                return tensor.to(self.device, non_blocking=True), self.port.event()
+            assert self._on_devices is not None
+            tensor = torch.empty(form.wire_shape, dtype=form.dtype, device=self.device)
+            self._on_devices.group.recv([as_bytes(tensor)], self._on_devices.peer, _TAG).wait()
             return tensor, self.port.event()
 
 
@@ -318,12 +344,12 @@ class NetworkOutbox:
 
     def _send(self, message: Message, ready: Any) -> None:
         inner = _on_host(message) and not isinstance(ready, Passage)  # of which nothing may be there yet
-        first, forms, complete = self._frames.write(message, inner)
+        first, forms, tag = self._frames.write(message, inner)
         for part in first:
             self._wire.send_host(part)
         for tensor, form in zip(message.tensors, forms, strict=True):
-            if tensor is not None and form is not None and not (complete or form.is_empty):
-                self._wire.send(form.on_wire(tensor), ready, message.segments)
+            if tensor is not None and form is not None and not (tag is None or form.is_empty):
+                self._wire.send(form.on_wire(tensor), ready, message.segments, tag)
 
 
 def _on_host(message: Message) -> bool:
@@ -340,6 +366,7 @@ class NetworkInbox:
         self._frames = FrameReader()
         self._arrived: deque[tuple[Message, list[Any]]] = deque()
         self._expected: queue.SimpleQueue[tuple[Sequence[Traffic], Outbox | None]] = queue.SimpleQueue()
+        self._posted: dict[int, list[Posted]] = {}  # by tag, what was not announced when it was posted
         self._closing = False
         self._thread = threading.Thread(target=self._work, name=f"avgpipe receive {route}", daemon=True)
         self._thread.start()
@@ -392,6 +419,8 @@ class NetworkInbox:
             self._arrivals.condition.notify_all()
 
     def _receive(self, observers: Sequence[Traffic], onwards: Outbox | None) -> tuple[Message, list[Any]]:
+        if (usual := self._frames.usual) is not None and usual[0] not in self._posted:
+            self._posted[usual[0]] = self._post(*usual)
         frame, rest = torch.empty(CAPACITY, dtype=torch.uint8), None
         self._wire.receive_host(frame)
         if missing := self._frames.missing(frame):
@@ -399,9 +428,13 @@ class NetworkInbox:
             self._wire.receive_host(rest)
         opened = self._frames.read(frame, rest)
         assert onwards is None or isinstance(onwards, NetworkOutbox)  # no neighbour of this stage's is in this process
+        posted: list[Posted] = []
+        if opened.tensors is None:
+            known = self._posted.pop(opened.tag, None)
+            posted = self._post(opened.tag, opened.forms, opened.segments) if known is None else known
         if opened.tensors is None and self._wire.device.type == "cpu" and onwards is not None:
-            return self._pass_on(opened, observers, onwards), [None] * len(opened.forms)
-        inner = None if opened.tensors is None else iter(opened.tensors)
+            return self._pass_on(opened, posted, observers, onwards), [None] * len(opened.forms)
+        inner, coming = iter(opened.tensors or ()), iter(posted)
         tensors: list[Tensor | None] = []
         events: list[Any] = []
         for form in opened.forms:
@@ -410,10 +443,10 @@ class NetworkInbox:
                 if form.is_empty:
                     device = "cpu" if form.on_host else self._wire.device
                     tensor = torch.empty(form.wire_shape, dtype=form.dtype, device=device)
-                elif inner is not None:
+                elif opened.tensors is not None:
                     tensor = next(inner)
                 else:
-                    tensor, event = self._wire.receive(form.wire_shape, form.dtype, form.on_host, opened.segments)
+                    tensor, event = self._wire.receive(next(coming))
                 tensor = form.from_wire(tensor)
             tensors.append(tensor)
             events.append(event)
@@ -422,16 +455,26 @@ class NetworkInbox:
             onwards.pass_on(message, next((e for e in reversed(events) if e is not None), None), observers)
         return message, events
 
-    def _pass_on(self, opened: Opened, observers: Sequence[Traffic], onwards: NetworkOutbox) -> Message:
+    def _post(self, tag: int, forms: Sequence[TensorForm | None], segments: int) -> list[Posted]:
+        return [self._wire.post(form, segments, tag) for form in forms if form is not None and not form.is_empty]
+
+    def _pass_on(
+        self, opened: Opened, posted: Sequence[Posted], observers: Sequence[Traffic], onwards: NetworkOutbox
+    ) -> Message:
         """Receive tensors while the parts that are there go on."""
-        parts = [None if form is None else torch.empty(form.wire_shape, dtype=form.dtype) for form in opened.forms]
-        pairs = zip(parts, opened.forms, strict=True)
-        message, passage = _message(opened, [form and form.from_wire(t) for t, form in pairs]), Passage()  # type: ignore[arg-type]
+        coming, tensors = iter(posted), list[Tensor | None]()
+        for form in opened.forms:
+            if form is None:
+                tensors.append(None)
+            else:
+                part = torch.empty(form.wire_shape, dtype=form.dtype) if form.is_empty else next(coming).tensor
+                assert part is not None  # it is on the host
+                tensors.append(form.from_wire(part))
+        message, passage = _message(opened, tensors), Passage()
         onwards.pass_on(message, passage, observers)
         try:
-            for tensor in parts:
-                if tensor is not None and tensor.numel():
-                    self._wire.receive_host(as_bytes(tensor), opened.segments, passage)
+            for one in posted:
+                self._wire.receive(one, passage)
         except Exception as error:
             passage.came(error)
             raise

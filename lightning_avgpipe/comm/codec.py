@@ -6,7 +6,8 @@
     after it    the rest of a structure that is too long, then large tensors one by one
 
 Both ends number the structures of messages (shapes, types and everything else but numbers) as they see them, so that
-a structure which repeats is neither pickled nor sent again.
+a structure which repeats is neither pickled nor sent again. What follows the frame has the structure's number as its
+tag: the receiver can be ready for it before the frame is there.
 """
 
 from __future__ import annotations
@@ -110,15 +111,15 @@ class FrameWriter:
     def __init__(self) -> None:
         self._numbers: dict[_Structure, int] = {}
 
-    def write(self, message: Message, inner: bool) -> tuple[list[Tensor], Sequence[TensorForm | None], bool]:
+    def write(self, message: Message, inner: bool) -> tuple[list[Tensor], Sequence[TensorForm | None], int | None]:
         """What to send first.
 
         Args:
             message: to be sent.
             inner: whether its tensors are on the host, so that small ones can be in the frame.
         Returns:
-            The frame and, if the structure is too long for it, the rest of that; the forms of the tensors; and whether
-            the tensors are in the frame.
+            The frame and, if the structure is too long for it, the rest of that; the forms of the tensors; and with
+            which tag these follow, or None if they are in the frame.
         """
         forms = tuple(None if t is None else TensorForm.of(t) for t in message.tensors)
         structure = (
@@ -147,7 +148,8 @@ class FrameWriter:
             whole[position : position + flat.numel()] = flat
             position += _aligned(flat.numel())
         rest = text[len(first) :]
-        return [whole, *([torch.frombuffer(bytearray(rest), dtype=torch.uint8)] if rest else [])], forms, bool(parts)
+        frames = [whole, *([torch.frombuffer(bytearray(rest), dtype=torch.uint8)] if rest else [])]
+        return frames, forms, None if parts else _tag(number)
 
     def _number(self, structure: _Structure) -> int:
         try:
@@ -173,6 +175,7 @@ class Opened:
         forward_only: of the message.
         segments: of the message.
         tensors: those that were in the frame, in order; None if they come after it.
+        tag: with which they do.
     """
 
     micro_batch: int
@@ -183,12 +186,18 @@ class Opened:
     forward_only: int
     segments: int
     tensors: list[Tensor] | None
+    tag: int
 
 
 class FrameReader:
-    """Takes frames apart at the receiving end of a channel."""
+    """Takes frames apart at the receiving end of a channel.
+
+    Attributes:
+        usual: tag, forms and segments of the latest structure that has repeated, with tensors after the frame.
+    """
 
     def __init__(self) -> None:
+        self.usual: tuple[int, tuple[TensorForm | None, ...], int] | None = None
         self._structures: list[_Structure] = []
 
     @staticmethod
@@ -224,7 +233,15 @@ class FrameReader:
                     flat.copy_(frame[position : position + flat.numel()])
                     position += _aligned(flat.numel())
                     tensors.append(tensor)
-        return Opened(micro_batch, forms, requires_grad, entries, abandoned, forward_only, segments, tensors)
+        tag = _tag(number)
+        if tensors is None and tag and any(form is not None for form in forms):
+            self.usual = tag, forms, segments
+        return Opened(micro_batch, forms, requires_grad, entries, abandoned, forward_only, segments, tensors, tag)
+
+
+def _tag(number: int) -> int:
+    """With which tensors follow: each structure has one of its own, so that they may be awaited before the frame."""
+    return max(0, number + 1)
 
 
 def _aligned(nbytes: int) -> int:

@@ -68,6 +68,14 @@ class ControlChannel:
         self._monitor = waits.monitor
         self._listeners: list[Callable[[str], None]] = []
         self._agreed: frozenset[str] = frozenset()
+        self._expects = False  # a receive is posted
+
+    def expect(self) -> None:
+        """News will come: if they had to wait until they are asked for, they would behind what else is on the links."""
+        if self._rank != 0 and not self._expects:
+            assert self._channels.source is not None
+            self._channels.source.expect(1)
+            self._expects = True
 
     def publish(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:
         """Rank 0 tells all processes of its group: it passes the item; the others get what it passed.
@@ -85,7 +93,9 @@ class ControlChannel:
                 outbox.put(message)
             self.agree(requests)
             return item  # type: ignore[return-value]
+        self.expect()
         news, requests = self._hear(self._channels.source)
+        self._expects = False
         self.agree(requests)
         return news  # type: ignore[no-any-return]
 
@@ -105,6 +115,7 @@ class ControlChannel:
             for outbox in self._channels.relay_out:
                 outbox.put(message)
         else:
+            self._channels.relay_source.expect(1)
             common, requests = self._hear(self._channels.relay_source)
         return self.publish((common, own), requests)  # type: ignore[return-value]
 
@@ -148,6 +159,5 @@ class ControlChannel:
 
     def _hear(self, inbox: Inbox | None) -> Any:
         assert inbox is not None
-        inbox.expect(1)
         self._waits.until(inbox.ready, "waits for rank 0's news")
         return unpack(inbox.get())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["transfer"]
+__all__ = ["begun", "ended", "transfer"]
 
 _PART_BYTES = 1024**2  # on a link of 10 Mbit/s one passes every second
 _PIECE_BYTES = 64 * 1024  # what is smaller is not worth a message of its own
@@ -22,9 +22,19 @@ def transfer(begin: Callable[[Tensor], Any], tensor: Tensor, moved: Callable[[],
         moved: called after each part.
         pieces: parts that there are at least, if the tensor is large enough.
     """
+    ended(begun(begin, tensor, pieces), moved)
+
+
+def begun(begin: Callable[[Tensor], Any], tensor: Tensor, pieces: int = 1) -> list[Any]:
+    """What :func:`transfer` begins with; arguments as there."""
     size = tensor.element_size()
     length = max(1, min(_PART_BYTES // size, max(_PIECE_BYTES // size, -(-tensor.numel() // pieces))))
-    for work in [begin(part) for part in (tensor.split(length) if tensor.numel() > length else (tensor,))]:
+    return [begin(part) for part in (tensor.split(length) if tensor.numel() > length else (tensor,))]
+
+
+def ended(works: Sequence[Any], moved: Callable[[], None]) -> None:
+    """Return when a transfer that has begun is done."""
+    for work in works:
         if work is not None:  # of a process that takes no part
             work.wait()
         moved()

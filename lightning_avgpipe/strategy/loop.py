@@ -65,6 +65,7 @@ class PipelineOptimization(_AutomaticOptimization):
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Run one iteration; on every rank the same loss and metrics are known afterwards."""
+        self._cluster.control_channel.expect()
         result = super().run(optimizer, batch_idx, kwargs)
         schedule_control, connector = self._iterations.schedule_control, self.trainer._logger_connector
         decided = schedule_control.finish()

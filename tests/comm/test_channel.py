@@ -1,4 +1,4 @@
-"""Channels: a message that passes a process goes on in pieces, while they come, in order, and with what it says."""
+"""Channels: what usually comes is received before it is announced, and what passes a process goes on in pieces."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import MemoryChannel, NetworkInbox, NetworkOutbox, Pair, Wire
+from lightning_avgpipe.comm.codec import CAPACITY
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.comm.transfer import transfer
@@ -31,16 +32,6 @@ class Slow(MemoryGroup):
         assert self.gate.acquire(timeout=LIMIT_S)
         self.sizes.append(len(tensors[0]))
         return super().send(tensors, dst, tag)
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
-        return _Receiving(lambda: super(Slow, self).recv(tensors, src, tag))
-
-
-class _Receiving:
-    """What a receive is that has been posted."""
-
-    def __init__(self, wait: Callable[[], Any]) -> None:
-        self.wait = wait
 
 
 @contextmanager
@@ -161,3 +152,70 @@ def test_a_tensor_travels_in_as_many_pieces_as_are_worth_it(size: int, pieces: i
     sizes: list[int] = []
     transfer(lambda part: sizes.append(len(part)), torch.zeros(size, dtype=torch.uint8), lambda: None, pieces)
     assert sizes == parts
+
+
+# -- what is received before it is announced --------------------------------------------------------------------------
+
+LARGE = CAPACITY // 4  # numbers, of four bytes
+
+
+class Telling:
+    """A process group that notes the tag of each receive, as it is posted."""
+
+    def __init__(self, group: MemoryGroup) -> None:
+        self._group = group
+        self.tags: list[int] = []
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
+        return self._group.send(tensors, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
+        self.tags.append(tag)
+        return self._group.recv(tensors, src, tag)
+
+
+@contextmanager
+def channel() -> Iterator[tuple[Callable[[Tensor], Tensor], list[int]]]:
+    """What passes a tensor through both ends, and the tags of receives."""
+    hub, arrivals = Hub(Injector()), Arrivals()
+    party = Party("world", (0, 1))
+    telling = Telling(MemoryGroup(hub, party, 1))
+    sends = Wire(1, Pair(MemoryGroup(hub, party, 0), 1), CPU, None, lambda: None)
+    receives = Wire(0, Pair(telling, 0), CPU, None, lambda: None)
+    outbox, inbox = (
+        NetworkOutbox(Route(Edge(0, 0, "forward"), 0, 1), sends, arrivals),
+        NetworkInbox(Route(Edge(0, 0, "forward"), 0, 1), receives, arrivals),
+    )
+
+    def passed(tensor: Tensor) -> Tensor:
+        outbox.put(Message(0, (tensor,)))
+        inbox.expect(1)
+        with arrivals.condition:
+            assert arrivals.condition.wait_for(lambda: inbox.ready() or arrivals.failure is not None, LIMIT_S)
+        assert arrivals.failure is None, arrivals.failure
+        (arrived,) = inbox.get().tensors
+        assert arrived is not None
+        return arrived
+
+    try:
+        yield passed, telling.tags
+    finally:
+        outbox.close(LIMIT_S)
+        inbox.close(LIMIT_S)
+
+
+def test_a_structure_that_has_repeated_is_received_before_it_is_announced() -> None:
+    with channel() as (passed, tags):
+        for i in range(4):
+            assert torch.equal(passed(torch.full((LARGE,), float(i))), torch.full((LARGE,), float(i)))
+    # a frame, and what follows it; from the third message on the other way round
+    assert tags == [0, 0, 0, 1, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("lengths", [(2, 2, 3, 2, 3, 3, 2), (3, 3, 2, 2, 3), (2, 2, 0, 2, 0, 0)])
+def test_other_structures_may_come_in_between(lengths: tuple[int, ...]) -> None:
+    with channel() as (passed, tags):
+        for i, length in enumerate(lengths):
+            tensor = torch.full((length * LARGE or 1,), float(i))
+            assert torch.equal(passed(tensor), tensor)
+    assert tags.count(0) >= len(lengths)

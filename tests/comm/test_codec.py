@@ -20,11 +20,13 @@ def received(frame: Tensor) -> Tensor:
 
 def passed(writer: FrameWriter, reader: FrameReader, message: Message, inner: bool = True) -> tuple[Opened, int, bool]:
     """Through both ends; also the bytes that were sent as long as the structure is, and whether that was all."""
-    parts, _, complete = writer.write(message, inner)
+    parts, _, tag = writer.write(message, inner)
     frame = received(parts[0])
     assert reader.missing(frame) == sum(part.numel() for part in parts[1:])
     opened = reader.read(frame, parts[1] if len(parts) > 1 else None)
-    return opened, sum(part.numel() for part in parts), complete
+    assert (opened.tensors is not None) == (tag is None) or not any(message.tensors)
+    assert tag in (None, opened.tag)
+    return opened, sum(part.numel() for part in parts), tag is None
 
 
 TENSORS = (
@@ -81,6 +83,16 @@ def test_large_tensors_and_those_on_a_device_come_after_the_frame(size: int) -> 
     opened, nbytes, complete = passed(FrameWriter(), FrameReader(), message, inner=size == CAPACITY)
     assert not complete and opened.tensors is None and nbytes < size
     assert opened.forms[0] is not None and opened.forms[0].shape == (size,)
+
+
+def test_a_structure_that_repeats_has_a_tag_of_its_own_for_what_follows() -> None:
+    writer, reader = FrameWriter(), FrameReader()
+    for shape in ((3,), (4,), (3,), (4,), (4,)):
+        opened, _, complete = passed(writer, reader, Message(0, (torch.ones(shape),)), inner=False)
+        assert not complete
+        found = None if reader.usual is None else (reader.usual[0], [form.shape for form in reader.usual[1] if form])
+        assert found == (None if not opened.tag else (opened.tag, [shape]))
+    assert passed(writer, reader, Message(0, (torch.ones(3),)), inner=False)[0].tag != opened.tag > 0
 
 
 def test_a_structure_may_be_longer_than_a_frame() -> None:
