@@ -32,6 +32,7 @@ from lightning_avgpipe.utils.device import port_of
 __all__ = ["Inbox", "MemoryChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "Pair", "Traffic", "Wire"]
 
 _TAG = 0
+_MOST_POSTED = 2  # structures that are received unannounced: a receive cannot be taken back, and holds its memory
 
 
 class Traffic(Protocol):
@@ -419,7 +420,8 @@ class NetworkInbox:
             self._arrivals.condition.notify_all()
 
     def _receive(self, observers: Sequence[Traffic], onwards: Outbox | None) -> tuple[Message, list[Any]]:
-        if (usual := self._frames.usual) is not None and usual[0] not in self._posted:
+        usual = self._frames.usual
+        if usual is not None and usual[0] not in self._posted and len(self._posted) < _MOST_POSTED:
             self._posted[usual[0]] = self._post(*usual)
         frame, rest = torch.empty(CAPACITY, dtype=torch.uint8), None
         self._wire.receive_host(frame)

@@ -212,6 +212,14 @@ def test_a_structure_that_has_repeated_is_received_before_it_is_announced() -> N
     assert tags == [0, 0, 0, 1, 1, 0, 1, 0]
 
 
+def test_where_structures_change_all_the_time_few_receives_hold_memory() -> None:
+    lengths = [*range(1, 9)] * 3
+    with channel() as (passed, tags):
+        for length in lengths:
+            assert len(passed(torch.zeros(length * LARGE))) == length * LARGE
+    assert len(tags) <= 2 * len(lengths) + 2
+
+
 @pytest.mark.parametrize("lengths", [(2, 2, 3, 2, 3, 3, 2), (3, 3, 2, 2, 3), (2, 2, 0, 2, 0, 0)])
 def test_other_structures_may_come_in_between(lengths: tuple[int, ...]) -> None:
     with channel() as (passed, tags):
