@@ -51,7 +51,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _call_children_scripts(self) -> None:
         first = self.cluster_environment.node_rank() * self.num_processes
-        with starting(first + 1, self.procs):
+        with starting(first + 1, lambda: self.procs):  # which is another list by then
             super()._call_children_scripts()
 
 

@@ -16,12 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from lightning_avgpipe.errors import PeerError
 
-__all__ = ["deaths", "end_with_this_process", "needing_starter", "started", "starting"]
+__all__ = ["deaths", "end_at_exit", "end_with_this_process", "needing_starter", "started", "starting"]
 
 _POLL_S = 0.5
 _END_S = 10.0  # how long processes of a failed run may take to end by themselves
@@ -32,19 +32,19 @@ _started: dict[int, subprocess.Popen[Any]] = {}  # rank -> process; trainers tha
 
 
 @contextlib.contextmanager
-def starting(first: int, processes: Sequence[subprocess.Popen[Any]]) -> Iterator[None]:
+def starting(first: int, processes: Callable[[], Sequence[subprocess.Popen[Any]]]) -> Iterator[None]:
     """Within this context processes are started, which know who starts them and end with it.
 
     Args:
         first: rank of the first of them.
-        processes: they are here when the context ends.
+        processes: returns them when the context ends.
     """
     os.environ[_VARIABLE] = str(os.getpid())
     try:
         yield
     finally:
         del os.environ[_VARIABLE]
-        _started.update(enumerate(processes, first))
+        _started.update(enumerate(processes(), first))
 
 
 def started() -> list[subprocess.Popen[Any]]:
@@ -73,9 +73,14 @@ def end_with_this_process() -> None:
     atexit.register(_end)
 
 
-def _end() -> None:
+def end_at_exit(ranks: Collection[int]) -> None:
+    """Of those of these ranks that this process has started none stays when it ends, also if it is stuck."""
+    atexit.register(_end, [_started[rank] for rank in ranks if rank in _started])
+
+
+def _end(processes: Collection[subprocess.Popen[Any]] | None = None) -> None:
     deadline = time.monotonic() + _END_S
-    for process in _started.values():
+    for process in _started.values() if processes is None else processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
