@@ -67,7 +67,8 @@ class Doomed(AvgPipeStrategy):
 
 def main(
     folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 60, dies=("", ""), victim=0, sharing=1,
-    costs="flops", microbatches=2, freezing=None, stages=2, schedule="advance_forward", **options
+    costs="flops", microbatches=2, freezing=None, min_groups=None, stages=2,
+    schedule="advance_forward", **options
 ) -> None:  # fmt: skip
     torch.manual_seed(5)
     known = (MLP, Stuck, Divided, FineTuned, WithSlowHead, Blocks)
@@ -76,7 +77,7 @@ def main(
     Doomed.folder, Doomed.dies = folder, dies
     strategy = kind(
         num_stages=stages, num_microbatches=microbatches, processes_per_device=sharing, costs=costs, schedule=schedule,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=timeout_s), min_groups=min_groups,
     )  # fmt: skip
 
     def note(*_) -> None:

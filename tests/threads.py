@@ -133,6 +133,9 @@ class MemoryNetwork:
         self._opened["run"] += 1
         return dist.PrefixStore(f"runs/{self._opened['run']}", store or self._hub.store)
 
+    def lasting_store(self, store: dist.Store | None) -> dist.Store:
+        return dist.PrefixStore("lasting", store or self._hub.store)
+
     def open(self) -> None:
         self.is_open = True
 
@@ -156,6 +159,13 @@ class MemoryNetwork:
     def inbox(self, route: Route, arrivals: Arrivals) -> Inbox:
         self._opened["in", route] += 1
         return self._hub.open(route, self._opened["in", route], arrivals)
+
+    def meet(self, party: Party, name: str) -> MemoryGroup:
+        self._hub.injector.reach(self._rank, f"meet {party.what} {name}")
+        return self.group(Party(f"{party.what} {name}", party.ranks))
+
+    def part(self, group: MemoryGroup) -> None:
+        pass
 
     def group(self, party: Party) -> MemoryGroup:
         return MemoryGroup(self._hub, party, party.ranks.index(self._rank))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -25,13 +25,21 @@ class Agreement:
         names: of all processes, by rank.
         store: shared by all of them; None if there is only one.
         timeout_s: longest wait, in seconds: shorter than that of other waits, which say less about the reason.
-        watch: knows whether a process has failed.
+        monitor: knows whether a process has failed.
+        ranks: of those that take part now.
     """
 
     def __init__(
-        self, rank: int, names: Sequence[str], store: dist.Store | None, timeout_s: float, monitor: Monitor
+        self,
+        rank: int,
+        names: Sequence[str],
+        store: dist.Store | None,
+        timeout_s: float,
+        monitor: Monitor,
+        ranks: Callable[[], Sequence[int]],
     ) -> None:
         self._rank = rank
+        self._ranks = ranks
         self._names = names
         self._store = store
         self._timeout_s = timeout_s
@@ -53,7 +61,7 @@ class Agreement:
         self._count += 1
         store, prefix = self._store, f"asked/{self._count}"
         store.set(f"{prefix}/{self._rank}", asked)
-        missing = [rank for rank in range(len(self._names)) if rank != self._rank]
+        missing = [rank for rank in self._ranks() if rank != self._rank]
         deadline = time.monotonic() + self._timeout_s
         while missing and time.monotonic() < deadline:
             self._monitor.check()
@@ -66,7 +74,8 @@ class Agreement:
                 f"{asked} was called on {self._names[self._rank]}, but not on {silent} within {self._timeout_s:g} s; "
                 f"every rank must call it: {where}"
             )
-        for rank, name in enumerate(self._names):
+        for rank in self._ranks():
+            name = self._names[rank]
             other = store.get(f"{prefix}/{rank}").decode()
             if other != asked:
                 raise ConfigurationError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -19,10 +20,12 @@ class Answer:
     Attributes:
         doing: what it does.
         idle_s: since its connections last moved bytes.
+        across: whether it waits for other groups of processes.
     """
 
     doing: str
     idle_s: float
+    across: bool = False
 
 
 class Board:
@@ -31,13 +34,13 @@ class Board:
     Args:
         store: shared by all processes, for one run.
         rank: of this process.
-        size: number of processes.
+        ranks: of the processes that take part now.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, ranks: Callable[[], Collection[int]]) -> None:
         self._store = store
         self._rank = rank
-        self._size = size
+        self._ranks = ranks
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
@@ -54,7 +57,7 @@ class Board:
 
     def read_by_all(self) -> bool:
         """Whether all processes have read of the failure."""
-        return self._store.add("read", 0) >= self._size
+        return self._store.add("read", 0) >= len(self._ranks())
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -78,11 +81,13 @@ class Board:
 
     def answer(self, question: int, answer: Answer) -> None:
         """Say what this process does."""
-        self._store.set(f"answer/{question}/{self._rank}", f"{answer.idle_s:.3f} {sendable(answer.doing)}")
+        self._store.set(
+            f"answer/{question}/{self._rank}", f"{answer.idle_s:.3f} {answer.across:d} {sendable(answer.doing)}"
+        )
 
     def answers(self, question: int) -> dict[int, Answer]:
         """rank -> what it has answered by now."""
-        keys = {rank: f"answer/{question}/{rank}" for rank in range(self._size)}
+        keys = {rank: f"answer/{question}/{rank}" for rank in self._ranks()}
         found = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
         return {rank: _answered(_received(told)) for rank, told in found.items()}
 
@@ -96,9 +101,9 @@ def sendable(text: str) -> str:
 
 
 def _answered(told: str) -> Answer:
-    idle_s, _, doing = told.partition(" ")
     try:
-        return Answer(doing, float(idle_s))
+        idle_s, across, doing = told.split(" ", 2)
+        return Answer(doing, float(idle_s), across == "1")
     except ValueError:  # of a stranger
         return Answer(told, math.inf)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,8 @@ from lightning_avgpipe.comm.batch_stream import BatchSink, BatchSource, BatchStr
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.control import ControlChannel, ControlChannels
 from lightning_avgpipe.comm.links import measure_links
+from lightning_avgpipe.comm.meetings import AVERAGING, LivingCollectives, LivingReplicaGroup, Meetings
+from lightning_avgpipe.comm.membership import Membership
 from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.comm.network import Network
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
@@ -27,6 +30,7 @@ from lightning_avgpipe.comm.waits import Waits
 
 __all__ = ["Cluster"]
 
+_PATIENCE_S = 10.0  # how much longer than each other groups wait for each other
 _DISCONNECTED_S = 3.0  # longest time that threads take to end when their connections are closed
 
 
@@ -41,6 +45,7 @@ class Cluster:
         network: connects the processes; with one process it is not asked.
         shares_devices: whether several processes have the same device.
         deaths: rank among all -> how it ended, of those processes started by this one that have died.
+        min_groups: if so many groups are left when others die, these go on; None: all groups end.
 
     Attributes:
         stage_map: as given.
@@ -68,8 +73,9 @@ class Cluster:
         network: Network,
         shares_devices: bool = False,
         deaths: Callable[[], Mapping[int, str]] = dict,
+        min_groups: int | None = None,
     ) -> None:
-        self.stage_map = stage_map
+        self.stage_map = self._whole = stage_map
         self.device = device
         self._timeout_s = timeout.total_seconds()
         self._network = network
@@ -79,6 +85,11 @@ class Cluster:
         self._links: tuple[Link, ...] | None = None
         self._agreement: Agreement | None = None
         self._is_open = False
+        self._number = rank
+        self.membership: Membership | None = None
+        if min_groups is not None and min_groups < stage_map.num_groups:
+            self.membership = Membership(stage_map, rank, min_groups)
+            self._meetings = Meetings(rank, self.membership, network, self._go_on_without)
         layout = stage_map.layout
         number, position = stage_map.position(rank)
         self.world = self._together(Party("world", tuple(range(stage_map.world_size))), rank)
@@ -90,7 +101,10 @@ class Cluster:
             if position == 0:
                 self.leaders = self._together(Party("leaders", tuple(ranks[0] for ranks in layout)), rank)
             team, replica = stage_map.team(number)
-            if stage_map.num_teams > 1:
+            if self.membership is not None:
+                whole, world = self._counterparts(position, replica), Party("world", self.world.ranks)
+                self.replica_group = LivingReplicaGroup(whole, world, self._meetings, network, self._moved)
+            elif stage_map.num_teams > 1:
                 members = self._together(self._counterparts(position, replica), rank)
                 self.replica_group = ReplicaGroup(members, team, on_host=shares_devices)
             if stage_map.replicas > 1:
@@ -109,7 +123,21 @@ class Cluster:
     @property
     def group_number(self) -> int:
         """Which group this process is in."""
-        return self.stage_map.position(self.world.rank)[0]
+        return self.stage_map.position(self._number)[0]
+
+    @property
+    def survives(self) -> bool:
+        """Whether groups may go on when another one dies."""
+        return self.membership is not None
+
+    @property
+    def groups_left(self) -> tuple[int, ...]:
+        """The groups that have not left, by their numbers at the start."""
+        return tuple(self._whole.layout.index(ranks) for ranks in self.stage_map.layout)
+
+    def ranks_at_start(self, group: int) -> tuple[int, ...]:
+        """The processes of a group, by its number at the start."""
+        return self._whole.layout[group]
 
     @property
     def team(self) -> tuple[int, int]:
@@ -166,6 +194,9 @@ class Cluster:
         if self.world.world_size == 1:
             self._begin(None)
         else:
+            if self.membership is not None:
+                kept_by = 0 if keeper is None else None
+                self.membership.begin(self._network.lasting_store(store), kept_by)
             self._begin(self._network.run_store(store), keeper or self._names[0])
 
             def connect() -> None:
@@ -174,9 +205,14 @@ class Cluster:
 
             self.waits.run(connect, "waits for the other processes to connect")
         self.transport.widen(1)
-        self.control_channel = ControlChannel(self.rank, self.stage_map.num_groups, self._control_ends(), self.waits)
+        leaders = self.leaders if self.survives else None
+        self.control_channel = ControlChannel(
+            self.rank, self._whole.num_groups, self._control_ends(), self.waits, leaders
+        )
         self.batch_stream = self._open_batches()
         self._is_open = True
+        if self.survives:  # in an earlier run a group may have left after its last averaging
+            self._meetings.settle(True, Party("world", tuple(range(self._whole.world_size))))
 
     def close(self, failed: bool = False) -> None:
         """Stop the channels and their threads; after a failure without waiting for peers, and for good."""
@@ -204,14 +240,16 @@ class Cluster:
         """From now on these processes host other stages. Every process calls it, between iterations.
 
         Args:
-            stage_map: of the same groups of processes.
+            stage_map: of the same groups of processes, or with those that have left.
         """
+        stage_map = self._of_groups_left(stage_map)
         if stage_map == self.stage_map:
             return
         if self.stage_map.stage_replicas:
             self.replicas = None
         self.stage_map = stage_map
-        self._names[:] = [stage_map.name(other) for other in range(stage_map.world_size)]
+        self._whole = replace(stage_map, layout=self._whole.layout)
+        self._names[:] = [self._whole.name(other) for other in range(self._whole.world_size)]
         self._links = None
         self.transport.rearrange(stage_map)
         if self._is_open and stage_map.stage_replicas:
@@ -223,7 +261,7 @@ class Cluster:
 
             counts = list(stage_map.stage_replicas)
             self.waits.run(join, f"waits for the other processes to connect replicas={counts}")
-        self._replicate_stages(self.world.rank)
+        self._replicate_stages(self._number)
 
     def _replicate_stages(self, rank: int) -> None:
         for party in self._of_stages():
@@ -253,21 +291,26 @@ class Cluster:
     def _begin(self, store: dist.Store | None, keeper: str = "") -> None:
         """A run, with nothing behind it."""
         arrivals = self._arrivals = Arrivals()
-        rank, timeout_s = self.world.rank, self._timeout_s
+        rank, timeout_s = self._number, self._timeout_s
         monitor = Monitor(
             rank,
             self._names,
             store,
             timeout_s,
             wake=arrivals.notify,
-            announces=self.leads or (self.reads and self.stage_map.num_groups == 1),
+            announces=self.leads or (self.reads and (self.stage_map.num_groups == 1 or self.survives)),
             keeper=keeper,
             idle_s=arrivals.idle_s,
             deaths=self._deaths,
+            membership=self.membership,
         )
-        self.waits = Waits(arrivals, monitor, timeout_s, self.device)
+        self.waits = Waits(arrivals, monitor, timeout_s, self.device, _PATIENCE_S if self.survives else 0.0)
+        if self.survives and store is not None:
+            self._meetings.begin(self.waits, self._network.lasting_store(store))
         self.transport = Transport(self.stage_map, rank, self._network, arrivals, self.waits)
-        self._agreement = None if store is None else Agreement(rank, self._names, store, timeout_s / 2, monitor)
+        self._agreement = None
+        if store is not None:
+            self._agreement = Agreement(rank, self._names, store, timeout_s / 2, monitor, lambda: self.world.ranks)
 
     def _connect(self) -> None:
         """Unless the processes are connected: another trainer may have run since."""
@@ -275,15 +318,17 @@ class Cluster:
             self._network.open()
             for party in self._parties():
                 self._network.join(party)
-            for route in _control_routes(self.stage_map):
+            for route in _control_routes(self.stage_map, relays=not self.survives):
                 self._network.connect(route)
 
     def _parties(self) -> Iterator[Party]:
         layout = self.stage_map.layout
-        yield Party("world", self.world.ranks)
+        if not self.survives:
+            yield Party("world", self.world.ranks)
         yield from self._of_stages()
-        if len(layout) > 1:
+        if len(layout) > 1 or self.survives:
             yield from (Party("group", ranks) for ranks in layout)
+        if len(layout) > 1 and not self.survives:
             yield Party("leaders", tuple(ranks[0] for ranks in layout))
             for position in range(self.stage_map.group_size):
                 if self.stage_map.num_teams > 1:
@@ -295,7 +340,7 @@ class Cluster:
         """Those of other teams."""
         # two processes of one device meet on the host: no communicator of devices can have a device twice
         ranks = [ranks[position] for ranks in self.stage_map.layout[replica :: self.stage_map.replicas]]
-        return Party("teams", tuple(sorted(ranks)), on_host=self._shares_devices)
+        return Party(AVERAGING, tuple(sorted(ranks)), on_host=self._shares_devices)
 
     def _of_stages(self) -> Iterator[Party]:
         """The replicas of single stages."""
@@ -309,7 +354,24 @@ class Cluster:
         ranks = [ranks[position] for ranks in self.stage_map.layout[team * count : (team + 1) * count]]
         return Party("replicas", tuple(sorted(ranks)), on_host=self._shares_devices)
 
+    def _moved(self) -> None:
+        self._arrivals.moved()
+
+    def _go_on_without(self) -> None:
+        """Groups have left the averaging, at the same point of the program on all processes of the others."""
+        self.stage_map = self._of_groups_left(self.stage_map)
+        self.transport.follow(self.stage_map)
+
+    def _of_groups_left(self, stage_map: StageMap) -> StageMap:
+        if self.membership is None:
+            return stage_map
+        left = self.membership.groups(self._meetings.averaging)
+        return replace(stage_map, layout=tuple(self._whole.layout[group] for group in left))
+
     def _together(self, party: Party, rank: int) -> Collectives:
+        if self.survives and party.what in ("world", "leaders"):
+            return LivingCollectives(party, self._meetings, self._network, self._moved)
+
         def run(collective: Callable[[], object], doing: str) -> None:
             def connected() -> None:
                 self._connect()
@@ -317,13 +379,14 @@ class Cluster:
 
             self.waits.run(connected, doing)
 
-        return Collectives(party, party.ranks.index(rank), self._network, run, lambda: self._arrivals.moved())
+        return Collectives(party, party.ranks.index(rank), self._network, run, self._moved)
 
     # -- what rank 0 says, and batches -------------------------------------------------------------------------------
 
     def _control_ends(self) -> ControlChannels:
-        me, ranks = self.world.rank, self.group.ranks
+        me, ranks = self._number, self.group.ranks
         inbox, outbox = self.transport.inbox, self.transport.outbox
+        relays = self.leads and not self.survives
         if self.rank != 0:
             return ControlChannels(
                 source=inbox(Route("news", ranks[0], me)), reports_out=outbox(Route("reports", me, ranks[0]))
@@ -331,8 +394,10 @@ class Cluster:
         return ControlChannels(
             out=[outbox(Route("news", me, rank)) for rank in ranks[1:]],
             reports={peer: inbox(Route("reports", ranks[peer], me)) for peer in range(1, len(ranks))},
-            relay_out=[outbox(Route("relay", me, leader)) for leader in self.leaders.ranks[1:] if self.leads],
-            relay_source=None if self.leads else inbox(Route("relay", 0, me)),
+            relay_out=[
+                outbox(Route("relay", me, leader)) for leader in self.leaders.ranks[1:] if self.leads and relays
+            ],
+            relay_source=None if self.leads or self.survives else inbox(Route("relay", 0, me)),
         )
 
     def _open_batches(self) -> BatchStream:
@@ -346,10 +411,10 @@ class Cluster:
         return BatchSink(inbox, control.agree, self.device, lambda ready: self.waits.until(ready, waits))
 
 
-def _control_routes(stage_map: StageMap) -> Iterator[Route]:
+def _control_routes(stage_map: StageMap, relays: bool) -> Iterator[Route]:
     """Of all that is not between stages."""
     for leader, *others in stage_map.layout:
-        if leader != 0:
+        if leader != 0 and relays:
             yield Route("relay", 0, leader)
         for rank in others:
             yield Route("news", leader, rank)

@@ -33,10 +33,7 @@ class Collectives:
         run: runs something that waits for the others, and says for errors what this process does meanwhile.
         moved: called when bytes went over a connection.
 
-    Attributes:
-        ranks: of the members among all.
-        rank: as given. All methods mean such ranks.
-        world_size: number of members.
+    All methods mean ranks among the members.
     """
 
     def __init__(
@@ -47,13 +44,31 @@ class Collectives:
         run: Callable[[Callable[[], object], str], None],
         moved: Callable[[], None],
     ) -> None:
-        self.ranks = party.ranks
-        self.rank = rank
-        self.world_size = len(self.ranks)
         self._party = party
+        self._rank = rank
         self._network = network
         self._run = run
         self._moved = moved
+
+    @property
+    def party(self) -> Party:
+        """The members."""
+        return self._party
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self._rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the members among all."""
+        return self.party.ranks
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
 
     @property
     def process_group(self) -> Any:
@@ -73,18 +88,17 @@ class Collectives:
         """Every process gets the source's item."""
         if self.world_size == 1:
             return item
-        mine = _pickled(item) if self.rank == source else torch.empty(0, dtype=torch.uint8)
-        received = [mine]
+        mine = _pickled(item)  # the source may be another process, if a collective is repeated
+        found: list[Tensor] = []
 
         def exchange() -> None:
             size = torch.tensor([mine.numel()])
             self.process_group.broadcast(size, source).wait()
-            if self.rank != source:
-                received[0] = torch.empty(int(size), dtype=torch.uint8)
-            self._broadcast(received[0], source)
+            found[:] = [mine if self.rank == source else torch.empty(int(size), dtype=torch.uint8)]
+            self._broadcast(found[0], source)
 
         self.together("a broadcast", exchange)
-        return item if self.rank == source else _unpickled(received[0])  # type: ignore[no-any-return]
+        return item if found[0] is mine else _unpickled(found[0])  # type: ignore[no-any-return]
 
     def gather_objects(self, item: T) -> list[T]:
         """On rank 0 every process's item, by rank; elsewhere only one's own."""
@@ -93,6 +107,7 @@ class Collectives:
         mine, items = _pickled(item), [item]
 
         def exchange() -> None:
+            del items[1:]
             if self.rank != 0:
                 self.send(torch.tensor([mine.numel()]), 0)
                 self.send(mine, 0)
@@ -118,7 +133,7 @@ class Collectives:
             padded[: mine.numel()] = mine
             parts = [torch.empty_like(padded) for _ in self.ranks]
             self.process_group.allgather(parts, padded).wait()
-            found.extend(_unpickled(part[: int(size)]) for part, size in zip(parts, sizes, strict=True))
+            found[:] = (_unpickled(part[: int(size)]) for part, size in zip(parts, sizes, strict=True))
 
         self.together("an exchange of objects", exchange)
         return found
@@ -146,7 +161,12 @@ class Collectives:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over processes, in place, for a tensor on the host."""
-        self.together("a sum", lambda: self.process_group.allreduce([tensor]).wait())
+        mine = tensor.clone()
+
+        def exchange() -> None:
+            self.process_group.allreduce([tensor.copy_(mine)]).wait()
+
+        self.together("a sum", exchange)
         return tensor
 
     def send(self, tensor: Tensor, rank: int) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lightning_avgpipe.comm.channel import Inbox, Outbox
+from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import pack, unpack
 from lightning_avgpipe.comm.waits import Waits
 
@@ -58,9 +59,19 @@ class ControlChannel:
         num_groups: of processes.
         channels: to and from the others.
         waits: for rank 0; their monitor knows of failures, and of what this process has been asked for from outside.
+        leaders: the processes with rank 0 in each group, if some of these may leave: then news come from the first of
+            those that are left, and all of them take part.
     """
 
-    def __init__(self, rank: int, num_groups: int, channels: ControlChannels, waits: Waits) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_groups: int,
+        channels: ControlChannels,
+        waits: Waits,
+        leaders: Collectives | None = None,
+    ) -> None:
+        self._leaders = leaders
         self._rank = rank
         self._num_groups = num_groups
         self._channels = channels
@@ -109,6 +120,9 @@ class ControlChannel:
         if self._num_groups == 1 or self._rank != 0:
             return self.publish((common, own))  # type: ignore[return-value]
         self._monitor.check()
+        if self._leaders is not None:
+            common, requests = self._leaders.broadcast((common, self._monitor.requests.known))
+            return self.publish((common, own), requests)  # type: ignore[return-value]
         if self._channels.relay_source is None:
             requests = self._monitor.requests.known
             message = pack((common, requests))

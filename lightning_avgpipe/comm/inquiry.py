@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_avgpipe.comm.board import Answer, Board
@@ -22,10 +22,14 @@ class Account:
     Attributes:
         text: for an error message, after its first sentence; or empty.
         idle_s: since the connections of any process last moved bytes.
+        silent: ranks of those that do not answer.
+        across: ranks of those that wait for other groups of processes.
     """
 
     text: str = ""
     idle_s: float = math.inf
+    silent: tuple[int, ...] = ()
+    across: tuple[int, ...] = ()
 
 
 class Inquiries:
@@ -33,6 +37,7 @@ class Inquiries:
 
     Args:
         names: of all processes, by rank.
+        ranks: of those that take part now.
         answer: of this process.
 
     Attributes:
@@ -42,9 +47,12 @@ class Inquiries:
 
     limit_s = _ANSWER_S + _STORE_S
 
-    def __init__(self, names: Sequence[str], answer: Callable[[], Answer]) -> None:
+    def __init__(
+        self, names: Sequence[str], ranks: Callable[[], Collection[int]], answer: Callable[[], Answer]
+    ) -> None:
         self.account: Account | None = None
         self._names = names
+        self._ranks = ranks
         self._answer = answer
         self._wanted = False
         self._asked: tuple[int, float] | None = None  # number, and until when answers are awaited
@@ -73,13 +81,13 @@ class Inquiries:
 
     def _collect(self, board: Board, question: int, until: float) -> None:
         """The account, if all have answered, or some do not."""
-        answers = board.answers(question)
-        if len(answers) < len(self._names) and time.monotonic() < until:
+        answers, ranks = board.answers(question), self._ranks()
+        missing = tuple(rank for rank in ranks if rank not in answers)
+        if missing and time.monotonic() < until:
             return
         silent = f"does not answer within {_ANSWER_S} s: it is gone, stopped or stuck"
-        lines = [
-            f"  {name} {answers[rank].doing if rank in answers else silent}" for rank, name in enumerate(self._names)
-        ]
+        lines = [f"  {self._names[rank]} {answers[rank].doing if rank in answers else silent}" for rank in ranks]
         idle_s = min((answer.idle_s for answer in answers.values()), default=math.inf)
-        self.account = Account(". What the processes do:\n" + "\n".join(lines), idle_s)
+        across = tuple(rank for rank, answer in answers.items() if answer.across)
+        self.account = Account(". What the processes do:\n" + "\n".join(lines), idle_s, missing, across)
         self._asked, self._wanted = None, False

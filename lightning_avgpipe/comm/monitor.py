@@ -12,6 +12,8 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 
 import torch.distributed as dist
 
@@ -19,6 +21,7 @@ from lightning_avgpipe.comm.activity import Activity
 from lightning_avgpipe.comm.board import Answer, Board
 from lightning_avgpipe.comm.guard import Guard
 from lightning_avgpipe.comm.inquiry import Account, Inquiries
+from lightning_avgpipe.comm.membership import Membership
 from lightning_avgpipe.comm.requests import Requests
 from lightning_avgpipe.comm.rounds import Rounds
 from lightning_avgpipe.errors import PeerError, described
@@ -43,10 +46,13 @@ class Monitor:
         keeper: name of the process that keeps the store.
         idle_s: seconds since the connections of this process last moved bytes.
         deaths: rank -> how it ended, of those processes started by this one that have died.
+        membership: of the groups, if some may die and others go on; told of those that leave.
 
     Attributes:
         activity: what the main thread is doing, for messages.
         failure: what ends this process, once known.
+        across: whether the main thread waits for other groups of processes.
+        asked: what all processes did when they were asked last.
         requests: what processes were asked to do from outside.
     """
 
@@ -61,22 +67,29 @@ class Monitor:
         keeper: str = "",
         idle_s: Callable[[], float] = lambda: math.inf,
         deaths: Callable[[], Mapping[int, str]] = dict,
+        membership: Membership | None = None,
     ) -> None:
         activity = self.activity = Activity(names, rank)
         self.failure: str | None = None
         self.requests = Requests(announces)
         self._wake = wake
-        self._report: str | None = None
+        self._rank = rank
+        self._reports: dict[int, str] = {}  # rank -> why it fails
         self._read_by_all = False
-        self._inquiries = Inquiries(names, lambda: Answer(activity.described(), idle_s()))
-        self._board = None if store is None else Board(store, rank, len(names))
+        self._membership = membership
+        self._gone = 0 if membership is None else membership.count
+        self.across = False
+        self.asked = Account()
+        ranks: Callable[[], Sequence[int]] = partial(range, len(names)) if membership is None else membership.ranks
+        self._inquiries = Inquiries(names, ranks, lambda: Answer(activity.described(), idle_s(), self.across))
+        self._board = None if store is None else Board(store, rank, ranks)
         self._rounds = Rounds(activity.name, keeper, self._exchange, self._learn)
 
         def look() -> None:
             self._rounds.wake()  # whoever waits for the store looks whether it is silent
-            if self._report is None and (found := deaths()):
-                dead, how = next(iter(found.items()))
-                self._report = f"{names[dead]} {how}"
+            for dead, how in deaths().items():
+                if dead in ranks() and dead not in self._reports:
+                    self._reports[dead] = f"{names[dead]} {how}"
 
         self._guard = Guard(activity, timeout_s, look)
         if store is not None:
@@ -112,8 +125,23 @@ class Monitor:
         if self._board is not None and self.failure is None:
             text = "".join(traceback.format_exception(error)).rstrip()
             doing = f"{clause}," if (clause := self.activity.clause()) else ""
-            self._report = f"{self.name}{doing} failed: {described(error)}\n\n{text}"
+            self._reports[self._rank] = f"{self.name}{doing} failed: {described(error)}\n\n{text}"
             self._rounds.until(lambda: self.failure is not None)
+
+    def give_up(self, ranks: Sequence[int], why: str) -> None:
+        """Let the groups of these processes leave, or if that ends all, fail; wait until that is known."""
+        for rank in ranks:
+            self._reports.setdefault(rank, why)
+        self._rounds.until(lambda: self.failure is not None or not self._reports.keys() & set(ranks))
+        self.check()
+
+    @property
+    def defers(self) -> bool:
+        """Whether another process of this one's group was found to wait for other groups: it decides what is wrong."""
+        if self._membership is None or self.across:
+            return False
+        own = self._membership.peers
+        return bool(own & set(self.asked.across)) and not own & set(self.asked.silent)
 
     def await_readers(self) -> None:
         """Stay until all processes have read of the failure, if there was one."""
@@ -135,7 +163,8 @@ class Monitor:
         if account is None:
             self.check()
             account = Account(self._rounds.silence())
-        return Account(self._guard.lapse() + account.text, account.idle_s)
+        self.asked = account
+        return replace(account, text=self._guard.lapse() + account.text)
 
     def close(self) -> None:
         """Stop watching."""
@@ -146,8 +175,8 @@ class Monitor:
         """Look at the board, and write what there is to tell; returns the seconds until the next look."""
         board = self._board
         assert board is not None
-        if self._report is not None and self.failure is None:
-            board.post_failure(self._report)
+        if self.failure is None:
+            self._tell(board)
         if self.failure is None and (failure := board.failure()) is not None:
             self._learn(failure)
         if self.failure is not None and board.read_by_all():
@@ -155,6 +184,26 @@ class Monitor:
         self.requests.exchange(board)
         self._inquiries.exchange(board)
         return _ASKING_POLL_S if self._inquiries.awaits_answers else _POLL_S
+
+    def _tell(self, board: Board) -> None:
+        """Post what is reported here; and take note of groups that have left."""
+        membership = self._membership
+        for rank, why in list(self._reports.items()):
+            reason = "" if membership is None else membership.leave(membership.group_of(rank), why)
+            if membership is None or reason:
+                board.post_failure(f"{why}{reason and f'. {reason}'}")
+                return
+            del self._reports[rank]
+        if membership is None:
+            return
+        membership.read()
+        if membership.count > self._gone:
+            self._gone = membership.count
+            self._wake()
+        for departure in membership.departures:
+            if departure.group == membership.group:
+                self._learn(f"{departure.why}\n\nThe other groups go on without group {departure.group}")
+                self._read_by_all = True  # the store outlives it
 
     def _learn(self, failure: str) -> None:
         if self.failure is None:

@@ -41,6 +41,9 @@ class Network(Protocol):
     def run_store(self, store: dist.Store | None) -> dist.Store:
         """What the next run has of the store that all processes share; None takes that of the network."""
 
+    def lasting_store(self, store: dist.Store | None) -> dist.Store:
+        """What all runs with this network have of it."""
+
     def open(self) -> None:
         """Begin to connect."""
 
@@ -49,6 +52,12 @@ class Network(Protocol):
 
     def join(self, party: Party) -> None:
         """Connect a party, unless it is. Every process calls it, also one that is no member."""
+
+    def meet(self, party: Party, name: str) -> HostGroup:
+        """Connect a party on the host, under a name of its own. Only its members call it."""
+
+    def part(self, group: HostGroup) -> None:
+        """Close the connections of such a party; what is under way there ends with an error."""
 
     def outbox(self, route: Route, arrivals: Arrivals) -> Outbox:
         """Open the sending end of a route."""

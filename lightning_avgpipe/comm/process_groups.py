@@ -31,7 +31,8 @@ _NEVER_SENT = 99  # a tag of transfers
 _HOST = "avgpipe_gloo"  # backend of groups on the host
 
 _current: ProcessGroups | None = None  # of this process
-_openings, _runs = itertools.count(), itertools.count()  # the same on all processes, which do the same in order
+# the same on all processes, which do the same in order
+_networks, _openings, _runs = itertools.count(), itertools.count(), itertools.count()
 
 
 class ProcessGroups:
@@ -48,11 +49,13 @@ class ProcessGroups:
 
     def __init__(self, rank: int, device: torch.device, timeout: timedelta, device_backend: str | None = None) -> None:
         self._both = backends(_HOST, device_backend, device) if device_backend else _HOST
+        self._number = next(_networks)
         self._rank = rank
         self._device = device
         self._timeout = timeout + _GRACE  # our own waits end first: their errors name stage and action
         self._device_backend = None if device_backend == "gloo" else device_backend
         self._store: dist.Store | None = None
+        self._opening: str | None = None
         self._pairs: dict[Route, tuple[Pair, Pair | None]] = {}  # on hosts, and between devices
         self._parties: dict[Party, dist.ProcessGroup] = {}
         self._groups: list[dist.ProcessGroup] = []  # of torch.distributed
@@ -67,13 +70,18 @@ class ProcessGroups:
         """What the next run has of a store; None: that of torch.distributed."""
         return _part_of(store, f"runs/{next(_runs)}")
 
+    def lasting_store(self, store: dist.Store | None) -> dist.Store:
+        """What all runs with this network have of a store."""
+        return _part_of(store, f"networks/{self._number}")
+
     def open(self) -> None:
         """Begin to connect, in the place of other connections of this process. Every process calls it."""
         global _current
         if _current is not None and _current is not self:
             _current.close()
         _current = self
-        self._store = _part_of(None, f"connections/{next(_openings)}")
+        self._opening = f"connections/{next(_openings)}"
+        self._store = _part_of(None, self._opening)
 
     def close(self) -> None:
         """Give up all connections, on which nothing is under way. They may be opened again."""
@@ -100,6 +108,21 @@ class ProcessGroups:
         """Connect a party, on the host only or also between devices, unless it is."""
         if party not in self._parties:
             self._parties[party] = self._join(party.ranks, _HOST if party.on_host else self._both)
+
+    def meet(self, party: Party, name: str) -> Any:
+        """Connect a party on the host, under a name of its own. Only its members call it."""
+        assert self._opening is not None
+        store = _part_of(None, f"{self._opening}/meetings/{party}/{name}")
+        made = _gloo(store, party.ranks.index(self._rank), len(party.ranks), self._timeout)
+        self._ours.append((made, len(party.ranks)))
+        return made
+
+    def part(self, group: Any) -> None:
+        """Close the connections of such a party; what is under way there ends with an error."""
+        for made, size in self._ours:
+            if made is group:
+                _break(made, size)
+        self._ours = [(made, size) for made, size in self._ours if made is not group]
 
     def outbox(self, route: Route, arrivals: Arrivals) -> NetworkOutbox:
         """Open the sending end of a route."""
@@ -147,10 +170,14 @@ class ProcessGroups:
         gloo has no way to give one up, but closes all connections of a group when a transfer in it takes too long.
         """
         for group, size in self._ours:
-            for peer in range(size):
-                if peer != group.rank():
-                    with contextlib.suppress(RuntimeError):  # this is the purpose
-                        group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            _break(group, size)
+
+
+def _break(group: Any, size: int) -> None:
+    for peer in range(size):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):  # this is the purpose
+                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def _part_of(store: dist.Store | None, name: str) -> dist.Store:

@@ -28,7 +28,7 @@ __all__ = ["ReplicaGroup"]
 
 _BUCKET_BYTES = 64 * 1024**2
 
-_Collective = Callable[..., Any]  # of torch.distributed, on one tensor
+_Collective = Callable[[Tensor], Any]  # begins, on one tensor
 
 
 class ReplicaGroup:
@@ -42,8 +42,13 @@ class ReplicaGroup:
 
     def __init__(self, members: Collectives, number: int, on_host: bool = False) -> None:
         self.members = members
-        self.number = number
+        self._number = number
         self._on_host = on_host
+
+    @property
+    def number(self) -> int:
+        """Of this process's group among them."""
+        return self._number
 
     @property
     def count(self) -> int:
@@ -66,7 +71,11 @@ class ReplicaGroup:
         Returns:
             Ends it: waits for the sums and puts them into the tensors.
         """
-        return self._begin(tensors, "a sum over groups", dist.all_reduce)
+        return self._begin(tensors, "a sum over groups", self._all_reduce)
+
+    def settle(self) -> bool:
+        """Whether the sums that have begun count: not if a group has left meanwhile. All processes ask for it."""
+        return True
 
     def copy(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Take over, in place, what the process in one of the groups has. Arguments as of :meth:`sum`."""
@@ -89,11 +98,14 @@ class ReplicaGroup:
         sent = torch.view_as_real(flat) if flat.is_complex() else flat
         met = sent.cpu() if self._on_host else sent
         # gloo and NCCL go on with it in the background
-        work = collective(met, group=self.members.process_group, async_op=True)
-        return _Exchange(bucket, flat, sent, met, work)
+        return _Exchange(bucket, flat, sent, met, collective(met))
 
-    def _broadcast(self, source: int, flat: Tensor, **options: Any) -> Any:
-        return dist.broadcast(as_bytes(flat), self.members.ranks[source], **options)
+    def _all_reduce(self, flat: Tensor) -> Any:
+        return dist.all_reduce(flat, group=self.members.process_group, async_op=True)
+
+    def _broadcast(self, source: int, flat: Tensor) -> Any:
+        group = self.members.process_group
+        return dist.broadcast(as_bytes(flat), self.members.ranks[source], group=group, async_op=True)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,10 @@ class Transport:
                 channels.pop(route).close(self._waits.timeout_s)
         self.widen(num_pipelines)
 
+    def follow(self, stage_map: StageMap) -> None:
+        """Other groups have left; the channels of this one stay as they are."""
+        self._stage_map, self._group = stage_map, stage_map.position(self._rank)[0]
+
     def inbox(self, what: Edge | Route) -> Inbox:
         """The receiving end of a channel, here; open from now on. What it belongs to is connected.
 

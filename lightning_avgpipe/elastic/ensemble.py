@@ -21,6 +21,7 @@ from lightning_avgpipe.elastic.replica import Placement, Replica, alike, leaf_li
 from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
 from lightning_avgpipe.elastic.staggered import DEFAULT, StaggeredAveraging
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.patching import nothing
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 from lightning_avgpipe.weights.belongings import Belongings, OptimizerStates
 
@@ -71,7 +72,7 @@ class Ensemble:
         self.steps = 0
         self.checksums = Checksums()
         self._active = 0
-        self._begun: tuple[Averaging, Callable[[], None] | None] | None = None  # an averaging
+        self._begun: tuple[Averaging, Callable[[], None]] | None = None  # an averaging
         self._turns: StaggeredAveraging | None = None
         self._shared = None if replica_group is None else SharedBuffers(self._placement.own.buffers, replica_group)
         self.follow()
@@ -367,15 +368,17 @@ class Ensemble:
             self._begin()
 
     def _begin(self) -> None:
-        averaging = Averaging(self._models(), self._centres(), self._active, self._replica_group)
-        end_buffers = None
-        if self._shared is not None:
-            self._placement.read_back()
-            end_buffers = self._shared.begin([replica.buffers for replica in self._replicas])
+        self._begun = self._meeting(self._active)
         self.steps = self._active = 0
-        self._begun = averaging, end_buffers
         if self._replica_group is None:
             self.finish_averaging()
+
+    def _meeting(self, active: int) -> tuple[Averaging, Callable[[], None]]:
+        averaging = Averaging(self._models(), self._centres(), active, self._replica_group)
+        if self._shared is None:
+            return averaging, nothing
+        self._placement.read_back()
+        return averaging, self._shared.begin([replica.buffers for replica in self._replicas])
 
     def begin_turns(self) -> None:
         """The models are about to step, one after the other, and each meets the reference alone. All have stepped as
@@ -423,13 +426,17 @@ class Ensemble:
         if self._begun is None:
             return
         (averaging, end_buffers), self._begun = self._begun, None
+        whole = True
+        while self._replica_group is not None and not self._replica_group.settle():
+            # groups have left: the reference becomes the mean of the models that there still are
+            whole = False
+            averaging, end_buffers = self._meeting(self.size)
         alpha = self._elasticity.dilution(self.total)
-        if self._outer is not None:
+        if self._outer is not None and whole:
             averaging.end_with(self._outer, alpha)
         else:
-            averaging.end(alpha, self._elasticity.rate(self.total))
-        if end_buffers is not None:
-            end_buffers()
+            averaging.end(alpha, self._elasticity.rate(self.total) if whole else 1.0)
+        end_buffers()
 
     def abandon(self) -> None:
         """Do not wait for other groups any more: they have failed."""

@@ -20,9 +20,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_avgpipe.strategy.progress import retotal
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import nothing, replaced
 
 __all__ = ["BundledLoader", "bundling", "recount"]
+
+
+def _as_before() -> Callable[[], None]:
+    return nothing
 
 
 class BundledLoader(CombinedLoader):
@@ -30,6 +34,9 @@ class BundledLoader(CombinedLoader):
 
     Lightning may read ahead, so groups are taken in the order in which they were read. Nothing is read beyond a group,
     so a dataloader that saves its state is not ahead of the training.
+
+    Attributes:
+        renewed: called once, before the next epoch begins; what it returns is called when it has.
     """
 
     _count: Callable[[], int]
@@ -47,6 +54,7 @@ class BundledLoader(CombinedLoader):
     _drawn: int
     _began: bool
     _ended: bool
+    renewed: Callable[[], Callable[[], None]]
 
     @classmethod
     def of(
@@ -74,8 +82,26 @@ class BundledLoader(CombinedLoader):
         vars(made).update(vars(loader))
         made._count, made._counts_iterations, made._any_ends = count, counts_iterations, any_ends
         made._look, made._done = look, done
+        made.renewed = _as_before
         made._clear()
         return made
+
+    @property
+    def iterations(self) -> int:
+        """Of this epoch, that were read."""
+        return self._groups
+
+    def begin_again(self) -> None:
+        """In the midst of an epoch, with nothing read ahead: from now on read what the dataloader has now."""
+        iterations, limits = self._groups, self._limits
+        self._clear()
+        self._limits = None
+        super().__iter__()
+        self._limits = limits
+        self._groups, self._began = iterations, True
+        if self._counts_iterations:
+            assert self._iterator is not None and limits is not None
+            self._iterator.limits = [(limit - iterations) * self._count() for limit in limits]
 
     def _clear(self) -> None:
         self._beside, self._returned, self._held = deque(), deque(), deque()
@@ -87,6 +113,7 @@ class BundledLoader(CombinedLoader):
 
     def __iter__(self) -> Any:
         self._clear()
+        begun, self.renewed = self.renewed(), _as_before
         limits = self._limits
         if limits is not None and self._counts_iterations:
             self._limits = [limit * self._count() for limit in limits]
@@ -94,6 +121,7 @@ class BundledLoader(CombinedLoader):
             return super().__iter__()
         finally:
             self._limits = limits
+            begun()
 
     def __next__(self) -> Any:
         if not self._began:

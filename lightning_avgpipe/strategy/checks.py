@@ -33,6 +33,7 @@ from lightning_avgpipe.schedule.own import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.training.optimizer_shards import check_separable
+from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.packages import check_callbacks
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "backend",
     "contents",
+    "groups",
     "optimizers",
     "options",
     "overlapping",
@@ -51,6 +53,7 @@ __all__ = [
     "sharing_later",
     "split_points",
     "stages",
+    "survival",
     "trainer",
     "whole",
     "without_effect",
@@ -92,10 +95,62 @@ def options(given: Options) -> None:
         )
     if given.outer_optimizer is not None:
         _try_outer(given.outer_optimizer)
+    if given.min_groups is not None:
+        _apart(given)
     if given.rolling:
         _without_barrier(given)
     if not given.policy.drains:
         _without_drain(given)
+
+
+def _apart(given: Options) -> None:
+    """Refuse what groups cannot do any more when one of them has died."""
+    together = {
+        "replicas": (given.replicas != 1, "groups that train the same model are one model without one of them"),
+        "shard_optimizer_states": (given.shard_optimizer_states, "it is for replicas"),
+        "rolling": (given.rolling, "it is for one group"),
+        "weight_policy": (not given.policy.drains, "it is for one group"),
+        "verify": (bool(given.verify), "a plain step follows all groups"),
+        "save_distributed_checkpoint": (given.save_distributed_checkpoint, "all processes write it together"),
+        "start_method": (given.start_method != "popen", "all processes are ended when one dies"),
+    }
+    for option, (asked, why) in together.items():
+        if asked:
+            raise ConfigurationError(
+                f"min_groups={given.min_groups} with {option}={getattr(given, option)!r}: {why}; leave one of them out"
+            )
+
+
+def groups(given: Options, num_groups: int, device: torch.device) -> None:
+    """Check that groups may die, if they may, and others go on."""
+    asked = given.min_groups
+    if asked is None:
+        return
+    if asked > num_groups or num_groups == 1:
+        raise ConfigurationError(
+            f"min_groups={asked}, but there {'is' if num_groups == 1 else 'are'} {num_groups} "
+            f"group{'s' * (num_groups > 1)} of processes; fewer stages than devices make more, or leave it out"
+        )
+    if not port_of(device).is_host and given.process_group_backend != "gloo":
+        raise ConfigurationError(
+            f"min_groups={asked} on {device.type}: what a dead process leaves undone between devices cannot be given "
+            "up; use process_group_backend='gloo', which connects over the host, or leave min_groups out"
+        )
+    if dist.is_torchelastic_launched():
+        raise ConfigurationError(
+            f"min_groups={asked} under torchrun, which ends all processes when one dies; start them with python -m "
+            "lightning_avgpipe.run, or let torchrun start all again from the last checkpoint (--max-restarts), without "
+            "min_groups"
+        )
+
+
+def survival(given: Options, tuned: bool) -> None:
+    """Check that groups may die in this run, if they may."""
+    if given.min_groups is not None and tuned:
+        raise ConfigurationError(
+            f"min_groups={given.min_groups} with AvgPipeTuner, which chooses for all groups; run it without min_groups "
+            "once, and set what it found"
+        )
 
 
 def _without_drain(given: Options) -> None:

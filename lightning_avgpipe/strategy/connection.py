@@ -61,6 +61,7 @@ class Connection:
         """
         self.layout, several = layout, layout.world_size > 1
         checks.schedule(options, num_stages, layout.group_size(num_stages))
+        checks.groups(options, layout.world_size // layout.group_size(num_stages), device)
         self.failed = False
         if several:
             self.backend = self.backend or device_backend(None, device)
@@ -71,7 +72,9 @@ class Connection:
                 stage_map = replace(stage_map, reader=stage_map.owner(0))
             between = None if port_of(device).is_host or not several else device_backend(self.backend, device)
             network = ProcessGroups(rank, device, options.timeout, between)
-            self.cluster = Cluster(stage_map, rank, device, options.timeout, network, layout.sharing > 1, parent.deaths)
+            self.cluster = Cluster(
+                stage_map, rank, device, options.timeout, network, layout.sharing > 1, parent.deaths, options.min_groups
+            )
         else:  # a plan of the last run may have placed stages
             self.cluster.rearrange(replace(stage_map, reader=self.cluster.stage_map.reader))
         return self.cluster

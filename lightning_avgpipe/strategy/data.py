@@ -21,7 +21,15 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.torch_compat import version_of
 
-__all__ = ["Distributor", "batches_wanted", "expected_batches", "expected_now", "has_transfer_hooks", "mirror"]
+__all__ = [
+    "Distributor",
+    "batches_wanted",
+    "beneath",
+    "expected_batches",
+    "expected_now",
+    "has_transfer_hooks",
+    "mirror",
+]
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -214,6 +222,11 @@ class _SizedReader(_Reader):
         return len(self._dataloader)
 
 
+def beneath(mirrored: Any) -> Any:
+    """The dataloader that :func:`mirror` has put something in the place of, on the process that reads."""
+    return vars(mirrored)["_dataloader"] if isinstance(mirrored, _Reader) else mirrored
+
+
 class _Follower:
     """What other processes iterate over: the reader's batches as far as they need them, or None for each of them."""
 
@@ -238,3 +251,7 @@ class _SizedFollower(_Follower):
 
     def __len__(self) -> int:
         return self._length
+
+    def resize(self, length: int) -> None:
+        """The reader has so many batches now."""
+        self._length = length

@@ -71,8 +71,9 @@ def check_alike(dataloader: Any, cluster: Cluster, num_pipelines: int) -> None:
     """
     if cluster.stage_map.num_groups == 1:
         return
-    everybody = cluster.world.exchange_objects(sized_len(dataloader))
-    lengths = [everybody[ranks[0]] for ranks in cluster.stage_map.layout]
+    told = cluster.world.exchange_objects(sized_len(dataloader))
+    by_rank = dict(zip(cluster.world.ranks, told, strict=True))  # without a group that leaves meanwhile
+    lengths = [by_rank[ranks[0]] for ranks in cluster.stage_map.layout if ranks[0] in by_rank]
     iterations = {None if length is None else math.ceil(length / num_pipelines) for length in lengths}
     if len(iterations) > 1:
         found = ", ".join("unknown" if length is None else str(length) for length in lengths)

@@ -80,6 +80,8 @@ class PipelineOptimization(_AutomaticOptimization):
                 result = {**result, "loss": news["loss"]}
         # when rank 0's news, for which other stages wait, have left
         self._iterations.models.finish_averaging_if_observed()
+        if self._cluster.membership is not None:
+            self._cluster.membership.begun = True
         schedule_control.accept(decided)
         schedule_control.log(self.trainer)
         self._end_iteration()

@@ -97,6 +97,7 @@ ALLOWED = {
     ),
     "shard_optimizer_states": flag(),
     "processes_per_device": whole(1, 64, 2),
+    "min_groups": optional(whole(1, 1024, 1), "all"),
     "num_microbatches": whole(1, 1_000_000, 16, "auto"),
     "schedule": either(
         choice(*TRAINING, "auto"),
@@ -168,6 +169,7 @@ class Options:
     bandwidth: Matrix | Literal["measured"]
     shard_optimizer_states: bool
     processes_per_device: int
+    min_groups: int | None
     num_microbatches: int | Literal["auto"]
     schedule: str | Builder
     advance: int | Literal["auto"]

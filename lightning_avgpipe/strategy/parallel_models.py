@@ -251,9 +251,11 @@ class ParallelModels:
         return stepped
 
     def finish_averaging_if_observed(self) -> None:
-        """Wait for the models of other groups, if a hook may look at them; else the next step does, when it begins."""
+        """Wait for the models of other groups, if a hook may look at them, or a group may leave; else the next step
+        does, when it begins.
+        """
         ensemble = self._ensemble
-        if self.observed and ensemble is not None and ensemble.averages:
+        if (self.observed or self._cluster.survives) and ensemble is not None and ensemble.averages:
             self._finish_averaging()
             ensemble.mark(bool(self._trainer.is_last_batch))
 

@@ -40,6 +40,7 @@ from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.rolling import RollingIterations
 from lightning_avgpipe.strategy.run import Own
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.strategy.survivors import Survivors
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.verify import Subject, Verifier, request
 
@@ -103,6 +104,7 @@ class PipelineRun:
         self.configuration = configuration
         self._before = before
         self._verifier: Verifier | None = None
+        self._survivors = Survivors(trainer, self.cluster) if self.cluster.survives else None
         self._undo = contextlib.ExitStack()
 
     @property
@@ -181,7 +183,7 @@ class PipelineRun:
         enter(changes.observing(trainer, self.step_log, cluster.leaders))
         if fitting:
             optimization = PipelineOptimization(
-                trainer.fit_loop.epoch_loop.automatic_optimization, cluster, self.iterations, self.end_iteration
+                trainer.fit_loop.epoch_loop.automatic_optimization, cluster, self.iterations, self._iterated
             )
             enter(changes.optimizing(trainer, optimization))
             enter(changes.showing_reference(trainer, self.models, deployment))
@@ -261,6 +263,12 @@ class PipelineRun:
         if self.configuration.options.verify_copies:
             self.deployment.verify_copies()
         return result
+
+    def _iterated(self) -> None:
+        if self._survivors is not None:
+            ensemble = self.deployment.ensemble
+            self._survivors.end_iteration(self.configuration.num_pipelines, ensemble is None or not ensemble.steps)
+        self.end_iteration()
 
     def end_iteration(self) -> None:
         """What was asked for within the iteration comes now."""

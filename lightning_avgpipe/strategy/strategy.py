@@ -105,6 +105,11 @@ class AvgPipeStrategy(ParallelStrategy):
             one process to keep a device busy; on CUDA start NVIDIA's MPS, or kernels of several processes take turns.
             Each process has a context on the device, and the reference is averaged over the host, since NCCL connects
             no device with itself. What starts processes itself (torchrun, SLURM) must start so many for each device.
+        min_groups: how many groups must be left when others die: then these go on, with a warning, from the mean of
+            their models, and what the others had not trained on yet is dealt to them. The processes must be started by
+            what does not end them all when one dies: by this strategy (``start_method="popen"``) as long as group 0
+            lives, which logs, saves, and keeps the store through which all find each other; or by ``python -m
+            lightning_avgpipe.run``, where any group may die. None: all must be left.
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
             stage, with two samples each where batches are normalised; or 1 for one stage: then there is nothing to
             pipeline, and everything is as on one device. More of them shrink the idle time at both ends of an
@@ -238,6 +243,7 @@ class AvgPipeStrategy(ParallelStrategy):
         bandwidth: list[list[float]] | Literal["measured"] = "measured",
         shard_optimizer_states: bool = False,
         processes_per_device: Count = 1,
+        min_groups: Count | None = None,
         num_microbatches: Count | Literal["auto"] = "auto",
         schedule: Literal[
             "advance_forward",
@@ -292,8 +298,8 @@ class AvgPipeStrategy(ParallelStrategy):
         options = Options(
             num_stages=num_stages, num_pipelines=num_pipelines, replicas=replicas, planner=planner, bandwidth=bandwidth,
             shard_optimizer_states=shard_optimizer_states,
-            processes_per_device=processes_per_device, num_microbatches=num_microbatches, schedule=schedule,
-            advance=advance, split_points=split_points,
+            processes_per_device=processes_per_device, min_groups=min_groups, num_microbatches=num_microbatches,
+            schedule=schedule, advance=advance, split_points=split_points,
             costs=costs, costs_cache=costs_cache, memory_limit=memory_limit, recompute=recompute,
             loss_reduction=loss_reduction, loss_weight=loss_weight, split_batch=split_batch, reader=reader,
             send_batch=send_batch, verify_copies=verify_copies, verify=verify, alpha=alpha, outer_lr=outer_lr,
@@ -349,12 +355,16 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def num_groups(self) -> int:
-        """Groups of processes that host all K stages."""
+        """Groups of processes that host all K stages, without those that have left."""
+        if self._connection.cluster is not None:
+            return self._connection.cluster.stage_map.num_groups
         return len(self.device_layout.groups(self.num_stages))
 
     @property
     def group_number(self) -> int:
         """Which group this process is in, 0-based."""
+        if self._connection.cluster is not None:
+            return self._connection.cluster.group_number
         groups = enumerate(self.device_layout.groups(self.num_stages))
         return next(number for number, ranks in groups if self.global_rank in ranks)
 
@@ -592,6 +602,7 @@ class AvgPipeStrategy(ParallelStrategy):
             if fitting:
                 checks.overlapping(trainer, options, self.num_stages, self.num_groups, tuned=self.tuner is not None)
                 checks.sharding(options, self.num_models, tuned=self.tuner is not None)
+                checks.survival(options, tuned=self.tuner is not None)
             return PipelineRun(*parts, self._distributor)
         request.refuse(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
         return WholeRun(*parts, self._distributor)
@@ -795,6 +806,11 @@ class AvgPipeStrategy(ParallelStrategy):
                 "reconfigure: with one device, one stage, one micro-batch and one pipeline this run began as with "
                 "strategy='auto', and has no pipeline to change; begin with 2 or more of stages, micro-batches or "
                 "pipelines"
+            )
+        if self._options.min_groups is not None:
+            raise ConfigurationError(
+                "reconfigure with min_groups: a group that dies meanwhile would leave the others between two "
+                "configurations; begin with the one that you want"
             )
         stays = self._options.shares_stages or self._options.shard_optimizer_states
         if stays and (num_stages is not None or split_points is not None):

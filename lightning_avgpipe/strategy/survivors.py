@@ -1,0 +1,66 @@
+"""Survivors: what the groups that are left do at the end of the iteration in which others have left."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.strategy.bundles import BundledLoader
+from lightning_avgpipe.strategy.dealing import Dealing
+from lightning_avgpipe.utils import parent
+
+__all__ = ["Survivors"]
+
+
+class Survivors:
+    """Of a run of the trainer.
+
+    Args:
+        trainer: of the run.
+        cluster: of the processes.
+    """
+
+    def __init__(self, trainer: pl.Trainer, cluster: Cluster) -> None:
+        self._trainer = trainer
+        self._cluster = cluster
+        self._dealing = Dealing(trainer, cluster)
+        self._left = cluster.groups_left  # by their numbers at the start
+        self._averaged = 0, 0  # iterations of an epoch whose updates counted
+
+    def end_iteration(self, num_pipelines: int, averaged: bool) -> None:
+        """An iteration has ended; if groups have left, this is where the others go on. Every process calls it.
+
+        Args:
+            num_pipelines: N.
+            averaged: whether no update waits to be averaged.
+        """
+        trainer, left = self._trainer, self._cluster.groups_left
+        epoch = trainer.current_epoch
+        if self._averaged[0] != epoch:
+            self._averaged = epoch, 0
+        if left != self._left:
+            before, self._left = self._left, left
+            gone = [n for n, group in enumerate(before) if group not in left]
+            dealt = self._dealing.again(gone, len(before), self._averaged[1], num_pipelines)
+            self._tell([before[n] for n in gone], num_pipelines, dealt)
+        loader = trainer.fit_loop._combined_loader
+        if averaged and isinstance(loader, BundledLoader):
+            self._averaged = epoch, loader.iterations
+
+    def _tell(self, gone: list[int], num_pipelines: int, dealt: str) -> None:
+        cluster, trainer = self._cluster, self._trainer
+        if not cluster.leads:
+            return
+        assert cluster.membership is not None
+        ranks = [rank for group in gone for rank in cluster.ranks_at_start(group)]
+        parent.end_at_exit(ranks)
+        why = {d.group: d.why.split("\n")[0] for d in cluster.membership.departures}
+        models = num_pipelines * len(self._left)
+        rank_zero_warn(
+            f"{'; '.join(f'group {group} has left: {why[group]}' for group in gone)}. Training goes on at step "
+            f"{trainer.global_step} with {len(self._left)} group{'s' * (len(self._left) > 1)} of processes, {models} "
+            f"model{'s' * (models > 1)}, whose mean is the reference now; {dealt}"
+        )
+        for logger in trainer.loggers:
+            logger.log_metrics({"avgpipe/groups": len(self._left)}, step=trainer.global_step)

@@ -1,0 +1,170 @@
+"""A group dies while others train with it: when, how, and what must come of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from tests import processes
+from tests.elastic.models import Models, assert_equal
+from tests.models import MLP, loader
+from tests.trainers import pipeline
+
+BATCH, SAMPLES, EPOCHS = 4, 48, 2
+DIES_AT = 2  # steps that are done by then
+PHASES = ("forward", "between", "sum", "validation")
+
+
+@dataclass(frozen=True)
+class Death:
+    """What happens to a process, and in which phase.
+
+    Attributes:
+        rank: of the process.
+        phase: what it does: its forwards, nothing between two iterations, a sum over groups, or a validation.
+        signal: that it gets.
+        seed: of data and weights.
+    """
+
+    rank: int
+    phase: str
+    signal: str = "SIGKILL"
+    seed: int = 5
+
+
+class Mortal(MLP):
+    """A process dies."""
+
+    def arm(self, death: Death, rank: int, folder: Path) -> None:
+        self.happens = {"at": death, "here": rank == death.rank, "folder": folder}
+
+    def reach(self, phase: str) -> None:
+        death = self.happens["at"]
+        if self.happens["here"] and phase == death.phase and self.trainer.global_step >= DIES_AT:
+            (self.happens["folder"] / "struck").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.Signals[death.signal])
+            self.happens["here"] = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.reach("forward")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.reach("validation")
+        return super().validation_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.reach("between")
+
+
+class Noted(L.Callback):
+    """What the groups did: after each iteration, how many were left, and when."""
+
+    def __init__(self) -> None:
+        self.iterations: list[tuple[int, int, float]] = []
+        self.seen: list[list[float]] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.strategy.cluster.reads:  # type: ignore[attr-defined]
+            self.seen.append([trainer.current_epoch, *batch[0][:, 0].tolist()])
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.iterations.append((trainer.global_step, trainer.strategy.num_groups, time.monotonic()))  # type: ignore[attr-defined]
+
+
+def train(rank: int, folder: Path, death: Death, groups: int, pipelines: int, timeout_s: float) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    torch.manual_seed(death.seed)
+    model, noted, models = Mortal(), Noted(), Models()
+    model.arm(death, rank, folder)
+    begin = ReplicaGroup.begin_sum
+
+    def begin_sum(self: ReplicaGroup, tensors: Any) -> Any:
+        model.reach("sum")
+        return begin(self, tensors)
+
+    ReplicaGroup.begin_sum = begin_sum  # type: ignore[method-assign]
+    options = {
+        "num_pipelines": pipelines, "num_microbatches": 2, "min_groups": 1, "timeout": timedelta(seconds=timeout_s)
+    }  # fmt: skip
+    saving = ModelCheckpoint(folder / "saved", filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    runner = pipeline(
+        2, 2 * groups, options, max_epochs=EPOCHS, callbacks=[noted, models, saving], enable_checkpointing=True,
+        num_sanity_val_steps=0, val_check_interval=1 if death.phase == "validation" else 1.0,
+    )  # fmt: skip
+    torch.manual_seed(death.seed)
+    runner.fit(model, loader(MLP, SAMPLES, BATCH), loader(MLP, 8, 4))
+    return {
+        "iterations": noted.iterations, "seen": noted.seen, "models": models.models, "reference": models.reference,
+        "steps": runner.global_step, "loss": float(runner.callback_metrics["train_loss"]),
+    }  # fmt: skip
+
+
+def happen(
+    death: Death, folder: Path, groups: int = 2, pipelines: int = 1, timeout_s: float = 60.0
+) -> list[processes.Outcome]:
+    """Let groups of two processes train, of which one dies; gives how all of them end."""
+    return processes.run(2 * groups, train, folder, death, groups, pipelines, timeout_s, folder=folder)
+
+
+def resumed(folder: Path, pipelines: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The models and the reference of an unharmed run of one group, from the last checkpoint but one on."""
+    models = Models()
+    runner = pipeline(
+        2, 1, {"num_pipelines": pipelines, "num_microbatches": 2}, max_epochs=EPOCHS, callbacks=[models],
+        num_sanity_val_steps=0,
+    )  # fmt: skip
+    model = MLP()
+    torch.manual_seed(seed)
+    samples = loader(MLP, SAMPLES, BATCH).dataset
+    data = DataLoader(samples, BATCH, sampler=DistributedSampler(samples, 1, 0))  # as Lightning's of groups
+    runner.fit(model, data, loader(MLP, 8, 4), ckpt_path=folder / "saved" / f"epoch={EPOCHS - 2}.ckpt")
+    return models.models, models.reference
+
+
+def check(death: Death, folder: Path, pipelines: int = 1, timeout_s: float = 60.0) -> float:
+    """Let one of two groups die, and see how the other goes on; gives the seconds from the death to its next step."""
+    outcomes = happen(death, folder, pipelines=pipelines, timeout_s=timeout_s)
+    group = death.rank // 2
+    own = [o for rank, o in enumerate(outcomes) if rank // 2 == group]
+    others = processes.results([o for rank, o in enumerate(outcomes) if rank // 2 != group])
+    assert all(outcome.exit_code != 0 for outcome in own)
+    struck = float((folder / "struck").read_text())
+    one, other = others
+    for found in others:
+        assert found["steps"] == one["steps"]
+        assert [step for step, _, _ in found["iterations"]] == list(range(1, one["steps"] + 1))
+        assert {left for _, left, at in found["iterations"] if at > struck + 2 * timeout_s} <= {1}
+        assert found["iterations"][-1][1] == 1
+    for a, b in zip(one["models"], other["models"], strict=True):
+        assert a.keys() == b.keys()
+    check_dealt(one["seen"] or other["seen"], outcomes, pipelines)
+
+    # from there on it is a run of one group, bit for bit
+    models, reference = resumed(folder, pipelines, death.seed)
+    for found in others:
+        held = {name for name, tensor in found["reference"].items() if not tensor.is_meta}
+        assert held
+        assert_equal({n: found["reference"][n] for n in held}, {n: reference[n] for n in held})
+        for n, model in enumerate(found["models"]):
+            assert_equal({k: model[k] for k in held}, {k: models[n][k] for k in held})
+    return min(at for step, left, at in one["iterations"] if at > struck and left == 1) - struck
+
+
+def check_dealt(seen: list[list[float]], outcomes: list[processes.Outcome], pipelines: int) -> None:
+    """In the second epoch the group has had all samples once."""
+    last = [row[1:] for row in seen if row[0] == EPOCHS - 1]
+    assert len(last) == SAMPLES // BATCH // pipelines
+    if pipelines == 1:
+        assert len({x for row in last for x in row}) == SAMPLES
