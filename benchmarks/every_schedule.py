@@ -37,7 +37,7 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.planner import Planner
-from lightning_avgpipe.schedule import StageCosts, build, simulate
+from lightning_avgpipe.schedule import Broadcast, StageCosts, build, simulate
 from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
 from lightning_avgpipe.utils.random_streams import RandomKey
 
@@ -112,7 +112,7 @@ class Ours:
         points = [f"blocks.{each * k}" for k in range(1, self.num_stages)]
         plan = Planner(self.model, self.num_stages, points).plan("training_step", self.model.training_step, (example,))
         self.pipeline = Pipeline(cluster, self.model)
-        self.pipeline.load(plan.graph, plan.cuts)
+        self.pipeline.load(plan.graph, plan.cuts, relays=sorted(Broadcast()(self.num_stages, 1).relays))
         args = [(example,)] * num_microbatches
         self.task = Task(lambda i, x: self.model.training_step(x), args, lambda i, loss: loss, RandomKey(0))
 

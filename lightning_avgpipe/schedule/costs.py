@@ -10,7 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_avgpipe.errors import ScheduleError
-from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Direction, Kind
+from lightning_avgpipe.schedule.kinds import (
+    BACKWARD,
+    DOUBLE_FORWARD,
+    FORWARD,
+    GRAPH,
+    INPUT_GRADIENT,
+    KINDS,
+    WEIGHT_GRADIENT,
+    Direction,
+    Kind,
+)
 from lightning_avgpipe.schedule.timeline import Timeline
 
 __all__ = ["Costs", "Pieces", "StageCosts", "least_possible_s"]
@@ -117,7 +127,11 @@ class StageCosts:
         input_s, weight_s = seconds[INPUT_GRADIENT], seconds[WEIGHT_GRADIENT]
         halves = (input_s, weight_s) if any(input_s + weight_s) else ()
         whole = seconds[BACKWARD] if any(seconds[BACKWARD]) else tuple(map(sum, zip(input_s, weight_s, strict=True)))
-        return cls(seconds[FORWARD], whole, send_s("forward"), send_s("backward"), latency_s, *halves)
+        forward_s: list[float] = []
+        for k in stages:
+            further = max(0.0, seconds[DOUBLE_FORWARD][k] - forward_s[-1]) if k else 0.0
+            forward_s.append(seconds[FORWARD][k] or seconds[GRAPH][k] or further)
+        return cls(tuple(forward_s), whole, send_s("forward"), send_s("backward"), latency_s, *halves)
 
     def on(self, devices: Sequence[int]) -> StageCosts:
         """The same where stages are on these devices, shape ``(K,)``: messages within a device take no time."""

@@ -72,6 +72,11 @@ def test_weights_that_are_on_their_way_when_a_value_wants_to_pass_delay_it() -> 
         assert gain == pytest.approx(simulate(build("1f1b", 3, 4), costs).iteration_s / (iteration_s + late_s))
 
 
+def test_costs_are_measured_from_its_timeline() -> None:
+    costs = StageCosts((1, 2, 3, 4), (2, 2, 2, 2), (1, 1, 1), (1, 1, 1), (0, 0, 0))
+    assert StageCosts.measured(simulate(Broadcast(1)(4, 4), costs)).forward_s == (1, 2, 3, 4)
+
+
 def test_on_one_process_it_is_more_work() -> None:
     assert Broadcast().gain(StageCosts.uniform(3, 1, 2), 4, (0, 0, 0)) == pytest.approx(36 / 40)
 
