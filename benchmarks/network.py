@@ -6,10 +6,12 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Namespaces", "available", "namespaces"]
+__all__ = ["Megabits", "Namespaces", "available", "namespaces"]
+
+Megabits = int | Sequence[Sequence[int]]
 
 _SMALL_PACKETS = ["u16", "0x0000", "0xff80", "at", "2"]  # total length below 128 bytes: acknowledgements
 
@@ -41,7 +43,7 @@ def available() -> bool:
 
 
 @contextlib.contextmanager
-def namespaces(world_size: int, megabits: int) -> Iterator[Namespaces]:
+def namespaces(world_size: int, megabits: Megabits) -> Iterator[Namespaces]:
     """Make namespaces on one bridge, and remove them afterwards.
 
     Two ranks are joined by two independent links, one per direction, as in the simulator. Acknowledgements are not
@@ -49,7 +51,7 @@ def namespaces(world_size: int, megabits: int) -> Iterator[Namespaces]:
 
     Args:
         world_size: number of ranks.
-        megabits: rate of every link, per second.
+        megabits: rate of every link, per second; or of those from each rank (row) to each other one.
     """
     network = Namespaces(f"avp{os.getpid() % 10000}x", world_size)
     bridge = f"{network.prefix}b"
@@ -74,7 +76,7 @@ def namespaces(world_size: int, megabits: int) -> Iterator[Namespaces]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _limit(network: Namespaces, rank: int, megabits: int) -> None:
+def _limit(network: Namespaces, rank: int, megabits: Megabits) -> None:
     inside, device = network.command(rank), network.interface(rank)
     # messages come in bursts with pauses between them, after which TCP would start slowly again
     _run(*inside, "sysctl", "-q", "-w", "net.ipv4.tcp_slow_start_after_idle=0")
@@ -84,8 +86,8 @@ def _limit(network: Namespaces, rank: int, megabits: int) -> None:
     _run(*inside, *filters, "prio", "1", "u32", "match", *_SMALL_PACKETS, "flowid", "1:1")
     for peer in range(network.world_size):
         if peer != rank:
-            number = f"1:{10 + peer}"
-            _run(*inside, *_class(device, number, f"{megabits}mbit", "32kb"))
+            number, rate = f"1:{10 + peer}", megabits if isinstance(megabits, int) else megabits[rank][peer]
+            _run(*inside, *_class(device, number, f"{rate}mbit", "32kb"))
             _run(*inside, *filters, "prio", "2", "u32", "match", "ip", "dst", f"{_address(peer)}/32", "flowid", number)
 
 

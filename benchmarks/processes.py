@@ -43,14 +43,16 @@ def add_options(parser: argparse.ArgumentParser, limit_s: float, each: str) -> N
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
 
 
-def launch(script: str, arguments: Sequence[str], world_size: int, megabits: int | None, limit_s: float) -> Any:
+def launch(
+    script: str, arguments: Sequence[str], world_size: int, megabits: network.Megabits | None, limit_s: float
+) -> Any:
     """Run a script once per rank; ends with all of them.
 
     Args:
         script: path of the script; rank 0 writes its result, as JSON, to the path that follows ``--result``.
         arguments: for every rank.
         world_size: number of ranks.
-        megabits: rate of each link per second, between network namespaces; None: loopback.
+        megabits: rate of each link per second, or of each two, between network namespaces; None: loopback.
         limit_s: longest time in seconds.
     Raises:
         SystemExit: a rank failed.
@@ -100,7 +102,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def _ranks(world_size: int, megabits: int | None) -> Iterator[tuple[list[list[str]], list[dict[str, str]]]]:
+def _ranks(
+    world_size: int, megabits: network.Megabits | None
+) -> Iterator[tuple[list[list[str]], list[dict[str, str]]]]:
     """For each rank what to put before its command, and its environment."""
     base = {**os.environ, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
     if megabits is None:

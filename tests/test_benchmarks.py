@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import parallel_pipelines, scale, statistical_efficiency, tuning, weight_policies
+from benchmarks import parallel_pipelines, scale, spp, statistical_efficiency, tuning, weight_policies
 from benchmarks.engine import summary
 from benchmarks.predictors import random_profile
 from benchmarks.schedules import table
-from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Span, Timeline, Transfer
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Span, StageCosts, Timeline, Transfer, build, simulate
 from lightning_avgpipe.tuning import Profile, Setting, Simulator, candidates
 from tests.commands import ROOT, run
 
@@ -43,6 +43,20 @@ def test_the_schedules_are_measured_without_root(tmp_path: Path) -> None:
     assert all(row["seconds"] > 4 * 0.030 for row in rows)
     assert [row["peak_stash"] for row in rows] == [[4, 4], [2, 1], [rows[2]["advance"] + 2, 1]]
     assert (tmp_path / "picture.png").exists()
+
+
+def test_plans_for_unequal_links_are_predicted_by_sleeps_and_rates_alone() -> None:
+    setting = spp.SETTINGS["two pairs"]
+    assert spp.strategies(setting)["pipedream"] == {"split_points": ["units.4"], "costs": "flops", "replicas": [2, 2]}
+    alone_s = spp.UNITS * (spp.FORWARD_S + spp.BACKWARD_S) * spp.MICROBATCHES
+    slowest, parameters = 12.5e6, spp.UNITS * spp.PARAMETER_BYTES
+    found = spp.predicted_s(setting, [0], [[0, 1, 2, 3]], "1f1b")
+    assert found == pytest.approx(alone_s / 4 + 2 * 3 / 4 * parameters / slowest)
+    # without replicas it is the simulator of schedules
+    begins, message_s = [0, 2, 4, 6], spp.MESSAGE_BYTES / 125e6
+    costs = StageCosts.uniform(4, 2 * spp.FORWARD_S, 2 * spp.BACKWARD_S, message_s)
+    equal = spp.predicted_s(spp.SETTINGS["slow device"], begins, [[3], [2], [1], [0]], "1f1b")
+    assert equal == pytest.approx(simulate(build("1f1b", 4, spp.MICROBATCHES), costs).iteration_s)
 
 
 def test_the_engines_table_compares_round_by_round() -> None:

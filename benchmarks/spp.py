@@ -1,0 +1,356 @@
+"""Plans for unequal links: SPP's beside PipeDream's, equal layers, straight pipelines and ddp; and how long they take.
+
+    python benchmarks/spp.py --json spp.json              # as root: a quarter of an hour on a quiet machine
+    python benchmarks/spp.py --quick                      # one network, few steps
+    python benchmarks/spp.py --parts replicas,planning    # beside ddp on free links; planning times: no root needed
+
+Four processes train with a Trainer. What a unit computes is a sleep for each sample, so that four devices have room on
+two cores; messages, all-reduces and everything around them are real. All plans of a network take turns in the same
+processes. Predictions know the times of sleeps and the rates of links, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import network
+from benchmarks.processes import add_options, launch
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.comm.bandwidth import measure_bandwidth
+from lightning_avgpipe.planning import pipedream
+from lightning_avgpipe.planning.network import Network
+from lightning_avgpipe.planning.problem import Problem, Stage
+from lightning_avgpipe.planning.spp import SppCosts, plan
+from lightning_avgpipe.planning.turns import plan_in_turns, seconds_in_turns
+from lightning_avgpipe.schedule import build, with_replicas
+
+DEVICES = 4
+UNITS = 8
+FORWARD_S, BACKWARD_S = 0.02, 0.04  # of a unit, for each sample
+MESSAGE_BYTES = 400_000  # of a sample
+PARAMETER_BYTES = 1_000_000  # of a unit
+MICROBATCHES = 8
+_BYTES_PER_S = 1e6 / 8  # of a megabit per second
+_EDGE = 2  # steps that are not counted: the first makes the plan
+_HIDDEN, _LAYERS = 1024, 4  # of the model that really computes
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A network of four devices.
+
+    Attributes:
+        megabits: per second from each rank to each other one.
+        widths: of PipeDream's levels, and their megabits.
+        slow: rank of a device that takes twice as long; -1: none.
+    """
+
+    megabits: list[list[int]]
+    widths: tuple[tuple[int, int], ...]
+    slow: int = -1
+
+
+def _rates(fast: Any) -> list[list[int]]:
+    return [[1000 if fast(u, v) else 100 for v in range(DEVICES)] for u in range(DEVICES)]
+
+
+SETTINGS = {
+    "two pairs": Setting(_rates(lambda u, v: u // 2 == v // 2), ((2, 1000), (2, 100))),
+    "ring": Setting(_rates(lambda u, v: (u - v) % DEVICES in (1, DEVICES - 1)), ((4, 100),)),
+    "slow device": Setting(_rates(lambda u, v: True), ((4, 1000),), slow=3),
+}
+
+
+def costs() -> SppCosts:
+    """Of the sleeping model."""
+    between = (float(MESSAGE_BYTES),) * (UNITS - 1)
+    times = (FORWARD_S,) * UNITS, (BACKWARD_S,) * UNITS
+    return SppCosts(*times, between, between, (float(PARAMETER_BYTES),) * UNITS)
+
+
+def bandwidth(setting: Setting) -> list[list[float]]:
+    """Bytes per second."""
+    return [[rate * _BYTES_PER_S for rate in row] for row in setting.megabits]
+
+
+# -- plans of a network ----------------------------------------------------------------------------------------------
+
+
+def by_counts(ends: Sequence[int], replicas: Sequence[int]) -> dict[str, Any]:
+    """Options of a plan: its stages begin at these units but for the first, and have so many replicas."""
+    points = [f"units.{end}" for end in ends]
+    shared = {"replicas": list(replicas)} if max(replicas) > 1 else {"num_stages": len(replicas)}
+    return {"split_points": points, "costs": "flops", **shared}
+
+
+def strategies(setting: Setting) -> dict[str, dict[str, Any]]:
+    """Name of a plan -> options of the strategy; of ddp none."""
+    widths, rates = zip(*setting.widths, strict=True)
+    stages = pipedream.plan(costs(), widths, [rate * _BYTES_PER_S for rate in rates]).stages
+    return {
+        "spp": {"planner": "spp", "replicas": "auto"},
+        "pipedream": by_counts([first for first, _, _ in stages[1:]], [count for _, _, count in stages]),
+        "equal layers": by_counts(range(UNITS // DEVICES, UNITS, UNITS // DEVICES), [1] * DEVICES),
+        "straight, balanced": {"num_stages": DEVICES},
+        "replicas=4": {"num_stages": 1, "replicas": DEVICES},
+        "ddp": {},
+    }
+
+
+def predicted_s(setting: Setting, begins: Sequence[int], ranks: Sequence[Sequence[int]], schedule: str) -> float:
+    """Seconds of an iteration as the simulator has it, in turns; whole replicas are a stage with as many."""
+    order = [rank for of_stage in ranks for rank in of_stage]
+    problem = Problem(costs(), Network.of(bandwidth(setting)).ordered(order), MICROBATCHES, None)
+    firsts = [sum(map(len, ranks[:k])) for k in range(len(ranks) + 1)]
+    ends = [*begins[1:], UNITS]
+    stages = [Stage(begins[k], ends[k], firsts[k], firsts[k + 1]) for k in range(len(ranks))]
+    made = build(schedule, len(ranks), MICROBATCHES, 1 if schedule == "advance_forward" else 0)
+    return seconds_in_turns(problem, stages, with_replicas(made, [stage.replicas for stage in stages]))
+
+
+# -- in a process ----------------------------------------------------------------------------------------------------
+
+
+class Sleep(torch.autograd.Function):
+    """Takes a while for each sample, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        time.sleep(FORWARD_S * len(x) * factor)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        time.sleep(BACKWARD_S * len(gradients[0]) * ctx.factor)
+        return gradients[0], None
+
+
+class Unit(nn.Module):
+    """Sleeps, and has parameters to all-reduce."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(PARAMETER_BYTES // 4))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x + self.weight.mean(), self.factor)
+
+
+class Sleeping(L.LightningModule):
+    """Units one after the other."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.units = nn.Sequential(*(Unit(factor) for _ in range(UNITS)))
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.units(x.expand(-1, MESSAGE_BYTES // 4)).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+class Computing(L.LightningModule):
+    """Matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(m for _ in range(_LAYERS) for m in (nn.Linear(_HIDDEN, _HIDDEN), nn.Tanh())))
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Clock(L.Callback):
+    """When each step ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        return statistics.median(b - a for a, b in zip(self.ends[_EDGE - 1 :], self.ends[_EDGE:], strict=False))
+
+
+def fit(model: L.LightningModule, batches: Tensor, batch_size: int, strategy: Any) -> Clock:
+    clock = Clock()
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(batches, batch_size))  # type: ignore[arg-type]
+    return clock
+
+
+def on_network(setting: Setting, steps: int, rounds: int) -> dict[str, Any]:
+    """Each plan, measured and predicted; and the measured links."""
+    rank, found = int(os.environ["RANK"]), dict[str, Any]()
+    seconds: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, options in strategies(setting).items():
+            whole = options.get("num_stages") == 1 or not options  # copies, each with a part of the batch
+            strategy: Any = "ddp"
+            if options:
+                count = 1 if whole else MICROBATCHES
+                strategy = AvgPipeStrategy(num_microbatches=count, costs_cache=None, timeout=120, **options)
+            batches = torch.ones((steps + _EDGE) * MICROBATCHES, 1)
+            model = Sleeping(2.0 if rank == setting.slow else 1.0)
+            clock = fit(model, batches, MICROBATCHES // DEVICES if whole else MICROBATCHES, strategy)
+            seconds.setdefault(name, []).append(clock.seconds())
+            if name in found:
+                continue
+            if name == "spp":
+                links = measure_bandwidth(strategy.cluster.group)
+            begins, ranks, schedule = [0], [list(range(DEVICES))], "1f1b"
+            if not whole:
+                bounds = [int(stage.units[0].split(".")[1]) for stage in strategy.plan.stages]
+                stage_map = strategy.cluster.stage_map
+                begins, ranks = bounds, [list(stage_map.ranks(k)) for k in range(len(bounds))]
+                schedule = strategy.schedule
+            found[name] = {
+                "begins": begins,
+                "ranks": ranks,
+                "predicted_s": predicted_s(setting, begins, ranks, schedule),
+            }
+    for name, times in seconds.items():
+        found[name]["seconds"] = statistics.median(times)
+    return {"plans": found, "links": links}
+
+
+def beside_ddp(steps: int, rounds: int) -> dict[str, Any]:
+    """Equal replicas of one stage, and ddp: the same numbers, and seconds of a step round by round."""
+    torch.manual_seed(1)
+    batches, found, weights = torch.randn(64 * steps * 2, _HIDDEN), dict[str, list[float]](), dict[str, Any]()
+    for number in range(rounds):
+        sides: dict[str, Any] = {"replicas=2": AvgPipeStrategy(replicas=2, num_microbatches=1), "ddp": "ddp"}
+        for name in sorted(sides, reverse=bool(number % 2)):
+            torch.manual_seed(5)
+            model = Computing()
+            found.setdefault(name, []).append(fit(model, batches, 64, sides[name]).seconds())
+            weights[name] = [p.detach().clone() for p in model.parameters()]
+    apart = max(float((a - b).abs().max()) for a, b in zip(*weights.values(), strict=True))
+    ratios = [ours / theirs for ours, theirs in zip(found["replicas=2"], found["ddp"], strict=True)]
+    return {"seconds": found, "ratio": statistics.median(ratios), "largest_difference": apart}
+
+
+def work(options: argparse.Namespace) -> None:
+    """What each process does, as torchrun would start it; rank 0 writes the result."""
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}
+    name, steps, rounds = json.loads(options.work)
+    # units are measured by the time of the processor if there is one thread, and sleeps would take none
+    torch.set_num_threads(2 if name else 1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    found = on_network(SETTINGS[name], steps, rounds) if name else beside_ddp(steps, rounds)
+    if rank == "0":
+        options.result.write_text(json.dumps(found))
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def planning(units: Sequence[int], devices: Sequence[int]) -> list[dict[str, Any]]:
+    """Seconds of the processor for plans of random units on nodes of eight devices."""
+    rows = []
+    for length in units:
+        for count in devices:
+            draw = random.Random(0)
+
+            def some(number: int, most: float, draw: random.Random = draw) -> tuple[float, ...]:
+                return tuple(draw.uniform(0.1, most) for _ in range(number))
+
+            given = SppCosts(
+                some(length, 1), some(length, 2), some(length - 1, 3), some(length - 1, 3), some(length, 8)
+            )
+            nodes = [[8.0 if u // 8 == v // 8 else 2.0 for v in range(count)] for u in range(count)]
+            taken = []
+            for planner in (plan, plan_in_turns):
+                begin = time.process_time()
+                planner(given, nodes, 32)
+                taken.append(time.process_time() - begin)
+            rows.append({"units": length, "devices": count, "spp_s": taken[0], "in_turns_s": taken[1]})
+            print(f"{length:5d} units on {count:2d} devices: {taken[0]:6.2f} s, in turns {taken[1]:6.2f} s", flush=True)
+    return rows
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    """Print a network."""
+    setting, plans = SETTINGS[name], found["plans"]
+    best = min(entry["seconds"] for entry in plans.values())
+    print(f"\n{name}: seconds of an iteration, predicted, measured over predicted, over the best, stages")
+    for title, entry in plans.items():
+        stages = " | ".join(
+            f"{b}- @{','.join(map(str, r))}" for b, r in zip(entry["begins"], entry["ranks"], strict=True)
+        )
+        took, said = entry["seconds"], entry["predicted_s"]
+        print(f"  {title:20s} {took:7.3f} {said:7.3f} {took / said - 1:+7.1%} {took / best:6.2f}x  {stages}")
+    off = [
+        found["links"][u][v] / speed - 1
+        for u, row in enumerate(bandwidth(setting))
+        for v, speed in enumerate(row)
+        if u != v
+    ]
+    print(f"  links measured at {min(off):+.1%} to {max(off):+.1%} of their rates")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--parts", default="networks,replicas,planning")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    add_options(parser, 600.0, "network")
+    options = parser.parse_args()
+    if options.work:
+        work(options)
+        return
+    result: dict[str, Any] = {}
+    parts, steps, rounds = options.parts.split(","), *((2, 1) if options.quick else (5, options.rounds))
+    if "networks" in parts:
+        if not network.available():
+            raise SystemExit("links of a limited rate are network namespaces, which need root, ip and tc")
+        for name in list(SETTINGS)[: 1 if options.quick else None]:
+            arguments = ["--work", json.dumps([name, steps, rounds])]
+            result[name] = launch(__file__, arguments, DEVICES, SETTINGS[name].megabits, options.limit_s)
+            show(name, result[name])
+    if "replicas" in parts:
+        arguments = ["--work", json.dumps(["", 10 * steps, 2 * rounds + 1])]
+        found = result["replicas"] = launch(__file__, arguments, 2, None, options.limit_s)
+        print(f"\nreplicas=2 over ddp on free links: {found['ratio']:.3f} of its time, weights apart by at most "
+              f"{found['largest_difference']:.1e}")  # fmt: skip
+    if "planning" in parts:
+        print("\nseconds of the processor to plan")
+        result["planning"] = planning((12, 100, 1000), (4, 16) if options.quick else (4, 16, 64))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
