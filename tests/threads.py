@@ -80,15 +80,25 @@ class Hub:
         self._inboxes: dict[tuple[Route, int], tuple[MemoryChannel, Arrivals]] = {}
         self._early: dict[tuple[Route, int], list[Message]] = defaultdict(list)
         self._gone: set[int] = set()
+        self._parted: set[Party] = set()
 
     def post(self, key: Any, tensor: Tensor) -> None:
         with self._changed:
             self._mail[key].append(tensor.clone())
             self._changed.notify_all()
 
-    def collect(self, key: Any, sender: int) -> Tensor:
+    def part(self, party: Party) -> None:
+        """The connections of a party break."""
         with self._changed:
-            there = self._changed.wait_for(lambda: self._mail[key] or sender in self._gone, LIMIT_S)
+            self._parted.add(party)
+            self._changed.notify_all()
+
+    def collect(self, key: Any, sender: int) -> Tensor:
+        def broken() -> bool:
+            return sender in self._gone or key[0] in self._parted
+
+        with self._changed:
+            there = self._changed.wait_for(lambda: self._mail[key] or broken(), LIMIT_S)
             if not there or not self._mail[key]:
                 raise RuntimeError(f"connection closed by rank {sender}")
             return self._mail[key].popleft()
@@ -165,7 +175,7 @@ class MemoryNetwork:
         return self.group(Party(f"{party.what} {name}", party.ranks))
 
     def part(self, group: MemoryGroup) -> None:
-        pass
+        self._hub.part(group.party)
 
     def group(self, party: Party) -> MemoryGroup:
         return MemoryGroup(self._hub, party, party.ranks.index(self._rank))
@@ -269,6 +279,7 @@ def run(
     injector: Injector | None = None,
     timeout: timedelta = TIMEOUT,
     runs: int = 1,
+    min_groups: int | None = None,
 ) -> list[Any]:
     """Call ``work(cluster)`` in a thread for each rank, while the cluster is open.
 
@@ -278,6 +289,7 @@ def run(
         injector: of faults.
         timeout: of the cluster.
         runs: so often the cluster is opened, worked with and closed.
+        min_groups: of the cluster.
     Returns:
         What the last call returned, or the error that a process ended with, by rank.
     """
@@ -285,7 +297,7 @@ def run(
     outcomes: list[Any] = [None] * stage_map.world_size
 
     def live(rank: int) -> None:
-        cluster = Cluster(stage_map, rank, CPU, timeout, MemoryNetwork(hub, rank))
+        cluster = Cluster(stage_map, rank, CPU, timeout, MemoryNetwork(hub, rank), min_groups=min_groups)
         try:
             for _ in range(runs):
                 cluster.open(hub.store)

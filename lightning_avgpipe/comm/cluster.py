@@ -195,8 +195,7 @@ class Cluster:
             self._begin(None)
         else:
             if self.membership is not None:
-                kept_by = 0 if keeper is None else None
-                self.membership.begin(self._network.lasting_store(store), kept_by)
+                self.membership.begin(self._network.lasting_store(store))
             self._begin(self._network.run_store(store), keeper or self._names[0])
 
             def connect() -> None:

@@ -45,26 +45,19 @@ class Membership:
     Attributes:
         departures: of groups that have left, in order.
         begun: whether groups may leave: not before the first iteration is done, in which they connect and agree.
-        keeper: rank of the process that keeps the store; None: it outlives all of them.
     """
 
     def __init__(self, stage_map: StageMap, rank: int, min_groups: int) -> None:
         self.departures: tuple[Departure, ...] = ()
         self.begun = False
-        self.keeper: int | None = None
         self._stage_map = stage_map
         self._min_groups = min_groups
         self._store: dist.Store | None = None
         self.group = self.group_of(rank)
 
-    def begin(self, store: dist.Store, keeper: int | None) -> None:
-        """A run begins.
-
-        Args:
-            store: for one thread, with what it had in earlier runs.
-            keeper: rank of the process that keeps it, or None.
-        """
-        self._store, self.begun, self.keeper = store, False, keeper
+    def begin(self, store: dist.Store) -> None:
+        """A run begins, with a store for one thread that has what it had in earlier runs."""
+        self._store, self.begun = store, False
 
     @property
     def count(self) -> int:
@@ -93,10 +86,10 @@ class Membership:
         """Why all end if a group does; empty if the others may go on."""
         if not self.begun:
             return "Groups can go on without another from the end of the first iteration of training on"
-        if self.keeper is not None and self.group_of(self.keeper) == group:
+        if group == 0:
             return (
-                f"rank {self.keeper} keeps the store through which the groups find each other, so they cannot go on "
-                "without it; start the processes with python -m lightning_avgpipe.run, whose store outlives all of them"
+                "Groups cannot go on without group 0: it logs and saves, and its rank 0 keeps the store through which "
+                "they find each other. Resume from the last checkpoint"
             )
         if len(self.groups()) - 1 < self._min_groups:
             return f"min_groups={self._min_groups}, and {len(self.groups()) - 1} would be left"

@@ -138,9 +138,8 @@ def groups(given: Options, num_groups: int, device: torch.device) -> None:
         )
     if dist.is_torchelastic_launched():
         raise ConfigurationError(
-            f"min_groups={asked} under torchrun, which ends all processes when one dies; start them with python -m "
-            "lightning_avgpipe.run, or let torchrun start all again from the last checkpoint (--max-restarts), without "
-            "min_groups"
+            f"min_groups={asked} under torchrun, which ends all processes when one dies; let it start all again from "
+            "the last checkpoint (--max-restarts), without min_groups, or let the script start them (python train.py)"
         )
 
 

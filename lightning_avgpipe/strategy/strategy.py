@@ -106,10 +106,10 @@ class AvgPipeStrategy(ParallelStrategy):
             Each process has a context on the device, and the reference is averaged over the host, since NCCL connects
             no device with itself. What starts processes itself (torchrun, SLURM) must start so many for each device.
         min_groups: how many groups must be left when others die: then these go on, with a warning, from the mean of
-            their models, and what the others had not trained on yet is dealt to them. The processes must be started by
-            what does not end them all when one dies: by this strategy (``start_method="popen"``) as long as group 0
-            lives, which logs, saves, and keeps the store through which all find each other; or by ``python -m
-            lightning_avgpipe.run``, where any group may die. None: all must be left.
+            their models, and what the others had not trained on yet is dealt to them. Group 0 must be one of them: it
+            logs and saves, and keeps the store through which all find each other. The processes must be started by what
+            does not end all when one dies: by this strategy (``start_method="popen"``), or by SLURM with
+            ``srun --kill-on-bad-exit=0``, but not by torchrun. None: all must be left.
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
             stage, with two samples each where batches are normalised; or 1 for one stage: then there is nothing to
             pipeline, and everything is as on one device. More of them shrink the idle time at both ends of an
