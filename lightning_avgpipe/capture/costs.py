@@ -38,6 +38,7 @@ class Costs:
             themselves, and those of its outputs that any node saves. Parameters and the batch do not count.
         links: one for each hop, or one for all; none: hops are free.
         measured: whether the costs are seconds of this machine.
+        kept: how many nodes, from the first, are not executed: what they gave is kept, and their forwards take no time.
     """
 
     forward: tuple[float, ...]
@@ -45,6 +46,7 @@ class Costs:
     stash_bytes: tuple[int, ...]
     links: tuple[Link, ...] = ()
     measured: bool = False
+    kept: int = 0
 
     @classmethod
     def from_flops(cls, graph: CallGraph, flops_per_byte: float = 20.0) -> Costs:

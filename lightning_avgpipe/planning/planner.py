@@ -220,17 +220,16 @@ class Planner:
             return self._placed(
                 what, plan.graph, costs, conditions.bandwidth, conditions.schedule.num_microbatches, memory
             )
-        kept = self._kept(plan.graph, costs)
         fewer = self._fewest(plan, costs, conditions)
         if fewer is not None:
             planner, plan, memory, forecast = fewer
-            plan = planner._closed(what, plan, costs, memory, kept)
+            plan = planner._closed(what, plan, costs, memory)
             plan = replace(plan, devices=processes_of(planner.replicas), forecast=forecast)
         else:
             note = self._note(plan, costs, spared)
-            plan = self._closed(what, plan, costs, memory, kept)
+            plan = self._closed(what, plan, costs, memory)
             plan = replace(plan, forecast=_forecast(plan, conditions.schedule, self.policy), note=note)
-        return replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0]) if kept else plan
+        return replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0]) if costs.kept else plan
 
     def _placed(
         self, step: _Step, graph: CallGraph, costs: Costs, bandwidth: Matrix, num_microbatches: int, memory: Memory
@@ -248,8 +247,8 @@ class Planner:
         chosen = replace(self, num_stages=found.num_stages, replicas=tuple(map(len, devices)))
         memory = replace(memory, versions=tuple(1 / len(ranks) for ranks in devices)) if self.sharing else memory
         cuts = tuple(positions[last] for _, last, _ in found.stages[:-1])
-        costs = replace(costs, links=links)
-        plan = chosen._closed(step, chosen._made(graph, cuts, costs, memory), costs, memory, 0)
+        costs = replace(costs, links=links, kept=0)
+        plan = chosen._closed(step, chosen._made(graph, cuts, costs, memory), costs, memory)
         forecast = Forecast("spp", num_microbatches, found.makespan_s, _idle(units, found, num_microbatches))
         return replace(plan, forecast=forecast, devices=devices)
 
@@ -322,9 +321,9 @@ class Planner:
         counted = replace(counted, backward=(0.0,) * first + counted.backward[first:])
         return self._with_kept(graph, self.recompute.costs(graph, counted))
 
-    def _closed(self, step: _Step, plan: Plan, costs: Costs, memory: Memory, kept: int) -> Plan:
+    def _closed(self, step: _Step, plan: Plan, costs: Costs, memory: Memory) -> Plan:
         """The same stages, with those units closed again that no cut divides, nor the end of what is kept."""
-        stays = (*plan.cuts, kept) if kept else plan.cuts
+        stays = (*plan.cuts, costs.kept) if costs.kept else plan.cuts
         closed = closing(self.module, plan.graph, stays, self.recompute.modules, self.observers)
         if closed is None:
             return plan
@@ -420,12 +419,7 @@ class Planner:
         frozen = frozen_prefix(graph, graph.trained)[0] if self.keeps else 0
         if costs.measured and sum(costs.forward[:frozen]) < reading_s(graph, frozen, self.device):
             return costs
-        return replace(costs, forward=(0.0,) * frozen + tuple(costs.forward[frozen:]))
-
-    def _kept(self, graph: CallGraph, costs: Costs) -> int:
-        """How many nodes, from the first, are read instead."""
-        frozen = frozen_prefix(graph, graph.trained)[0] if self.keeps else 0
-        return 0 if any(costs.forward[:frozen]) else frozen
+        return replace(costs, forward=(0.0,) * frozen + tuple(costs.forward[frozen:]), kept=frozen)
 
     def _heavy_units(self, graph: CallGraph, costs: Costs, limit: float) -> list[str]:
         weights: dict[str, float] = {}
