@@ -239,7 +239,7 @@ class AdaptiveFreezing(Callback):
         against = {
             f"num_pipelines={options.num_pipelines}, whose models differ": options.num_pipelines > 1,
             f"{run.cluster.stage_map.num_teams} groups, whose models differ": run.cluster.stage_map.num_teams > 1,
-            "replicas of single stages, which share its micro-batches": options.shares_stages,
+            "planner='spp', which does not plan for them": options.planner == "spp",
             "rolling=True": options.rolling,
             f"weight_policy={options.weight_policy!r}": not options.policy.drains,
             "recompute=True, which keeps inputs of stages to begin with them once more": options.recompute is True,
@@ -247,8 +247,8 @@ class AdaptiveFreezing(Callback):
         for what, found in against.items():
             if self._cache is not None and found:
                 raise ConfigurationError(
-                    f"AdaptiveFreezing(cache={self._cache!r}) with {what}: kept outputs are those of one model, whose "
-                    "first trained stage has every micro-batch to itself; remove one of the two"
+                    f"AdaptiveFreezing(cache={self._cache!r}) with {what}: kept outputs are those of one model, and "
+                    "the first trained stage begins with them; remove one of the two"
                 )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

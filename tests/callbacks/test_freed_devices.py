@@ -99,7 +99,7 @@ class Layouts(L.Callback):
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         cluster, me = trainer.strategy.cluster, psutil.Process()
-        if cluster.world.world_size > 1:
+        if len(self.seen) > 1 and cluster.world.world_size > 1:
             shared = cluster.stage_map
             alone = shared.placed([(rank,) for rank in reversed(range(cluster.world.world_size))])
             for _ in range(5):
@@ -117,6 +117,7 @@ def fit(
     strategy: dict[str, Any] | None = None,
     freezing: dict[str, Any] | None = None,
     make: Any = pipeline,
+    stages: int | None = None,
     **options: Any,
 ) -> Any:
     """Train in stages, or with plain accumulation of the same micro-batches."""
@@ -126,7 +127,7 @@ def fit(
     callback = AdaptiveFreezing(**{"alpha": 0.4, "freed": "replicas", **(freezing or {})})
     options = {"max_epochs": EPOCHS, "callbacks": [callback, layouts], "precision": "64-true", **options}
     if make is pipeline:
-        options |= {"num_stages": devices, "devices": devices}
+        options |= {"num_stages": stages or devices, "devices": devices}
         options["strategy"] = {"num_microbatches": MICRO_BATCHES, **(strategy or {})}
     else:
         size, options["accumulate_grad_batches"], options["callbacks"] = (
@@ -142,7 +143,9 @@ def fit(
     if folder is not None:
         runner.save_checkpoint(folder / f"{runner.current_epoch}.ckpt")
     value = float(runner.validate(module, loader(model, SIZE, SIZE), verbose=False)[0]["val_loss"])
-    assert make is trainer or runner.strategy.num_stages == runner.strategy.cluster.stage_map.num_stages == devices
+    assert make is trainer or runner.strategy.num_stages == runner.strategy.cluster.stage_map.num_stages == (
+        stages or devices
+    )
     return {n: t.clone() for n, t in module.state_dict().items()}, layouts, value, callback.num_frozen
 
 
@@ -163,16 +166,26 @@ def test_freed_devices_become_replicas_and_training_goes_on_as_in_one_process(tm
 
 
 @pytest.mark.slow
-def test_replicas_tell_each_other_what_frozen_layers_gave(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("devices", "stages", "strategy", "freezing"),
+    [
+        (2, 2, {}, {}),
+        (3, 2, {"replicas": [2, 1]}, {"freed": None, "alpha": 1}),  # one that is shared, and one that alone is trained
+    ],
+)
+def test_replicas_tell_each_other_what_frozen_layers_gave(
+    devices: int, stages: int, strategy: Any, freezing: Any, tmp_path: Path
+) -> None:
     """Samples are shuffled: of what it has computed itself, a replica would know no whole micro-batch."""
-    options: dict[str, Any] = {"shuffle": True, "max_epochs": 6}
-    freezing = {"every_n_epochs": 3, "cache": "10MB"}
-    expected = fit(freezing={"every_n_epochs": 3}, **options)[0]
-    found = processes.results(processes.run(2, partial(fit, freezing=freezing, **options), 2, folder=tmp_path))
+    options: dict[str, Any] = {"shuffle": True, "max_epochs": 6, "stages": stages}
+    freezing = {"every_n_epochs": 3, **freezing}
+    expected = fit(freezing=freezing, **options)[0]
+    work = partial(fit, freezing={**freezing, "cache": "10MB"}, strategy=strategy, **options)
+    found = processes.results(processes.run(devices, work, devices, folder=tmp_path))
     for weights, layouts, *_ in found:
-        assert layouts.seen[-1] == [(0, 1)]
+        assert layouts.seen[-1] == ([(0, 1)] if devices == 2 else [(1, 2), (0,)])
         assert_close(expected, weights)
-        assert layouts.hits >= SIZE // 2
+    assert sum(layouts.hits for _, layouts, *_ in found) >= SIZE
 
 
 def killed(rank: int) -> Any:
