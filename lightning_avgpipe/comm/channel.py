@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, Opened, TensorForm, as_bytes
+from lightning_avgpipe.comm.codec import CAPACITY, MOST_TAGS, FrameReader, FrameWriter, Opened, TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Route
 from lightning_avgpipe.comm.transfer import begun, ended, transfer
@@ -181,6 +181,8 @@ class Wire:
         device: where tensors live on this side.
         on_devices: the same of NCCL; None moves device tensors over the host.
         moved: called when bytes have moved.
+        opening: how often the route was opened before on this connection, the same at both ends: what was posted then
+            and never came must not take what comes now.
     """
 
     def __init__(
@@ -190,6 +192,7 @@ class Wire:
         device: torch.device,
         on_devices: Pair | None,
         moved: Callable[[], None],
+        opening: int = 0,
     ) -> None:
         self.peer = peer
         self.device = device
@@ -197,6 +200,7 @@ class Wire:
         self._on_host = on_host
         self._on_devices = on_devices
         self._moved = moved
+        self._tags = opening * MOST_TAGS
         self.port = port_of(device)
 
     @functools.cached_property
@@ -222,7 +226,7 @@ class Wire:
         def begin(part: Tensor) -> Any:
             if passage is not None:
                 passage.wait()
-            return self._on_host.group.send([part], self._on_host.peer, tag)
+            return self._on_host.group.send([part], self._on_host.peer, self._own(tag))
 
         transfer(begin, tensor, self._moved, pieces)
 
@@ -230,7 +234,12 @@ class Wire:
         ended(self._begun(tensor), self._moved)
 
     def _begun(self, tensor: Tensor, pieces: int = 1, tag: int = 0) -> list[Any]:
-        return begun(lambda part: self._on_host.group.recv([part], self._on_host.peer, tag), tensor, pieces)
+        own = self._own(tag)
+        return begun(lambda part: self._on_host.group.recv([part], self._on_host.peer, own), tensor, pieces)
+
+    def _own(self, tag: int) -> int:
+        """Frames, which nobody awaits before they are due, always have the same."""
+        return tag and self._tags + tag
 
     def send(self, tensor: Tensor, ready: Any, pieces: int = 1, tag: int = 0) -> None:
         """Send a tensor, which is there after an event, if it is on an accelerator; or as it passes."""

@@ -35,6 +35,7 @@ CAPACITY = 65536 if _ACCEPTS_SHORTER else 1024
 _PREFIX = struct.Struct("<qqqq")  # bytes of the structure, bytes of inner tensors, the structure's number, micro-batch
 _NEW, _UNNUMBERED = -1, -2
 _MAX_NUMBERED = 256
+MOST_TAGS = 1 + _MAX_NUMBERED  # of one channel
 _ALIGNMENT = 64
 
 

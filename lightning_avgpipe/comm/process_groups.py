@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -57,6 +58,7 @@ class ProcessGroups:
         self._store: dist.Store | None = None
         self._opening: str | None = None
         self._pairs: dict[Route, tuple[Pair, Pair | None]] = {}  # on hosts, and between devices
+        self._wired: Counter[Route] = Counter()
         self._parties: dict[Party, dist.ProcessGroup] = {}
         self._groups: list[dist.ProcessGroup] = []  # of torch.distributed
         self._ours: list[Any] = []  # in which the host may wait: group, and its ranks
@@ -90,6 +92,7 @@ class ProcessGroups:
             with contextlib.suppress(ValueError):  # torch.distributed has been ended meanwhile
                 dist.destroy_process_group(group)
         self._pairs.clear()
+        self._wired.clear()
         self._parties.clear()
         self._groups, self._ours, self._store = [], [], None
         if _current is self:
@@ -136,7 +139,9 @@ class ProcessGroups:
         """This process's end of the connection for a route."""
         peer = route.target if route.source == self._rank else route.source
         on_host, on_devices = self._pairs[route]
-        return self.wire_type(peer, on_host, self._device, on_devices, arrivals.moved)
+        opening = self._wired[route]
+        self._wired[route] += 1
+        return self.wire_type(peer, on_host, self._device, on_devices, arrivals.moved, opening)
 
     def group(self, party: Party) -> dist.ProcessGroup:
         """What connects a party."""

@@ -188,6 +188,26 @@ def test_replicas_tell_each_other_what_frozen_layers_gave(
     assert sum(layouts.hits for _, layouts, *_ in found) >= SIZE
 
 
+def with_large_values(rank: int) -> Any:
+    """What travels in training differs from what travels in validation, and is too large for a frame."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    module, layouts = FineTuned(), Layouts()
+    strategy = {"num_microbatches": 2, "costs": "measured", "costs_cache": None, "timeout": 20.0}
+    callbacks = [AdaptiveFreezing(alpha=0.4, freed="replicas"), layouts]
+    runner = pipeline(2, 2, strategy, max_epochs=3, callbacks=callbacks)
+    for epochs in (3, 4):  # the second run has the connections of the first
+        runner.fit_loop.max_epochs = epochs
+        runner.fit(module, loader(FineTuned, 2 * 8192, 8192), loader(FineTuned, 2 * 4096, 4096))
+    return layouts.seen
+
+
+@pytest.mark.slow
+def test_links_are_measured_again_on_connections_that_training_and_validation_have_used(tmp_path: Path) -> None:
+    for seen in processes.results(processes.run(2, with_large_values, folder=tmp_path)):
+        assert seen[0] == [(1,), (0,)]
+
+
 def killed(rank: int) -> Any:
     join = ProcessGroups.join
 

@@ -175,13 +175,13 @@ class Telling:
 
 
 @contextmanager
-def channel() -> Iterator[tuple[Callable[[Tensor], Tensor], list[int]]]:
+def channel(opening: int = 0) -> Iterator[tuple[Callable[[Tensor], Tensor], list[int]]]:
     """What passes a tensor through both ends, and the tags of receives."""
     hub, arrivals = Hub(Injector()), Arrivals()
     party = Party("world", (0, 1))
     telling = Telling(MemoryGroup(hub, party, 1))
-    sends = Wire(1, Pair(MemoryGroup(hub, party, 0), 1), CPU, None, lambda: None)
-    receives = Wire(0, Pair(telling, 0), CPU, None, lambda: None)
+    sends = Wire(1, Pair(MemoryGroup(hub, party, 0), 1), CPU, None, lambda: None, opening)
+    receives = Wire(0, Pair(telling, 0), CPU, None, lambda: None, opening)
     outbox, inbox = (
         NetworkOutbox(Route(Edge(0, 0, "forward"), 0, 1), sends, arrivals),
         NetworkInbox(Route(Edge(0, 0, "forward"), 0, 1), receives, arrivals),
@@ -227,3 +227,13 @@ def test_other_structures_may_come_in_between(lengths: tuple[int, ...]) -> None:
             tensor = torch.full((length * LARGE or 1,), float(i))
             assert torch.equal(passed(tensor), tensor)
     assert tags.count(0) >= len(lengths)
+
+
+def test_what_an_earlier_channel_has_awaited_on_the_connection_takes_nothing_of_a_later_one() -> None:
+    tags: list[set[int]] = []
+    for opening in range(3):
+        with channel(opening) as (passed, seen):
+            for length in (2, 2, 3, 3, 2, 3):
+                assert len(passed(torch.zeros(length * LARGE))) == length * LARGE
+        tags.append({*seen} - {0})
+    assert all(tags) and not tags[0] & tags[1] and not tags[1] & tags[2]
