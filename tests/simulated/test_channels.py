@@ -91,6 +91,49 @@ def test_a_tensor_arrives_that_its_sender_has_let_go(simulated: Simulated, kind:
     assert not errors
 
 
+def passed(between_devices: bool) -> tuple[list[list[float]], list[str]]:
+    """What arrives at a device that tensors pass, whose user overwrites them, and at the one behind it."""
+    hub, arrivals, party = Hub(Injector()), Arrivals(), Party("world", (0, 1, 2))
+    on_host: list[Any] = [MemoryGroup(hub, party, rank) for rank in range(3)]
+    others: list[Any] = [MemoryGroup(hub, Party("leaders", (0, 1, 2)), rank) for rank in range(3)]
+
+    def wire(rank: int, peer: int) -> Wire:
+        devices = Pair(Communicator(others[rank], rank, 3), peer) if between_devices else None
+        return Wire(peer, Pair(on_host[rank], peer), sim(rank), devices, lambda: None)
+
+    routes = [Route(Edge(0, hop, "forward"), hop, hop + 1) for hop in range(2)]
+    outboxes = [NetworkOutbox(route, wire(route.source, route.target), arrivals) for route in routes]
+    inboxes = [NetworkInbox(route, wire(route.target, route.source), arrivals) for route in routes]
+    found = []
+    try:
+        with device.reported() as report:
+            inboxes[0].expect(1, onwards=outboxes[1])
+            inboxes[1].expect(1)
+            outboxes[0].put(Message(0, (made("dense"), made("dense") + 1), segments=4))
+            for inbox in inboxes:
+                with arrivals.condition:
+                    assert arrivals.condition.wait_for(lambda i=inbox: i.ready() or arrivals.failure, LIMIT_S)
+                assert arrivals.failure is None, arrivals.failure
+                tensors = [t for t in inbox.get().tensors if t is not None]
+                found += [(tensor + 0).tolist() for tensor in tensors]
+                del tensors
+                for index in range(3):
+                    torch.full((24,), -1.0, device=sim(index))
+            torch.accelerator.synchronize(0)
+        return found, list(report.errors)
+    finally:
+        for end in (*outboxes, *inboxes):
+            end.close(LIMIT_S)
+
+
+@pytest.mark.parametrize("between_devices", [True, False])
+def test_a_tensor_that_passes_a_device_arrives_on_both(simulated: Simulated, between_devices: bool) -> None:
+    found, errors = simulated(passed, between_devices)
+    rows = torch.arange(12.0).view(3, 4)
+    assert found == [rows.tolist(), (rows + 1).tolist()] * 2
+    assert not errors
+
+
 def waits_for(place: str) -> tuple[list[str], str]:
     """Why threads wait for the device while a message is sent, and where it arrives."""
     with channel() as (outbox, inbox, take):
