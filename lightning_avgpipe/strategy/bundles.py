@@ -265,8 +265,11 @@ def _done(trainer: pl.Trainer) -> int:
 def recount(trainer: pl.Trainer) -> None:
     """Tell Lightning how many iterations the epoch has, now that N is another."""
     loop = trainer.fit_loop
-    if isinstance(loop._combined_loader, BundledLoader):
-        loop._combined_loader.relimit()
+    loader = loop._combined_loader
+    if isinstance(loader, BundledLoader):
+        loader.relimit()
+        if loader.renewed is _as_before:  # the next epoch has another number again
+            loader.renewed = lambda: partial(recount, trainer)
     if loop._combined_loader is None or loop.max_batches == float("inf"):
         return
     length = len(loop._combined_loader)

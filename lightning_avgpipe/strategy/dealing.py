@@ -85,7 +85,10 @@ class Dealing:
         loader.limits = min(later, limit) if isinstance(limit, int) else later
         loader.renewed = partial(self._renew, mirrored, own, later)
         if lasts:
-            return "the epoch has ended; from the next one on all data are divided among the others"
+            return (
+                "this was the last iteration of the epoch, which ends without its batch; from the next one on all data "
+                "are divided among the others"
+            )
         recount(self._trainer)
         return f"what it had not trained on yet is dealt to the others, {now} more batches to each in this epoch"
 

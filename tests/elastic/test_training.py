@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_avgpipe.engine.executor import Lane
@@ -292,3 +293,17 @@ def test_repeated_forwards_change_no_model(num_stages: int) -> None:
         results.append([*found.models, found.reference])
     for one, other in zip(*results, strict=True):
         assert_equal(one, other)
+
+
+def test_epochs_after_one_in_which_pipelines_became_fewer_are_whole() -> None:
+    epochs: list[int] = []
+
+    def fewer(trainer: Any, *_: Any) -> None:
+        epochs.append(trainer.current_epoch)
+        if trainer.global_step == 3:
+            trainer.strategy.reconfigure(num_pipelines=1)
+
+    callbacks = [LambdaCallback(on_train_batch_end=fewer)]
+    options = {"num_pipelines": 2, "num_microbatches": 2}
+    pipeline(2, strategy=options, max_epochs=3, callbacks=callbacks).fit(MLP(), loader(MLP, 48, 4))
+    assert [epochs.count(epoch) for epoch in range(3)] == [3 + 6, 12, 12]
