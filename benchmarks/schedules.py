@@ -120,10 +120,10 @@ class ThrottledWire(Wire):
     bytes_per_s = 0.0
     link: threading.Lock
 
-    def send(self, tensor: Tensor, ready: torch.cuda.Event | None, tag: int = 0) -> None:
+    def send(self, tensor: Tensor, ready: torch.cuda.Event | None, pieces: int = 1, tag: int = 0) -> None:
         with self.link:
             time.sleep(tensor.numel() * tensor.element_size() / self.bytes_per_s)
-        super().send(tensor, ready, tag)
+        super().send(tensor, ready, pieces, tag)
 
 
 class ThrottledGroups(ProcessGroups):
