@@ -200,7 +200,7 @@ class Wire:
         self._on_host = on_host
         self._on_devices = on_devices
         self._moved = moved
-        self._tags = opening * MOST_TAGS
+        self._first_tag = opening * MOST_TAGS
         self.port = port_of(device)
 
     @functools.cached_property
@@ -226,7 +226,7 @@ class Wire:
         def begin(part: Tensor) -> Any:
             if passage is not None:
                 passage.wait()
-            return self._on_host.group.send([part], self._on_host.peer, self._own(tag))
+            return self._on_host.group.send([part], self._on_host.peer, self._first_tag + tag)
 
         transfer(begin, tensor, self._moved, pieces)
 
@@ -234,12 +234,8 @@ class Wire:
         ended(self._begun(tensor), self._moved)
 
     def _begun(self, tensor: Tensor, pieces: int = 1, tag: int = 0) -> list[Any]:
-        own = self._own(tag)
+        own = self._first_tag + tag
         return begun(lambda part: self._on_host.group.recv([part], self._on_host.peer, own), tensor, pieces)
-
-    def _own(self, tag: int) -> int:
-        """Frames, which nobody awaits before they are due, always have the same."""
-        return tag and self._tags + tag
 
     def send(self, tensor: Tensor, ready: Any, pieces: int = 1, tag: int = 0) -> None:
         """Send a tensor, which is there after an event, if it is on an accelerator; or as it passes."""
