@@ -22,7 +22,7 @@ from lightning_avgpipe.callbacks.timeline import PipelineTimeline
 from lightning_avgpipe.callbacks.tuner import AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import limit_of
-from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.options import MEMORY
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
@@ -222,7 +222,7 @@ class AdaptiveFreezing(Callback):
                     "two"
                 )
         if run.cluster.world.world_size > 1:  # one process frees nothing
-            checks.sharing_later(run.configuration.options, run.cluster.stage_map)
+            combinations.sharing_later(run.configuration.options, run.cluster.stage_map)
 
     def _check_replanning(self, run: PipelineRun) -> None:
         options = run.configuration.options

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -16,7 +15,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
@@ -24,11 +22,8 @@ from torchmetrics import Metric
 
 from lightning_avgpipe.capture.units import split_units
 from lightning_avgpipe.comm.device_layout import DeviceLayout
-from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
-from lightning_avgpipe.schedule.broadcast import Broadcast
-from lightning_avgpipe.schedule.builders import NAMES
 from lightning_avgpipe.schedule.own import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.schedule.versions import Place
@@ -44,81 +39,17 @@ __all__ = [
     "contents",
     "groups",
     "optimizers",
-    "options",
     "overlapping",
     "processes",
     "same_checkpoint",
     "same_options",
     "schedule",
-    "sharing_later",
     "split_points",
     "stages",
     "survival",
     "trainer",
     "whole",
-    "without_effect",
 ]
-
-
-def options(given: Options) -> None:
-    """Check those of the strategy's own arguments against each other that can be judged alone."""
-    if given.split_points is not None and given.num_stages not in ("auto", len(given.split_points) + 1):
-        raise ConfigurationError(
-            f"split_points names {len(given.split_points)} units, but num_stages={given.num_stages} needs "
-            f"{int(given.num_stages) - 1}: one for each stage after the first"
-        )
-    if given.advance not in ("auto", 0) and given.schedule != "advance_forward":
-        raise ConfigurationError(
-            f"advance={given.advance} has no meaning for schedule={given.schedule!r}; use schedule='advance_forward', "
-            "or advance=0"
-        )
-    if (given.replicas == "auto") != (given.planner == "spp"):
-        raise ConfigurationError(
-            f"replicas={given.replicas!r} and planner={given.planner!r}: the planner 'spp' chooses stages and their "
-            "replicas together; use both planner='spp' and replicas='auto', or neither"
-        )
-    if given.planner != "spp" and given.bandwidth != "measured":
-        raise ConfigurationError(f"bandwidth has no use with planner={given.planner!r}; use planner='spp', or leave it")
-    if given.shares_stages:
-        _stage_replicas(given)
-    if given.shard_optimizer_states:
-        _sharded(given)
-    if given.loss_weight is not None and given.loss_reduction == "sum":
-        raise ConfigurationError(
-            "loss_weight says what micro-batches count in a mean, but loss_reduction='sum' adds their losses up; leave "
-            "one of them out"
-        )
-    if given.outer_optimizer is not None and given.outer_lr != "auto":
-        raise ConfigurationError(
-            f"outer_lr={given.outer_lr} and an outer_optimizer: both move the reference; give the optimizer its own lr "
-            "and leave outer_lr='auto'"
-        )
-    if given.outer_optimizer is not None:
-        _try_outer(given.outer_optimizer)
-    if given.min_groups is not None:
-        _apart(given)
-    if given.rolling:
-        _without_barrier(given)
-    if not given.policy.drains:
-        _without_drain(given)
-
-
-def _apart(given: Options) -> None:
-    """Refuse what groups cannot do any more when one of them has died."""
-    together = {
-        "replicas": (given.replicas != 1, "groups that train the same model are one model without one of them"),
-        "shard_optimizer_states": (given.shard_optimizer_states, "it is for replicas"),
-        "rolling": (given.rolling, "it is for one group"),
-        "weight_policy": (not given.policy.drains, "it is for one group"),
-        "verify": (bool(given.verify), "a plain step follows all groups"),
-        "save_distributed_checkpoint": (given.save_distributed_checkpoint, "all processes write it together"),
-        "start_method": (given.start_method != "popen", "all processes are ended when one dies"),
-    }
-    for option, (asked, why) in together.items():
-        if asked:
-            raise ConfigurationError(
-                f"min_groups={given.min_groups} with {option}={getattr(given, option)!r}: {why}; leave one of them out"
-            )
 
 
 def groups(given: Options, num_groups: int, device: torch.device) -> None:
@@ -150,52 +81,6 @@ def survival(given: Options, tuned: bool) -> None:
             f"min_groups={given.min_groups} with AvgPipeTuner, which chooses for all groups; run it without min_groups "
             "once, and set what it found"
         )
-
-
-def _without_drain(given: Options) -> None:
-    """Refuse what stages would have to do together, and what has no order that versions count by."""
-    policy = given.policy
-    ordered = given.schedule in ("1f1b", "advance_forward") and given.advance in ("auto", 0)
-    apart = {
-        "num_pipelines": (given.num_pipelines > 1, "there is one pipeline, which needs no others to fill its time"),
-        "replicas": (given.replicas != 1, "replicas would wait for each other at each step"),
-        "rolling": (given.rolling, "it is for parallel pipelines"),
-        "schedule": (given.schedule not in ("1f1b", "advance_forward"), "versions are those of the order of 1F1B"),
-        "advance": (not ordered, "versions are those of the order of 1F1B"),
-        "recompute": (
-            not isinstance(given.recompute, bool) and policy.backward is not None,
-            "its stages repeat forwards as a whole, to use other weights in backwards",
-        ),
-        "on_nonfinite": (given.on_nonfinite == "skip", "other stages may have stepped"),
-        "verify": (bool(given.verify), "a plain step has no versions"),
-        "reader": (given.reader == "first", "its process is the last to end a batch"),
-    }
-    for option, (asked, why) in apart.items():
-        if asked:
-            raise ConfigurationError(
-                f"weight_policy={given.weight_policy!r} with {option}={getattr(given, option)!r}: {why}; leave it out, "
-                "or use weight_policy='flush'"
-            )
-
-
-def _without_barrier(given: Options) -> None:
-    """Refuse what parallel models would have to do together."""
-    together = {
-        "outer_optimizer": (given.outer_optimizer is not None, "models meet the reference one after the other"),
-        "average_every": (given.average_every > 1, "each model meets the reference after each step"),
-        "on_nonfinite": (given.on_nonfinite == "skip", "other stages may have stepped"),
-        "verify": (bool(given.verify), "a plain step follows one model"),
-        "reader": (given.reader == "first", "its process is the last to end a batch"),
-        "schedule": (
-            given.schedule == "broadcast" or isinstance(given.schedule, Broadcast),
-            "weights go on to the next stage before an iteration, and not while another one runs",
-        ),
-    }
-    for option, (asked, why) in together.items():
-        if asked:
-            raise ConfigurationError(
-                f"rolling=True with {option}={getattr(given, option)!r}: {why}; leave it out, or use rolling=False"
-            )
 
 
 def overlapping(running: pl.Trainer, given: Options, num_stages: int, num_groups: int, tuned: bool) -> None:
@@ -261,72 +146,6 @@ def _rolling(running: pl.Trainer, use: str) -> None:
                 )
 
 
-def _stage_replicas(given: Options) -> None:
-    counts: Any = list(given.stage_replicas) or "auto"
-    if counts != "auto" and given.num_stages not in ("auto", len(counts)):
-        raise ConfigurationError(
-            f"replicas={counts} names {len(counts)} stages, but num_stages={given.num_stages}; give a number for each "
-            "stage, or leave num_stages='auto'"
-        )
-    chooses = counts == "auto"
-    refused = {
-        "schedule": (given.schedule not in NAMES, "forwards and backwards by warm-ups; use schedule='advance_forward'"),
-        "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file; use False"),
-        "rolling": (given.rolling, "models that step together; use False"),
-        "num_stages": (chooses and given.num_stages != "auto", "num_stages='auto', since the planner chooses it"),
-        "split_points": (chooses and given.split_points is not None, "no split_points, since the planner cuts"),
-        "num_microbatches": (chooses and given.num_microbatches == "auto", "a number, on which the plan depends"),
-        "memory_limit": (chooses and given.memory_limit is not None, "no limit, since plans are made by time alone"),
-        "processes_per_device": (given.processes_per_device > 1, "one process on each device"),
-        "recompute": (chooses and given.recompute is True, "submodules by name, or none"),
-    }
-    for name, (set_, needed) in refused.items():
-        if set_:
-            raise ConfigurationError(
-                f"replicas={counts!r} and {name}={getattr(given, name)!r}: replicas of single stages need {needed}, or "
-                "replicate whole pipelines (replicas=2)"
-            )
-
-
-def sharing_later(given: Options, stage_map: StageMap) -> None:
-    """Check options for training in which processes begin with a stage each, and share fewer of them later."""
-    group_size, count = stage_map.group_size, stage_map.num_stages
-    refused = {
-        "num_stages": (count != group_size, f"one stage on each of {group_size} devices; use num_stages={group_size}"),
-        "replicas": (given.replicas != 1, "replicas=1 at first, since it makes them of what is freed"),
-        "num_pipelines": (given.num_pipelines > 1, "one model; use num_pipelines=1"),
-        "verify": (bool(given.verify), "no verification, since a replica has but a share of a batch"),
-    }
-    if stage_map.num_groups > 1:
-        refused["num_stages"] = True, f"all devices in one group; use num_stages={stage_map.world_size}"
-    for name, (found, needed) in refused.items():
-        if found:
-            raise ConfigurationError(
-                f"AdaptiveFreezing(freed='replicas') with {name}={getattr(given, name)!r} needs {needed}, or leave "
-                "freed=None"
-            )
-    try:
-        replace(given, replicas=[1] * count)
-    except ConfigurationError as error:
-        raise ConfigurationError(
-            f"AdaptiveFreezing(freed='replicas') makes replicas of single stages later: {error}; or leave freed=None"
-        ) from error
-
-
-def _sharded(given: Options) -> None:
-    refused = {
-        "replicas": (given.replicas in (1, [1]), "replicas, which share the states; use replicas=2, say"),
-        "num_pipelines": (given.num_pipelines > 1, "one pipeline; use num_pipelines=1"),
-        "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file; use False"),
-    }
-    for name, (set_, needed) in refused.items():
-        if set_:
-            raise ConfigurationError(
-                f"shard_optimizer_states=True and {name}={getattr(given, name)!r}: it needs {needed}, or "
-                "shard_optimizer_states=False"
-            )
-
-
 def sharding(given: Options, num_models: int, tuned: bool) -> None:
     """Check that the processes of this run can divide optimizer states, if they are to."""
     if given.shard_optimizer_states and (num_models > 1 or tuned):
@@ -334,35 +153,6 @@ def sharding(given: Options, num_models: int, tuned: bool) -> None:
         raise ConfigurationError(
             f"shard_optimizer_states=True with {found}: it is for replicas of one model; use as many replicas as there "
             "are groups of processes and no tuner, or shard_optimizer_states=False"
-        )
-
-
-def _try_outer(outer_optimizer: Any) -> None:
-    """Step a parameter with it that nobody else has."""
-    parameter = torch.nn.Parameter(torch.zeros(2, 2))
-    parameter.grad = torch.zeros(2, 2)
-    asked = "it must make an optimizer from parameters whose step() needs no closure, such as SGD"
-    try:
-        made = outer_optimizer([parameter])
-        if isinstance(made, Optimizer):
-            made.step()
-    except Exception as error:
-        raise ConfigurationError(
-            f"outer_optimizer={outer_optimizer!r}: {asked}; tried with one parameter it says {type(error).__name__}: "
-            f"{error}"
-        ) from error
-    if not isinstance(made, Optimizer):
-        raise ConfigurationError(f"outer_optimizer={outer_optimizer!r}: {asked}; it made a {type(made).__name__}")
-
-
-def without_effect(given: Options) -> None:
-    """Say which options have no effect, where one model is trained and nobody may change that."""
-    elastic = {"alpha": None, "outer_lr": "auto", "outer_optimizer": None, "average_every": 1}
-    found = [f"{name}={getattr(given, name)!r}" for name, default in elastic.items() if getattr(given, name) != default]
-    if found:
-        rank_zero_warn(
-            f"AvgPipeStrategy: {', '.join(found)} without effect: there is one pipeline, and nothing to average. Use "
-            "num_pipelines=2 or more, or leave that out"
         )
 
 

@@ -22,7 +22,7 @@ from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.own import Builder
 from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
 from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, WeightPolicy
-from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.utils.allowed import (
     Allowed,
     check,
@@ -200,7 +200,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check(ALLOWED, {field.name: getattr(self, field.name) for field in fields(self)})
-        checks.options(self)
+        combinations.options(self)
 
     @property
     def overrides(self) -> dict[str, Any]:

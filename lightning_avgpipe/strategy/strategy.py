@@ -29,7 +29,7 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule.versions import PipeOptim
-from lightning_avgpipe.strategy import checks, compat, launch
+from lightning_avgpipe.strategy import checks, combinations, compat, launch
 from lightning_avgpipe.strategy.bundles import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
@@ -587,7 +587,7 @@ class AvgPipeStrategy(ParallelStrategy):
             if not self.undivided:
                 rank_zero_info(f"{type(module).__name__} {why}: its steps run whole, not in micro-batches")
         if fitting and self.num_models == 1 and self.tuner is None:
-            checks.without_effect(options)
+            combinations.without_effect(options)
         parts = trainer, self._connection, self._configuration, self._before
         if self.passthrough:
             if fitting:

@@ -27,7 +27,7 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.routes import Party
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.options import Options
 from tests import processes
 from tests.commands import LIMIT_S, started
@@ -314,12 +314,12 @@ def options_of(**given: Any) -> Options:
 )
 def test_options_that_do_not_go_with_sharing_later_are_refused_by_name(options: Any, stages: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=f"freed='replicas'.*{message}"):
-        checks.sharing_later(options_of(**options), StageMap.on(DeviceLayout(2), stages))
+        combinations.sharing_later(options_of(**options), StageMap.on(DeviceLayout(2), stages))
 
 
 def test_devices_in_several_groups_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="needs all devices in one group; use num_stages=4"):
-        checks.sharing_later(options_of(), StageMap.on(DeviceLayout(4), 2))
+        combinations.sharing_later(options_of(), StageMap.on(DeviceLayout(4), 2))
 
 
 class Measured(FineTuned):
