@@ -439,7 +439,7 @@ class NetworkInbox:
         if opened.tensors is None:
             known = self._posted.pop(opened.tag, None)
             posted = self._post(opened.tag, opened.forms, opened.segments) if known is None else known
-        if opened.tensors is None and self._wire.device.type == "cpu" and onwards is not None:
+        if opened.tensors is None and self._wire.port.is_host and onwards is not None:
             return self._pass_on(opened, posted, observers, onwards), [None] * len(opened.forms)
         inner, coming = iter(opened.tensors or ()), iter(posted)
         tensors: list[Tensor | None] = []

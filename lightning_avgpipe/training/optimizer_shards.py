@@ -149,7 +149,7 @@ def _tried(optimizer: Optimizer, together: bool) -> Tensor:
     own = {id(p): to for (group, _), to in zip(groups, small, strict=True) for p in group["params"]}
     made = clone_optimizer(optimizer, own)
     for name in vars(made):
-        if name.endswith("_hooks"):
+        if name.endswith("hooks"):
             vars(made)[name] = OrderedDict()
     made.state.clear()
     made.param_groups[:] = [{**group, "params": [to]} for (group, _), to in zip(groups, small, strict=True)]
