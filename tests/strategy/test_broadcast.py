@@ -46,7 +46,11 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_pipelines": 2}, {"recompute": True, "gradient_clip_val": 0.1, "num_stages": 5}, {"verify": True}],
+    [
+        {"num_pipelines": 2},
+        pytest.param({"recompute": True, "gradient_clip_val": 0.1, "num_stages": 5}, marks=pytest.mark.slow),
+        pytest.param({"verify": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_it_trains_the_weights_of_1f1b_and_logs_the_same(options: dict[str, Any]) -> None:
     found, strategy = fitted(Broadcast(4), **options)
@@ -75,6 +79,7 @@ def test_with_defaults_it_equals_accumulation_where_links_are_slow(caplog: pytes
     assert text == "schedule broadcast, for 4 micro-batches: by simulation 1.07 times as fast as 1f1b"
 
 
+@pytest.mark.slow
 def test_copies_of_weights_count_in_the_plan_the_limit_and_the_measured_peak(caplog: pytest.LogCaptureFixture) -> None:
     points = {"split_points": ["layers.2", "layers.3"], "costs": "measured", "costs_cache": None}
     with mock.patch.object(Broadcast, "gain", lambda *_: 1.07), caplog.at_level(logging.INFO, "lightning_avgpipe"):
