@@ -37,7 +37,7 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.planner import Planner
-from lightning_avgpipe.schedule import Broadcast, StageCosts, build, simulate
+from lightning_avgpipe.schedule import Broadcast, Schedule, StageCosts, build, simulate
 from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
 from lightning_avgpipe.utils.random_streams import RandomKey
 
@@ -115,10 +115,16 @@ class Ours:
         self.pipeline.load(plan.graph, plan.cuts, relays=sorted(Broadcast()(self.num_stages, 1).relays))
         args = [(example,)] * num_microbatches
         self.task = Task(lambda i, x: self.model.training_step(x), args, lambda i, loss: loss, RandomKey(0))
+        self.built: dict[str, Schedule] = {}
+
+    def schedule(self, name: str) -> Schedule:
+        """As a Trainer does and torch's schedules do, it is built once."""
+        if name not in self.built:
+            self.built[name] = build(name, self.num_stages, len(self.task.args), 0, self.devices)
+        return self.built[name]
 
     def run(self, name: str) -> None:
-        schedule = build(name, self.num_stages, len(self.task.args), 0, self.devices)
-        self.pipeline.run("training_step", schedule, self.task, self.observers)
+        self.pipeline.run("training_step", self.schedule(name), self.task, self.observers)
 
 
 class Peer:
@@ -185,8 +191,7 @@ def measure(cluster: Cluster, options: argparse.Namespace, sleeps: bool) -> list
             with intercepting():
                 timeline = record(cluster, ours.observers, sides["ours"])
             if timeline is not None and i:
-                schedule = build(name, ours.num_stages, count, 0, ours.devices)
-                simulated = simulate(schedule, StageCosts.measured(timeline), timeline.devices)
+                simulated = simulate(ours.schedule(name), StageCosts.measured(timeline), timeline.devices)
                 found.append((timeline.iteration_s, simulated.iteration_s))
         if cluster.rank == 0:
             rows.append(_row(options, name, seconds, found))

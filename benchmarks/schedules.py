@@ -119,6 +119,7 @@ class ThrottledWire(Wire):
 
     bytes_per_s = 0.0
     link: threading.Lock
+    sends_at_once = False
 
     def send(self, tensor: Tensor, ready: torch.cuda.Event | None, pieces: int = 1, tag: int = 0) -> None:
         with self.link:

@@ -20,7 +20,6 @@ from torch import nn
 
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph, Opened
-from lightning_avgpipe.capture.units import is_container
 
 __all__ = ["Closing", "closing"]
 
@@ -122,7 +121,7 @@ class _Rules:
     def allow(self, path: str, calls: Sequence[Opened]) -> bool:
         """Whether a module, given all of its calls, may become a unit."""
         module, below = self._root.get_submodule(path), f"{path}."
-        if is_container(module) or any(name.startswith(below) for name in self._keep):
+        if any(name.startswith(below) for name in self._keep):
             return False
         if any(inner._forward_hooks or id(inner) in self._ignore for inner in module.modules()):
             return False  # hooks are glue, which every stage executes

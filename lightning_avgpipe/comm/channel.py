@@ -2,8 +2,10 @@
 
 In one process a channel is a queue. Between processes each end has a thread that waits for the network, because
 gloo's works cannot be polled, and each direction has a process group of its own, because two directions on one group
-get in each other's way. gloo sends nothing before its peer has said that it receives, and that word waits behind what
-else is on its link. So receives are posted for what usually comes, before it is announced.
+get in each other's way. What waits for nothing is sent by whoever puts it: a computing thread
+lets others run now and then only, and a thread of the channel would begin milliseconds later. gloo sends nothing before
+its peer has said that it receives, and that word waits behind what else is on its link. So receives are posted for what
+usually comes, before it is announced.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.codec import CAPACITY, MOST_TAGS, FrameReader, FrameWriter, Opened, TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Route
-from lightning_avgpipe.comm.transfer import begun, ended, transfer
+from lightning_avgpipe.comm.transfer import begun, ended
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.utils.device import port_of
 
@@ -218,20 +220,36 @@ class Wire:
         return lost
 
     @property
+    def sends_at_once(self) -> bool:
+        """Whether what begins to be sent holds up nobody."""
+        return self.port.is_host
+
+    @property
     def transfer_stream(self) -> Any:
         """The stream on which tensors travel; None if the host moves them."""
         return None if self._on_devices is None else self.stream
 
-    def send_host(self, tensor: Tensor, pieces: int = 1, tag: int = 0, passage: Passage | None = None) -> None:
+    def begin_host(
+        self, tensor: Tensor, pieces: int = 1, tag: int = 0, passage: Passage | None = None
+    ) -> Sequence[Any]:
+        """Begin to send what is on the host, or its parts as they come by a passage; gives what :meth:`end` takes."""
+
         def begin(part: Tensor) -> Any:
             if passage is not None:
                 passage.wait()
             return self._on_host.group.send([part], self._on_host.peer, self._first_tag + tag)
 
-        transfer(begin, tensor, self._moved, pieces)
+        return begun(begin, tensor, pieces)
+
+    def end(self, works: Sequence[Any]) -> None:
+        """Return when a transfer that has begun is done."""
+        ended(works, self._moved)
+
+    def send_host(self, tensor: Tensor, pieces: int = 1, tag: int = 0, passage: Passage | None = None) -> None:
+        self.end(self.begin_host(tensor, pieces, tag, passage))
 
     def receive_host(self, tensor: Tensor) -> None:
-        ended(self._begun(tensor), self._moved)
+        self.end(self._begun(tensor))
 
     def _begun(self, tensor: Tensor, pieces: int = 1, tag: int = 0) -> list[Any]:
         own = self._first_tag + tag
@@ -284,6 +302,23 @@ class Wire:
             return tensor, self.port.event()
 
 
+@dataclass
+class _Outgoing:
+    """A message that is to be sent.
+
+    Attributes:
+        message: or None: it was the last one.
+        ready: an event after which it may be read, a passage by which it comes, or None: it is there.
+        observers: are told.
+        works: of its transfer, if it has begun.
+    """
+
+    message: Message | None
+    ready: Any = None
+    observers: Sequence[Traffic] = ()
+    works: Sequence[Any] | None = None
+
+
 class NetworkOutbox:
     """The sending end of a channel to another process.
 
@@ -298,55 +333,80 @@ class NetworkOutbox:
         self._wire = wire
         self._arrivals = arrivals
         self._frames = FrameWriter()
-        self._queue: queue.SimpleQueue[tuple[Message, Any, Sequence[Traffic]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
+        self._order = threading.Lock()
+        self._unsent = 0
         self._thread = threading.Thread(target=self._work, name=f"avgpipe send {route}", daemon=True)
         self._thread.start()
 
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
         """Send, and tell the observers; returns at once."""
         # what is on the host is there: news and batches wait for no work of the device
-        ready = None if _on_host(message) else self._wire.port.event()
-        for observer in observers:
-            observer.queued()
-        self._queue.put((message, ready, observers))
+        self.pass_on(message, None if _on_host(message) else self._wire.port.event(), observers)
 
     def pass_on(self, message: Message, ready: Any, observers: Sequence[Traffic]) -> None:
         """Send what another process has sent: after an event, or as it comes by a passage. Returns at once."""
         for observer in observers:
             observer.queued()
-        self._queue.put((message, ready, observers))
+        outgoing = _Outgoing(message, ready, observers)
+        with self._order:
+            # observers see the thread send
+            if not self._unsent and ready is None and not observers and self._wire.sends_at_once:
+                with self._failing():
+                    outgoing.works = self._begin(message)
+            self._unsent += 1
+            self._queue.put(outgoing)
 
     def close(self, join_s: float) -> None:
         """Stop the thread after what is queued; one that waits for a peer that is gone ends with its connection."""
-        self._queue.put(None)
+        self._queue.put(_Outgoing(None))
         self._thread.join(join_s)
 
     def _work(self) -> None:
-        try:
+        with self._failing():
             self._wire.port.enter_thread()
             while self._send_next():
                 pass
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # handed to the executor, which names stage and action
             self._arrivals.fail(self._wire.broken(error, f"sending on channel '{self._route}'"))
 
     def _send_next(self) -> bool:
         # a frame of its own: a thread that waits for the next message keeps no tensor of the last one alive
-        if (item := self._queue.get()) is None:
+        outgoing = self._queue.get()
+        if (message := outgoing.message) is None:
             return False
-        message, ready, observers = item
-        with self._observed(message, ready, observers) if observers else contextlib.nullcontext():
-            self._send(message, ready)
+        if outgoing.works is not None:
+            self._wire.end(outgoing.works)
+        else:
+            with self._observed(message, outgoing) if outgoing.observers else contextlib.nullcontext():
+                self._send(message, outgoing.ready)
+        with self._order:
+            self._unsent -= 1
         return True
 
     @contextlib.contextmanager
-    def _observed(self, message: Message, ready: Any, observers: Sequence[Traffic]) -> Iterator[None]:
-        stream = self._wire.transfer_stream
+    def _observed(self, message: Message, outgoing: _Outgoing) -> Iterator[None]:
+        stream, ready = self._wire.transfer_stream, outgoing.ready
         if stream is not None and ready is not None and not isinstance(ready, Passage):
             stream.wait_event(ready)  # sending begins when there is something to send
         with contextlib.ExitStack() as sending:
-            for observer in observers:
+            for observer in outgoing.observers:
                 sending.enter_context(observer.sending(self._route, message.micro_batch, stream))
             yield
+
+    def _begin(self, message: Message) -> list[Any]:
+        """Send what is on the host: nobody waits here."""
+        first, forms, tag = self._frames.write(message, True)
+        works = [work for part in first for work in self._wire.begin_host(part)]
+        for tensor, form in zip(message.tensors, forms, strict=True):
+            if tensor is not None and form is not None and not (tag is None or form.is_empty):
+                works += self._wire.begin_host(as_bytes(form.on_wire(tensor)), message.segments, tag)
+        return works
 
     def _send(self, message: Message, ready: Any) -> None:
         inner = _on_host(message) and not isinstance(ready, Passage)  # of which nothing may be there yet

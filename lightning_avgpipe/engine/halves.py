@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock, get_ident
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 __all__ = ["Watch", "WeightHalf", "input_half", "why_whole"]
 
 _Gradients = Sequence[Tensor | None]
+_TENSORS_ONLY = f"torch {torch.__version__}, whose backwards begin at tensors only"
 
 
 class WeightHalf:
@@ -83,11 +84,13 @@ def input_half(
     Returns:
         The other half; or why the graph cannot be split: then nothing has run.
     """
-    if why := why_whole(roots, entries):
-        return why
-    starts = [get_gradient_edge(root).node for root in roots]
+    if not _begins_anywhere():
+        return _TENSORS_ONLY
+    starts, ends = ([get_gradient_edge(tensor).node for tensor in tensors] for tensors in (roots, entries))
+    gates = set(ends)
     order, children = _graph(starts)
-    gates = {get_gradient_edge(entry).node for entry in entries}
+    if why := _undivided(order, children, gates):
+        return why
     leading: set[Node] = set()  # to a gate
     for node in reversed(order):
         if node in gates or any(child in leading for child in children[node]):
@@ -103,7 +106,7 @@ def input_half(
     for node, source in only.items():
         if (weight := getattr(node, "variable", None)) is not None:
             weights.setdefault(source, []).append(weight)
-    rest, now = WeightHalf(), [entry for entry in entries if get_gradient_edge(entry).node in leading]
+    rest, now = WeightHalf(), [entry for entry, node in zip(entries, ends, strict=True) if node in leading]
     now += weights.pop("several", [])
     if late := weights.pop("roots", []):
         pairs = [(r, g) for r, g, node in zip(roots, gradients, starts, strict=True) if node not in leading]
@@ -118,9 +121,14 @@ def input_half(
 def why_whole(roots: Sequence[Tensor], entries: Sequence[Tensor]) -> str:
     """Why the graph between roots and entries cannot be split, as far as it shows; empty if it can be."""
     if not _begins_anywhere():
-        return f"torch {torch.__version__}, whose backwards begin at tensors only"
-    order, children = _graph([get_gradient_edge(root).node for root in roots])
-    gates = {get_gradient_edge(entry).node for entry in entries}
+        return _TENSORS_ONLY
+    return _undivided(
+        *_graph([get_gradient_edge(root).node for root in roots]),
+        {get_gradient_edge(entry).node for entry in entries},
+    )
+
+
+def _undivided(order: Sequence[Node], children: Mapping[Node, Sequence[Node]], gates: set[Node]) -> str:
     if any(isinstance(node, BackwardCFunction) and not _enters(children[node], gates) for node in order):
         return "a function of Python (autograd.Function, a compiled module)"
     return ""

@@ -17,6 +17,7 @@ from lightning_avgpipe.comm.codec import CAPACITY
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.comm.transfer import transfer
+from lightning_avgpipe.engine.observer import Observer
 from tests.threads import CPU, LIMIT_S, Hub, Injector, MemoryGroup, Party
 
 THREE = Party("world", (0, 1, 2))
@@ -34,6 +35,12 @@ class Slow(MemoryGroup):
         return super().send(tensors, dst, tag)
 
 
+class Blocking(Wire):
+    """Whoever sends waits, so a thread does."""
+
+    sends_at_once = False
+
+
 @contextmanager
 def chain() -> Iterator[tuple[NetworkOutbox, NetworkInbox, NetworkOutbox, NetworkInbox, Slow, Slow, Arrivals]]:
     """From process 0 over process 1 to process 2; what 0 and 1 send can be held back."""
@@ -43,7 +50,7 @@ def chain() -> Iterator[tuple[NetworkOutbox, NetworkInbox, NetworkOutbox, Networ
         group.__dict__.update(sizes=[], gate=threading.Semaphore(0))
 
     def wire(rank: int, peer: int) -> Wire:
-        return Wire(peer, Pair(groups[rank], peer), CPU, None, lambda: None)
+        return Blocking(peer, Pair(groups[rank], peer), CPU, None, lambda: None)
 
     ends = (
         NetworkOutbox(Route(Edge(0, 0, "forward"), 0, 1), wire(0, 1), arrivals),
@@ -65,6 +72,53 @@ def taken(inbox: NetworkInbox, arrivals: Arrivals) -> Message:
         assert arrivals.condition.wait_for(lambda: inbox.ready() or arrivals.failure is not None, LIMIT_S)
     assert arrivals.failure is None, arrivals.failure
     return inbox.get()
+
+
+class Noting(Slow):
+    """Notes who sends."""
+
+    senders: list[int]
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
+        self.senders.append(threading.get_ident())
+        return super().send(tensors, dst, tag)
+
+
+@contextmanager
+def noting() -> Iterator[tuple[NetworkOutbox, NetworkInbox, Noting, Arrivals]]:
+    """From process 0 to process 1."""
+    hub, arrivals, route = Hub(Injector()), Arrivals(), Route(Edge(0, 0, "forward"), 0, 1)
+    group, other = Noting(hub, THREE, 0), MemoryGroup(hub, THREE, 1)
+    group.__dict__.update(sizes=[], senders=[], gate=threading.Semaphore(0))
+    outbox = NetworkOutbox(route, Wire(1, Pair(group, 1), CPU, None, lambda: None), arrivals)
+    inbox = NetworkInbox(route, Wire(0, Pair(other, 0), CPU, None, lambda: None), arrivals)
+    try:
+        yield outbox, inbox, group, arrivals
+    finally:
+        group.gate.release(1000)
+        outbox.close(LIMIT_S)
+        inbox.close(LIMIT_S)
+
+
+@pytest.mark.parametrize("size", [10, 80_000])
+def test_what_waits_for_nothing_is_sent_by_whoever_puts_it(size: int) -> None:
+    with noting() as (outbox, inbox, group, arrivals):
+        group.gate.release(1000)
+        outbox.put(message(0, size))
+        assert set(group.senders) == {threading.get_ident()}
+        inbox.expect(1)
+        assert torch.equal(taken(inbox, arrivals).tensors[0], message(0, size).tensors[0])
+
+
+def test_nothing_overtakes_what_is_still_to_be_sent() -> None:
+    with noting() as (outbox, inbox, group, arrivals):
+        outbox.put(message(0, 80_000), [Observer()])  # by the thread, which waits
+        for i in (1, 2):
+            outbox.put(message(i, 10))
+        group.gate.release(1000)
+        inbox.expect(3)
+        assert [taken(inbox, arrivals).micro_batch for _ in range(3)] == [0, 1, 2]
+        assert threading.get_ident() not in group.senders
 
 
 def message(i: int, size: int) -> Message:
