@@ -51,7 +51,7 @@ PEERS: dict[str, Any] = {
     "dualpipev": peer.ScheduleDualPipeV,
 }
 PLACES = ("any", "loop", "v")
-_ROWS, _WIDTH = 256, 192
+_ROWS, _WIDTH = 256, 384
 
 
 class Sleeping(TorchDispatchMode):
