@@ -6,7 +6,7 @@
 
 Four processes train with a Trainer. What a unit computes is a sleep for each sample, so that four devices have room on
 two cores; messages, all-reduces and everything around them are real. All plans of a network take turns in the same
-processes. Predictions know the times of sleeps and the rates of links, and nothing else.
+processes. Predictions know the measured times of one unit and the rates of links, and nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ FORWARD_S, BACKWARD_S = 0.02, 0.04  # of a unit, for each sample
 MESSAGE_BYTES = 400_000  # of a sample
 PARAMETER_BYTES = 1_000_000  # of a unit
 MICROBATCHES = 8
+ADVANCE = 1  # of all schedules, so that no step tries another
 _BYTES_PER_S = 1e6 / 8  # of a megabit per second
+_TRIALS = 20  # of a unit
 _EDGE = 2  # steps that are not counted: the first makes the plan
 _HIDDEN, _LAYERS = 1024, 4  # of the model that really computes
 
@@ -80,10 +82,10 @@ SETTINGS = {
 }
 
 
-def costs() -> SppCosts:
-    """Of the sleeping model."""
+def costs(forward_s: float = FORWARD_S, backward_s: float = BACKWARD_S) -> SppCosts:
+    """Of the sleeping model, with these times of a unit."""
     between = (float(MESSAGE_BYTES),) * (UNITS - 1)
-    times = (FORWARD_S,) * UNITS, (BACKWARD_S,) * UNITS
+    times = (forward_s,) * UNITS, (backward_s,) * UNITS
     return SppCosts(*times, between, between, (float(PARAMETER_BYTES),) * UNITS)
 
 
@@ -99,7 +101,7 @@ def by_counts(ends: Sequence[int], replicas: Sequence[int]) -> dict[str, Any]:
     """Options of a plan: its stages begin at these units but for the first, and have so many replicas."""
     points = [f"units.{end}" for end in ends]
     shared = {"replicas": list(replicas)} if max(replicas) > 1 else {"num_stages": len(replicas)}
-    return {"split_points": points, "costs": "flops", **shared}
+    return {"split_points": points or None, "costs": "flops", **shared}
 
 
 def strategies(setting: Setting) -> dict[str, dict[str, Any]]:
@@ -116,14 +118,14 @@ def strategies(setting: Setting) -> dict[str, dict[str, Any]]:
     }
 
 
-def predicted_s(setting: Setting, begins: Sequence[int], ranks: Sequence[Sequence[int]], schedule: str) -> float:
+def predicted_s(setting: Setting, known: SppCosts, begins: Sequence[int], ranks: Sequence[Sequence[int]]) -> float:
     """Seconds of an iteration as the simulator has it, in turns; whole replicas are a stage with as many."""
     order = [rank for of_stage in ranks for rank in of_stage]
-    problem = Problem(costs(), Network.of(bandwidth(setting)).ordered(order), MICROBATCHES, None)
+    problem = Problem(known, Network.of(bandwidth(setting), rings=True).ordered(order), MICROBATCHES, None)
     firsts = [sum(map(len, ranks[:k])) for k in range(len(ranks) + 1)]
     ends = [*begins[1:], UNITS]
     stages = [Stage(begins[k], ends[k], firsts[k], firsts[k + 1]) for k in range(len(ranks))]
-    made = build(schedule, len(ranks), MICROBATCHES, 1 if schedule == "advance_forward" else 0)
+    made = build("advance_forward", len(ranks), MICROBATCHES, ADVANCE)
     return seconds_in_turns(problem, stages, with_replicas(made, [stage.replicas for stage in stages]))
 
 
@@ -155,6 +157,19 @@ class Unit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return Sleep.apply(x + self.weight.mean(), self.factor)
+
+
+def measured() -> SppCosts:
+    """Of the sleeping model: one unit with one sample, alone."""
+    unit, times = Unit(1.0), list[tuple[float, float]]()
+    for _ in range(_TRIALS):
+        x = torch.ones(1, MESSAGE_BYTES // 4, requires_grad=True)
+        begin = time.perf_counter()
+        y = unit(x)
+        middle = time.perf_counter()
+        y.backward(torch.ones_like(y))
+        times.append((middle - begin, time.perf_counter() - middle))
+    return costs(*map(statistics.median, zip(*times, strict=True)))
 
 
 class Sleeping(L.LightningModule):
@@ -210,7 +225,9 @@ def fit(model: L.LightningModule, batches: Tensor, batch_size: int, strategy: An
 
 def on_network(setting: Setting, steps: int, rounds: int) -> dict[str, Any]:
     """Each plan, measured and predicted; and the measured links."""
-    rank, found = int(os.environ["RANK"]), dict[str, Any]()
+    rank, found, known = int(os.environ["RANK"]), dict[str, Any](), measured()
+    # ddp has a first bucket, of the last unit, which it all-reduces while it computes
+    of_ddp = replace(known, parameter_bytes=(*known.parameter_bytes[:-1], 0.0))
     seconds: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, options in strategies(setting).items():
@@ -218,7 +235,9 @@ def on_network(setting: Setting, steps: int, rounds: int) -> dict[str, Any]:
             strategy: Any = "ddp"
             if options:
                 count = 1 if whole else MICROBATCHES
-                strategy = AvgPipeStrategy(num_microbatches=count, costs_cache=None, timeout=120, **options)
+                strategy = AvgPipeStrategy(
+                    num_microbatches=count, advance=ADVANCE, costs_cache=None, timeout=120, **options
+                )
             batches = torch.ones((steps + _EDGE) * MICROBATCHES, 1)
             model = Sleeping(2.0 if rank == setting.slow else 1.0)
             clock = fit(model, batches, MICROBATCHES // DEVICES if whole else MICROBATCHES, strategy)
@@ -227,17 +246,12 @@ def on_network(setting: Setting, steps: int, rounds: int) -> dict[str, Any]:
                 continue
             if name == "spp":
                 links = measure_bandwidth(strategy.cluster.group)
-            begins, ranks, schedule = [0], [list(range(DEVICES))], "1f1b"
+            begins, ranks = [0], [list(range(DEVICES))]
             if not whole:
-                bounds = [int(stage.units[0].split(".")[1]) for stage in strategy.plan.stages]
-                stage_map = strategy.cluster.stage_map
-                begins, ranks = bounds, [list(stage_map.ranks(k)) for k in range(len(bounds))]
-                schedule = strategy.schedule
-            found[name] = {
-                "begins": begins,
-                "ranks": ranks,
-                "predicted_s": predicted_s(setting, begins, ranks, schedule),
-            }
+                begins += [int(stage.units[0].split(".")[1]) for stage in strategy.plan.stages[1:]]
+                ranks = [list(strategy.cluster.stage_map.ranks(k)) for k in range(len(begins))]
+            expected_s = predicted_s(setting, known if options else of_ddp, begins, ranks)
+            found[name] = {"begins": begins, "ranks": ranks, "predicted_s": expected_s}
     for name, times in seconds.items():
         found[name]["seconds"] = statistics.median(times)
     return {"plans": found, "links": links}
@@ -264,8 +278,7 @@ def work(options: argparse.Namespace) -> None:
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}
     name, steps, rounds = json.loads(options.work)
-    # units are measured by the time of the processor if there is one thread, and sleeps would take none
-    torch.set_num_threads(2 if name else 1)
+    torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     found = on_network(SETTINGS[name], steps, rounds) if name else beside_ddp(steps, rounds)

@@ -13,6 +13,7 @@ from benchmarks import parallel_pipelines, scale, spp, statistical_efficiency, t
 from benchmarks.engine import summary
 from benchmarks.predictors import random_profile
 from benchmarks.schedules import table
+from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Span, StageCosts, Timeline, Transfer, build, simulate
 from lightning_avgpipe.tuning import Profile, Setting, Simulator, candidates
 from tests.commands import ROOT, run
@@ -50,13 +51,28 @@ def test_plans_for_unequal_links_are_predicted_by_sleeps_and_rates_alone() -> No
     assert spp.strategies(setting)["pipedream"] == {"split_points": ["units.4"], "costs": "flops", "replicas": [2, 2]}
     alone_s = spp.UNITS * (spp.FORWARD_S + spp.BACKWARD_S) * spp.MICROBATCHES
     slowest, parameters = 12.5e6, spp.UNITS * spp.PARAMETER_BYTES
-    found = spp.predicted_s(setting, [0], [[0, 1, 2, 3]], "1f1b")
+    found = spp.predicted_s(setting, spp.costs(), [0], [[0, 1, 2, 3]])
     assert found == pytest.approx(alone_s / 4 + 2 * 3 / 4 * parameters / slowest)
     # without replicas it is the simulator of schedules
     begins, message_s = [0, 2, 4, 6], spp.MESSAGE_BYTES / 125e6
     costs = StageCosts.uniform(4, 2 * spp.FORWARD_S, 2 * spp.BACKWARD_S, message_s)
-    equal = spp.predicted_s(spp.SETTINGS["slow device"], begins, [[3], [2], [1], [0]], "1f1b")
-    assert equal == pytest.approx(simulate(build("1f1b", 4, spp.MICROBATCHES), costs).iteration_s)
+    equal = spp.predicted_s(spp.SETTINGS["slow device"], spp.costs(), begins, [[3], [2], [1], [0]])
+    schedule = build("advance_forward", 4, spp.MICROBATCHES, spp.ADVANCE)
+    assert equal == pytest.approx(simulate(schedule, costs).iteration_s)
+
+
+def test_plans_of_one_stage_name_no_points_to_split_at() -> None:
+    assert spp.by_counts([], [4]) == {"split_points": None, "costs": "flops", "replicas": [4]}
+    for setting in spp.SETTINGS.values():
+        for options in spp.strategies(setting).values():
+            AvgPipeStrategy(num_microbatches=spp.MICROBATCHES, **options)
+
+
+def test_a_unit_is_measured_with_what_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spp, "FORWARD_S", 0.002)
+    monkeypatch.setattr(spp, "BACKWARD_S", 0.004)
+    found = spp.measured()
+    assert found.forward_s[0] >= 0.002 and found.backward_s[0] >= 0.004
 
 
 def test_the_engines_table_compares_round_by_round() -> None:

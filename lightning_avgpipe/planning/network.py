@@ -24,11 +24,13 @@ class Network:
 
     Attributes:
         bandwidth: bytes per second from device u to device v, shape ``(V, V)``; the diagonal does not matter.
+        ranks: of the devices, if they all-reduce in a ring of ascending ranks; empty: between every two of them.
     Raises:
         PartitionError: no device, no square matrix, or a bandwidth that is not positive.
     """
 
     bandwidth: tuple[tuple[float, ...], ...]
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         size = len(self.bandwidth)
@@ -43,22 +45,33 @@ class Network:
                     raise PartitionError(f"bandwidth[{u}][{v}]={speed}: every two devices need more than 0 bytes/s")
 
     @classmethod
-    def of(cls, bandwidth: Matrix) -> Network:
-        """A network with this matrix."""
-        return cls(tuple(tuple(map(float, row)) for row in bandwidth))
+    def of(cls, bandwidth: Matrix, rings: bool = False) -> Network:
+        """A network with this matrix, of devices that all-reduce in rings, or between every two."""
+        return cls(tuple(tuple(map(float, row)) for row in bandwidth), tuple(range(len(bandwidth))) if rings else ())
 
     def __len__(self) -> int:
         return len(self.bandwidth)
 
     def ordered(self, order: Sequence[int]) -> Network:
         """The same network, whose device i is now what was ``order[i]``."""
-        return Network(tuple(tuple(self.bandwidth[u][v] for v in order) for u in order))
+        ranks = tuple(self.ranks[u] for u in order) if self.ranks else ()
+        return Network(tuple(tuple(self.bandwidth[u][v] for v in order) for u in order), ranks)
 
     @cached_property
     def within(self) -> np.ndarray:
-        """Least bandwidth between two of the devices ``a .. b-1``, shape ``(V+1, V+1)``; infinite for one device."""
+        """Least bandwidth of the links over which the devices ``a .. b-1`` all-reduce, either way.
+
+        Shape ``(V+1, V+1)``; infinite for one device.
+        """
         size = len(self)
         least = np.full((size + 1, size + 1), math.inf)
+        if self.ranks:
+            for b in range(2, size + 1):
+                for a in range(b - 1):
+                    ring = sorted(range(a, b), key=self.ranks.__getitem__)
+                    links = zip(ring, [*ring[1:], ring[0]], strict=True)
+                    least[a, b] = min(min(self.bandwidth[u][v], self.bandwidth[v][u]) for u, v in links)
+            return least
         for b in range(2, size + 1):
             for a in range(b - 2, -1, -1):
                 ends = min(self._array[a, b - 1], self._array[b - 1, a])

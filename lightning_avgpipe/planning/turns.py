@@ -1,9 +1,9 @@
 """SPP's plans where replicas of a stage take whole micro-batches in turns, as they do here.
 
 SPP slices each micro-batch over the replicas of a stage. In turns a replica computes as much, but a micro-batch takes
-the time of one device to pass, and only pairs of replicas whose turns meet send to each other. So plans are chosen by
-a simulation of turns: of all, where these are few, or for each number of stages of the one whose slowest stage or link
-is fastest for SPP.
+the time of one device to pass, and only pairs of replicas whose turns meet send to each other; and all-reduces go round
+a ring of ascending ranks. So plans are chosen by a simulation of turns: of all, where these are few, or for each number
+of stages of the one whose slowest stage or link is fastest for SPP.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def plan_in_turns(costs: SppCosts, bandwidth: Matrix, num_microbatches: int) -> 
         num_microbatches: M.
     """
     order = device_order(bandwidth)[::-1]
-    problem = Problem(costs, Network.of(bandwidth).ordered(order), num_microbatches, None)
+    problem = Problem(costs, Network.of(bandwidth, rings=True).ordered(order), num_microbatches, None)
     best: tuple[float, tuple[int, ...], Sequence[Stage]] = math.inf, (), ()
     bounds = [(least_in_turns_s(problem, stages), stages) for stages in _candidates(problem)]
     for at_least_s, stages in sorted(bounds, key=lambda pair: (pair[0], len(pair[1]))):

@@ -52,6 +52,24 @@ def test_a_stage_ends_when_its_gradients_are_all_reduced() -> None:
     assert seconds_in_turns(problem, [Stage(0, 1, 0, 2)], build("1f1b", 1, 2)) == 1 + 1 + 6 / 2
 
 
+def test_all_reduces_go_round_a_ring_of_ascending_ranks() -> None:
+    # links of 8 between neighbours on a ring of four, of 1 across; two replicas that are no neighbours have only that
+    bandwidth = [[8.0 if (u - v) % 4 in (1, 3) else 1.0 for v in range(4)] for u in range(4)]
+    costs = SppCosts((0,), (0,), (), (), (8,))
+    whole = Network.of(bandwidth, rings=True)
+    for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
+        problem = Problem(costs, whole.ordered(order), 1, None)
+        assert problem.reduce_s(Stage(0, 1, 0, 4)) == 2 * 3 / 4 * 8 / 8
+    assert Problem(costs, whole.ordered((0, 2, 1, 3)), 1, None).reduce_s(Stage(0, 1, 0, 2)) == 2 / 2 * 8 / 1
+    assert Problem(costs, Network.of(bandwidth), 1, None).reduce_s(Stage(0, 1, 0, 4)) == 2 * 3 / 4 * 8 / 1
+
+
+def test_a_ring_of_fast_links_is_planned_as_copies() -> None:
+    bandwidth = [[1000.0 if (u - v) % 4 in (1, 3) else 1.0 for v in range(4)] for u in range(4)]
+    costs = SppCosts((1,) * 4, (2,) * 4, (1,) * 3, (1,) * 3, (20,) * 4)
+    assert plan_in_turns(costs, bandwidth, 4).num_stages == 1
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_plan_in_turns_is_faster_and_none_falls_short_of_its_bound(seed: int) -> None:
     draw = random.Random(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -79,6 +80,16 @@ def test_work_is_timed_with_its_result(threads: int) -> None:
         result, seconds = port_of(HOST).timed(lambda: sum(range(10_000)))
         assert result == 49_995_000
         assert 0 < seconds <= time.perf_counter() - begin
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only there it is known that a thread waits")
+def test_on_one_thread_work_that_waits_takes_as_long_as_it_waits() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert port_of(HOST).timed(lambda: time.sleep(0.01))[1] >= 0.01
     finally:
         torch.set_num_threads(before)
 
