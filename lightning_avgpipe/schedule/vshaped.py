@@ -10,11 +10,10 @@ The first backward comes where the last forward went, so that every process stas
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from lightning_avgpipe.schedule.actions import Action, Schedule
-from lightning_avgpipe.schedule.greedy import greedy
-from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Kind
+from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind
 
 __all__ = ["dualpipev", "zbv"]
 
@@ -22,25 +21,14 @@ __all__ = ["dualpipev", "zbv"]
 def zbv(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
     """ZB-V: with equal forwards and halves no process is idle between its first action and its last.
 
-    Input gradients go first, then forwards while fewer than K micro-batches are stashed on both stages of a process,
-    which is what 1F1B stashes on its first; the last place is left to the stage on the way back. Weight gradients fill
-    the rest. The order is found by playing it with equal times.
+    Once a process has begun there is an action between what a message allows and the message itself, so that one which
+    comes a little late costs little; weight gradients fill what is left at the end. It stashes what 1F1B does on its
+    first stage.
 
     Source: Pipeline Parallelism with Controllable Memory, Qi et al., arXiv:2405.15362, and Zero Bubble Pipeline
         Parallelism, Qi et al., ICLR 2024, section 6.
     """
-    devices = (*range(num_devices), *reversed(range(num_devices)))
-
-    def prefers(stage: int, action: Action, stashed: int) -> Sequence[float] | None:
-        back = stage >= num_devices
-        if action.kind is INPUT_GRADIENT:
-            return 0, not back, action.micro_batch
-        if action.kind is FORWARD:
-            return (1, not back, action.micro_batch) if stashed < num_stages - (not back) else None
-        return 2 if stashed < num_stages else 0.5, action.micro_batch
-
-    kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
-    return greedy("zbv", num_microbatches, devices, kinds, prefers, dict.fromkeys(KINDS, 1))
+    return _of("zbv", _zbv, num_microbatches, num_devices)
 
 
 def dualpipev(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
@@ -51,48 +39,75 @@ def dualpipev(num_stages: int, num_microbatches: int, num_devices: int) -> Sched
 
     Source: DeepSeek-V3, arXiv:2412.19437 (DualPipe), cut in half as Sea AI Lab proposed.
     """
-    if num_microbatches < num_stages:
-        rows = zbv(num_stages, num_microbatches, num_devices)
-        return Schedule("dualpipev", num_stages, num_microbatches, rows.rows, turns=rows.turns)
-    return Schedule.of_orders(
-        "dualpipev", num_microbatches, [_pairs(d, num_microbatches, num_devices) for d in range(num_devices)]
-    )
+    return _of("dualpipev", _zbv if num_microbatches < num_stages else _dualpipev, num_microbatches, num_devices)
 
 
-def _pairs(device: int, num_microbatches: int, num_devices: int) -> list[tuple[int, Action]]:
-    """The order of a process: its stages are ``there`` and ``back``."""
-    there, back, after = device, 2 * num_devices - 1 - device, num_devices - 1 - device
-    order: list[tuple[int, Action]] = []
-    done: Counter[tuple[int, Kind]] = Counter()
+class _Order:
+    """That of a process, whose stages are ``there`` and ``back``, as far as it is made; ``after``: processes behind."""
 
-    def add(times: int, *places: tuple[int, Kind]) -> None:
-        for _ in range(times):
-            for stage, kind in places:
-                of = (stage, INPUT_GRADIENT if kind is BACKWARD else kind)  # either way the gradient has come
-                order.append((stage, Action(kind, done[of])))
-                done[of] += 1
+    def __init__(self, device: int, num_microbatches: int, num_devices: int) -> None:
+        self.there, self.back, self.after = device, 2 * num_devices - 1 - device, num_devices - 1 - device
+        self.places: list[tuple[int, Action]] = []
+        self._count = num_microbatches
+        self._done: Counter[tuple[int, Kind]] = Counter()
+
+    def left(self, stage: int, kind: Kind) -> int:
+        """Actions that are still to come."""
+        return self._count - self._done[stage, kind]
+
+    def add(self, times: int, *places: tuple[int, Kind]) -> None:
+        """So many times an action of each of these kinds, with the next micro-batch, if there is one."""
+        for stage, kind in places * times:
+            of = (stage, INPUT_GRADIENT if kind is BACKWARD else kind)  # either way the gradient has come
+            if self.left(*of):
+                self.places.append((stage, Action(kind, self._done[of])))
+                self._done[of] += 1
                 if kind is BACKWARD:
-                    done[stage, WEIGHT_GRADIENT] += 1
+                    self._done[stage, WEIGHT_GRADIENT] += 1
 
-    add(2 * after, (there, FORWARD))
-    add(device + 1, (there, FORWARD), (back, FORWARD))
-    add(after, (back, INPUT_GRADIENT), (back, WEIGHT_GRADIENT), (back, FORWARD))
-    middle = num_microbatches - 2 * num_devices + device + 1
-    add(middle, (there, FORWARD), (back, BACKWARD), (back, FORWARD), (there, BACKWARD))
-    add(after, (back, BACKWARD), (back, FORWARD), (there, BACKWARD))
+    def add_weights(self, most: int) -> None:
+        """So many weight gradients, if their gradients have come: those of the way back first."""
+        for stage in (self.back, self.there):
+            waiting = self.left(stage, WEIGHT_GRADIENT) - self.left(stage, INPUT_GRADIENT)
+            self.add(min(most, waiting), (stage, WEIGHT_GRADIENT))
+            most -= min(most, waiting)
+
+
+def _of(name: str, make: Callable[[_Order, int], None], num_microbatches: int, num_devices: int) -> Schedule:
+    orders = [_Order(device, num_microbatches, num_devices) for device in range(num_devices)]
+    for device, order in enumerate(orders):
+        make(order, device)
+    return Schedule.of_orders(name, num_microbatches, [order.places for order in orders])
+
+
+def _zbv(order: _Order, device: int) -> None:
+    there, back, after = order.there, order.back, order.after
+    halves = INPUT_GRADIENT, WEIGHT_GRADIENT
+    whole_there, whole_back = ([(stage, kind) for kind in halves] for stage in (there, back))
+    order.add(2 * after + 1, (there, FORWARD))
+    order.add(device, (back, FORWARD), (there, FORWARD))
+    order.add(after + 1, (back, FORWARD), *whole_back)
+    while order.left(there, FORWARD):
+        order.add(1, (there, FORWARD), *whole_there, (back, FORWARD), *whole_back)
+    while order.left(back, FORWARD):
+        order.add(1, *whole_there, (back, FORWARD), *whole_back)
+    order.add(device, (there, INPUT_GRADIENT), (back, INPUT_GRADIENT))
+    while any(order.left(stage, WEIGHT_GRADIENT) for stage in (there, back)):
+        order.add(1, (there if order.left(there, INPUT_GRADIENT) else back, INPUT_GRADIENT))
+        order.add_weights(1)
+
+
+def _dualpipev(order: _Order, device: int) -> None:
+    there, back, after = order.there, order.back, order.after
+    order.add(2 * after, (there, FORWARD))
+    order.add(device + 1, (there, FORWARD), (back, FORWARD))
+    order.add(after, (back, INPUT_GRADIENT), (back, WEIGHT_GRADIENT), (back, FORWARD))
+    middle = order.left(there, FORWARD)
+    order.add(middle, (there, FORWARD), (back, BACKWARD), (back, FORWARD), (there, BACKWARD))
+    order.add(after, (back, BACKWARD), (back, FORWARD), (there, BACKWARD))
     pairs = device + 1
-    add(pairs - pairs // 2, (back, BACKWARD), (there, BACKWARD))
-    add(pairs // 2, (back, INPUT_GRADIENT), (there, INPUT_GRADIENT))
-    left = {s: num_microbatches - done[s, INPUT_GRADIENT] for s in (there, back)}
-    while any(left.values()) or any(done[s, WEIGHT_GRADIENT] < num_microbatches for s in (there, back)):
-        for stage in (back, there):
-            if done[stage, WEIGHT_GRADIENT] < done[stage, INPUT_GRADIENT]:
-                add(1, (stage, WEIGHT_GRADIENT))
-                break
-        if left[there]:
-            add(1, (there, INPUT_GRADIENT))
-            left[there] -= 1
-        elif left[back]:
-            add(1, (back, INPUT_GRADIENT))
-            left[back] -= 1
-    return order
+    order.add(pairs - pairs // 2, (back, BACKWARD), (there, BACKWARD))
+    order.add(pairs // 2, (back, INPUT_GRADIENT), (there, INPUT_GRADIENT))
+    while any(order.left(stage, WEIGHT_GRADIENT) for stage in (there, back)):
+        order.add_weights(1)
+        order.add(1, (there if order.left(there, INPUT_GRADIENT) else back, INPUT_GRADIENT))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -91,12 +92,20 @@ def test_in_zbv_no_process_is_idle_between_its_first_action_and_its_last() -> No
         for num_microbatches in (2 * devices, 5 * devices):
             schedule = build("zbv", 2 * devices, num_microbatches)
             timeline = simulate(schedule, thirds(2 * devices))
-            assert timeline.iteration_s <= 6 * num_microbatches + max(devices - 1, devices * 7 // 6)
+            assert timeline.iteration_s == 6 * num_microbatches + devices - 1
             assert max(stashed(schedule)) <= 2 * devices  # of half the layers each: as the first stage of 1F1B
     assert drawn(simulate(build("zbv", 4, 4), thirds(4))) == [
-        "FFFfiwfiIWIWFfiwwIWfiw.IW",
-        ".FfFfiIWiIwFfWwiIFfWwiIWw",
+        "FFFfiwfiwFIWfiwIWfiwIWIW.",
+        ".FfFfiwFIWfiwFIWfiwIiIwWW",
     ]
+
+
+def test_in_zbv_messages_that_come_a_little_late_are_waited_for_at_the_ends_only() -> None:
+    for devices in (2, 4, 6):
+        for num_microbatches in (2 * devices, 5 * devices):
+            late = replace(thirds(2 * devices), latency_s=(0.1,) * (2 * devices - 1))
+            timeline = simulate(build("zbv", 2 * devices, num_microbatches), late)
+            assert timeline.iteration_s == pytest.approx(6 * num_microbatches + 1.5 * (devices - 1))
 
 
 def test_dualpipev_pairs_a_forward_of_one_stage_with_a_backward_of_the_other() -> None:
