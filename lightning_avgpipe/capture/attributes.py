@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.expressions import ALL, Use, uses
 from lightning_avgpipe.capture.outside import outside, places
 from lightning_avgpipe.capture.shared_objects import Names
 from lightning_avgpipe.utils import tree
@@ -33,6 +37,42 @@ class _Write(NamedTuple):
     layout: Any
 
 
+class Look(NamedTuple):
+    """Something that depends on what an attribute holds.
+
+    Attributes:
+        position: how many nodes came before.
+        source: its line.
+        use: of the object that it holds, or of one that this holds in turn.
+        carried: whether the step before may have assigned it.
+    """
+
+    position: int
+    source: str
+    use: Use
+    carried: bool
+
+
+@dataclass
+class _Loaded:
+    """An attribute that a line of code has loaded, and what it has not yet done with it."""
+
+    key: Key
+    frame: types.FrameType
+    offset: int
+    source: str
+    uses: list[Use]
+    carried: bool
+
+    def done(self, again: bool) -> list[Use]:
+        """What it has done since it was last asked, or before it runs once more."""
+        now, last = self.frame.f_lasti, self.uses[-1].offset if self.uses else 0
+        runs = self.offset <= now < last and not again
+        done = [use for use in self.uses if not runs or use.offset <= now]
+        self.uses = self.uses[len(done) :]
+        return done
+
+
 class Assignments:
     """Watches which attributes are read and assigned, and when.
 
@@ -53,7 +93,8 @@ class Assignments:
         self._modules = {id(m): (path, m) for path, m in _watched(module, ignore).items()}
         self._position = position
         self._told = was_read
-        self._reads: dict[Key, tuple[int, str]] = {}  # of what the step before has assigned
+        self._loaded: list[_Loaded] = []
+        self._looks: dict[Key, list[Look]] = {}  # at what the step before has assigned or changed
         self._writes: dict[Key, list[_Write]] = defaultdict(list)
         self._before: dict[Key, Any] = {}
         self._holders: dict[int, tuple[weakref.ref[Tensor], frozenset[Key]]] = {}
@@ -92,6 +133,7 @@ class Assignments:
         return None if known is None or known[1] is not module else (known[0], name)
 
     def _assigned(self, module: nn.Module, name: str, value: Any) -> None:
+        self.settle()
         position, key = self._position(), self._key(module, name)
         if position is None or key is None or any(name in vars(module)[register] for register in REGISTRIES):
             return
@@ -105,11 +147,39 @@ class Assignments:
         position, key = self._position(), self._key(module, name)
         if key is not None:
             self._told(key)
-            self._last = self._last if position is None else position
-            self.reads.setdefault(key, self._last)
-        if position is not None and key is not None and key not in self._writes and key not in self._reads:
-            self._reads[key] = (position, source_line())
-            self._hold(Objects((vars(module)[name],)).tensors, frozenset((key,)))
+            self.reads.setdefault(key, self._here())
+        if key is not None:
+            self._load(key, vars(module)[name], sys._getframe(2), position is None)
+
+    def _load(self, key: Key, held: Any, frame: types.FrameType, in_unit: bool) -> None:
+        """A line of code, whose frame this is, has loaded what an attribute holds."""
+        code, offset = frame.f_code, frame.f_lasti
+        self.settle((frame, offset))
+        looks, carried = self._looks.setdefault(key, []), key not in self._writes and not in_unit
+        if any(look.use.held is held and look.use.key is ALL and look.carried >= carried for look in looks):
+            return
+        if carried:
+            self._hold(Objects((held,)).tensors, frozenset((key,)))
+        if in_unit:
+            looks.append(Look(self._last, source_line(), Use(offset, held, ALL), carried))
+        else:
+            self._loaded.append(_Loaded(key, frame, offset, source_line(), uses(code, offset, held), carried))
+
+    def settle(self, again: tuple[types.FrameType, int] | None = None) -> None:
+        """A node comes next, or something that is watched: what loaded attributes were used for until now.
+
+        Args:
+            again: the frame and the offset of an instruction that loads, once more if the line lies in a loop.
+        """
+        for loaded in self._loaded:
+            done = loaded.done((loaded.frame, loaded.offset) == again)
+            self._looks[loaded.key] += (Look(self._here(), loaded.source, use, loaded.carried) for use in done)
+        self._loaded = [loaded for loaded in self._loaded if loaded.uses]
+
+    def _here(self) -> int:
+        position = self._position()
+        self._last = self._last if position is None else position
+        return self._last
 
     def _hold(self, tensors: Iterable[Tensor], keys: frozenset[Key]) -> None:
         for tensor in tensors:
@@ -152,16 +222,20 @@ class Assignments:
         """All attributes that were assigned, changed or not."""
         return set(self._writes)
 
-    def read(self, key: Key) -> tuple[int, str]:
-        """Where an attribute was first read, and the line."""
-        return self._reads.get(key, (self.reads.get(key, 0), "an unknown line"))
+    def looks(self, key: Key) -> list[Look] | None:
+        """What depended on what an attribute holds; None if nobody has seen it loaded."""
+        return self._looks.get(key)
+
+    def _first(self, key: Key) -> Look | None:
+        """What depended first on what the step before has assigned."""
+        return min((look for look in self._looks.get(key, ()) if look.carried), key=lambda k: k.position, default=None)
 
     def carried(self) -> Iterator[str]:
         """Attributes that hold more than numbers for the next micro-batch, by full name."""
         modules = dict(self._modules.values())
         for key in self.changed():
             held = Objects((vars(modules[key[0]]).get(key[1]),)).tensors
-            if key in self._reads and key in self._uses and any(tensor.ndim > 1 for tensor in held):
+            if self._first(key) and key in self._uses and any(tensor.ndim > 1 for tensor in held):
                 yield ".".join(part for part in key if part)
 
     def pinned(self) -> Iterator[tuple[int, int, str]]:
@@ -174,16 +248,16 @@ class Assignments:
             stage 1                                    takes h, and comes to the last assignment
         """
         for key in self.changed():
-            if key not in self._reads:
+            first, writes = self._first(key), self._writes[key]
+            if first is None:
                 continue
-            (first, place), writes = self._reads[key], self._writes[key]
             last = writes[-1]
             name = ".".join(part for part in key if part)
             reason = (
-                f"the attribute '{name}' is read at {place} and assigned at {last.source}, for the next micro-batch; "
-                "assign it before the first submodule is called, or in on_train_batch_start"
+                f"the attribute '{name}' is read at {first.source} and assigned at {last.source}, for the next "
+                "micro-batch; assign it before the first submodule is called, or in on_train_batch_start"
             )
-            for end in range(first, last.position):
+            for end in range(first.position, last.position):
                 held = [write.layout for write in writes if write.position <= end]
                 alike = bool(held) and held[-1] is not None and held[-1] == last.layout
                 if not alike or self._uses.get(key, last.position) < end:
@@ -231,6 +305,7 @@ class Mutations:
         self.once: dict[int, tuple[int, Names]] = {}
         self._position = position
         self._first: dict[int, tuple[Any, int]] = {}  # by id: an object, and where it first changed
+        self._last: dict[int, dict[Any, int]] = {}  # and where it last did, by key; None: nobody knows which; ALL: any
         self._names: dict[int, Names] = {}  # of attributes that differed then
 
     def look(self) -> None:
@@ -238,10 +313,13 @@ class Mutations:
         differences = self.chosen.differences()
         for obj, names in differences:
             self._first.setdefault(id(obj), (obj, self._position()))
+            last = self._last.setdefault(id(obj), {})
+            last |= dict.fromkeys((ALL, *((None,) if names is None else names)), self._position())
             known = self._names.get(id(obj), frozenset())
             self._names[id(obj)] = None if names is None or known is None else known | names
         if differences:
             self.chosen.follow(obj for obj, _ in differences)
+            self.chosen.adopt(Objects([obj for obj, _ in differences], opaque=True), self.objects)
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[list[tuple[Any, Names]]]:
@@ -298,14 +376,27 @@ class Mutations:
     def pinned(self, assignments: Assignments) -> Iterator[tuple[int, int, str]]:
         """Where no cut may lie: a stage that reads what a step before has changed must come to the change."""
         variables = {("", name) for name in outside(self._module)}
-        for key, change in self.holders().items():
+        for key in self.holders():
             if key in variables and places(self._module, key[1]) == 1:
                 continue  # which reads it, if at all, where it changes it
-            first, place = assignments.read(key)
-            if first < change:
-                name = ".".join(part for part in key if part)
-                reason = f"'{name}' is read at {place}, and its contents are changed later, for the next micro-batch"
-                yield (first, change - 1, f"{reason}; change them before the first submodule is called")
+            looks = assignments.looks(key)
+            if looks is None:
+                looks = [Look(0, "an unknown line", Use(0, self.attributes[key], ALL), True)]
+            name = ".".join(part for part in key if part)
+            for look in looks:
+                change = self._last_change(look.use)
+                if look.position < change:
+                    reason = f"'{name}' is read at {look.source}, and its contents are changed later"
+                    where = "for the next micro-batch; change them before the first submodule is called"
+                    yield (look.position, change - 1, f"{reason}, {where}")
+
+    def _last_change(self, use: Use) -> int:
+        """Where the code between units has last changed what a use depends on; -1 if nowhere."""
+        if use.key is not ALL:
+            last = self._last[id(use.held)] if id(use.held) in self._first else {}
+            return max(last.get(use.key, -1), last.get(None, -1))
+        reached = Objects([use.held], opaque=True)
+        return max((self._last[key][ALL] for key in self._first if reached.reach({key})), default=-1)
 
 
 def _held(modules: dict[str, nn.Module]) -> dict[Key, Any]:

@@ -286,6 +286,7 @@ class Recorder(StepTracer):
 
     def _add(self, node: Node, given: list[Tensor], tensors: list[Tensor], versions: list[int]) -> None:
         """Note a node that gave these tensors and may have written into those that it took."""
+        self.assignments.settle()
         writes: list[tuple[int, int, bool]] = []
         for i, (tensor, version) in enumerate(zip(tensors, versions, strict=False)):
             if version_of(tensor) == version:
@@ -358,6 +359,7 @@ class Recorder(StepTracer):
 
     def finish(self, result: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The step has returned: attributes that it changed, and those that it keeps for the next time."""
+        self.assignments.settle()
         attributes, carried = tuple(self.assignments.changed()), tuple(self.assignments.carried())
         self.mutations.look()
         self.mutable |= self.mutations.found()

@@ -181,17 +181,19 @@ class Objects:
         found += [obj for obj, copy in self._opaque if not opaque_contents.is_same(obj, copy)]
         return found + [tensor for tensor, version in self._versions if version_of(tensor) != version]
 
-    def differences(self) -> list[tuple[Any, frozenset[str] | None]]:
-        """The objects that have been changed, and which attributes; None if its items have been, too."""
-        found: list[tuple[Any, frozenset[str] | None]] = []
+    def differences(self) -> list[tuple[Any, frozenset[Any] | None]]:
+        """The objects that have been changed, and which attributes, or items of dicts; None if that is not known."""
+        found: list[tuple[Any, frozenset[Any] | None]] = []
         for obj, before in self._states:
             now = _state(obj)
+            if now.is_same(before):
+                continue
+            names = _differing(now.attributes, before.attributes)
             if not _same(now.items, before.items):
-                found.append((obj, None))
-            elif not now.is_same(before):
-                one, other = now.attributes, before.attributes
-                names = (n for n in {**one, **other} if n not in one or n not in other or one[n] is not other[n])
-                found.append((obj, frozenset(names)))
+                keys = _differing(now.items, before.items) if isinstance(now.items, dict) else frozenset()
+                found.append((obj, names | keys if keys else None))
+            else:
+                found.append((obj, names))
         return found + [(obj, None) for obj, copy in self._opaque if not opaque_contents.is_same(obj, copy)]
 
     def follow(self, changed: Iterable[Any]) -> None:
@@ -199,6 +201,12 @@ class Objects:
         ids = set(map(id, changed))
         self._states = [(obj, _state(obj) if id(obj) in ids else state) for obj, state in self._states]
         self._opaque = [(o, opaque_contents.contents(o) if id(o) in ids else copy) for o, copy in self._opaque]
+
+    def adopt(self, others: Objects, known: Objects) -> None:
+        """Take in those of the others that are neither here nor known: what has been made since."""
+        here = {id(obj) for objects in (self, known) for obj, _ in (*objects._states, *objects._opaque)}
+        self._states += [(obj, state) for obj, state in others._states if id(obj) not in here]
+        self._opaque += [(obj, copy) for obj, copy in others._opaque if id(obj) not in here]
 
     def keep_changed(self) -> None:
         """Forget the objects that hold what they held, and the contents of tensors."""
@@ -420,6 +428,10 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, set):
         return {id(item) for item in one} == {id(item) for item in other}
     return all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _differing(one: dict[Any, Any], other: dict[Any, Any]) -> frozenset[Any]:
+    return frozenset(k for k in {**one, **other} if k not in one or k not in other or one[k] is not other[k])
 
 
 def _dict_type(cls: type) -> type[dict[Any, Any]]:

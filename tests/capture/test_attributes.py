@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +85,90 @@ def legal(module: Any) -> list[str]:
 )
 def test_a_stage_that_takes_an_attribute_comes_to_its_last_assignment(model: type, expected: list[str]) -> None:
     assert legal(model()) == expected
+
+
+class Keeps(nn.Module):
+    """Lists, dicts and objects that live longer than a step; a test says what the step does with them."""
+
+    def __init__(self, step: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.cell, self.head = (nn.Linear(4, 4) for _ in range(3))
+        self.outputs: list[Any] = []
+        self.by_name: Any = defaultdict(list)
+        self.count = {"steps": 0, "losses": []}
+        self.clock = SimpleNamespace(now=0, loss=0)
+        self.total = 0.0
+        self.step = step
+
+    def loss(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return self.head(self.cell(self.embed(x * factor))).mean()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.step(self, x)
+
+
+def appends(self: Any, x: Tensor) -> Tensor:
+    self.outputs.append(self.loss(x))
+    self.by_name["loss"].append(self.outputs[-1])
+    return self.outputs[-1]
+
+
+def appends_to_what_is_missing(self: Any, x: Tensor) -> Tensor:
+    self.by_name["loss"].append(self.loss(x))
+    return self.by_name["loss"][-1]
+
+
+def adds(self: Any, x: Tensor) -> Tensor:
+    losses: list[Tensor] = []
+    self.total += float([losses.append(self.loss(x)), losses[-1]][-1])  # type: ignore[func-returns-value]
+    return losses[-1]
+
+
+def counts_first(self: Any, x: Tensor) -> Tensor:
+    self.count["steps"] += 1
+    self.clock.now += 1
+    loss = self.loss(x, self.count["steps"] + self.clock.now)
+    self.count["losses"].append(loss)
+    self.clock.loss = loss
+    return loss
+
+
+def changes_twice(self: Any, x: Tensor) -> Tensor:
+    self.outputs.append(0)
+    loss = self.loss(x, len(self.outputs))
+    self.outputs.append(1)
+    return loss
+
+
+def changes_another_item(self: Any, x: Tensor) -> Tensor:
+    self.count["steps"] += 1
+    loss = self.loss(x, self.count.get("last", 0))
+    self.count["last"] = self.count["steps"]
+    return loss
+
+
+def makes_what_it_reads(self: Any, x: Tensor) -> Tensor:
+    loss = self.loss(x, len(self.by_name["loss"]))
+    self.by_name["loss"].append(0)
+    return loss
+
+
+def reads_in_a_loop(self: Any, x: Tensor) -> Tensor:
+    loss = torch.zeros(())
+    for i in range(2):
+        loss = loss + self.loss(x, len(self.outputs) + i)
+        self.outputs.append(loss)
+    return loss
+
+
+@pytest.mark.parametrize("step", [appends, appends_to_what_is_missing, adds, counts_first])
+def test_what_is_only_added_to_is_not_read(step: Any) -> None:
+    assert legal(Keeps(step))[:3] == ["cell", "head", "mean"]
+
+
+@pytest.mark.parametrize("step", [changes_twice, changes_another_item, makes_what_it_reads, reads_in_a_loop])
+def test_what_is_read_keeps_a_stage_up_to_its_last_change(step: Any) -> None:
+    assert not {"cell", "head"} & set(legal(Keeps(step)))
 
 
 def test_a_tensor_like_a_parameter_is_free() -> None:

@@ -292,6 +292,33 @@ def test_what_is_recomputed_changes_nothing_again(make: Callable[[], Layers]) ->
     assert_same(piped(make(), 2, recompute=True, schedule="afab", costs="flops"), by_hand(make()))
 
 
+class AddingLosses(Layers):
+    """In one line loads a list, runs all layers and adds to the list; counts before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+        self.count: dict[str, Any] = {"steps": 0, "last": 0.0}
+        self.total = 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        return (self.through(batch[0] * (1 + 0.1 * self.count["steps"])) - batch[1]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count["steps"] += 1
+        self.outputs.append(self.loss(batch))
+        self.total += self.outputs[-1].item()
+        self.count["last"] = self.total
+        return self.outputs[-1]
+
+
+def test_losses_are_added_to_a_list_in_the_line_that_computes_them() -> None:
+    staged, alone = piped(AddingLosses(), 4), by_hand(AddingLosses())
+    assert_same(staged, alone)
+    assert staged.total == alone.total and staged.count == alone.count
+    assert torch.equal(torch.stack(staged.outputs), torch.stack(alone.outputs))
+
+
 def test_hooks_see_objects_once_changed_and_what_they_reset_is_reset_on_every_stage() -> None:
     alone, staged = (piped(Counting(), k, callbacks=[Emptied()], costs="flops") for k in (1, 3))
     assert_same(staged, alone)
