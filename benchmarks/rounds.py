@@ -32,5 +32,5 @@ def record(cluster: Cluster, observers: Observers, iterate: Callable[[], object]
     return (
         None
         if cluster.rank
-        else assemble(recordings, [cluster.stage_map.owner(k) for k in range(cluster.stage_map.num_stages)])
+        else assemble(recordings, [cluster.stage_map.ranks(k) for k in range(cluster.stage_map.num_stages)])
     )

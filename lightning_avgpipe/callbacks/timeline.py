@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.planning.turns import replayed_in_turns
 from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
 from lightning_avgpipe.schedule.trace import chrome_trace
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
@@ -69,11 +70,6 @@ class PipelineTimeline(Callback):
                 f"PipelineTimeline records the stages of a pipeline, but the strategy is "
                 f"{type(trainer.strategy).__name__}; use Trainer(strategy='avgpipe'), or remove the callback"
             )
-        if trainer.strategy.shares_stages:
-            raise ConfigurationError(
-                "PipelineTimeline draws one process for each stage, but with a list of replicas a stage has several; "
-                "remove the callback"
-            )
         policy = trainer.strategy.weight_policy
         if policy != "flush":
             raise ConfigurationError(
@@ -119,7 +115,7 @@ class PipelineTimeline(Callback):
         cluster = _cluster(trainer)
         recordings = cluster.group.gather_objects(recorder.finish(cluster.group.clock(), cluster.waits.timeout_s))
         if cluster.leads:
-            timeline = assemble(recordings, [cluster.stage_map.owner(k) for k in range(cluster.stage_map.num_stages)])
+            timeline = assemble(recordings, [cluster.stage_map.ranks(k) for k in range(cluster.stage_map.num_stages)])
             self._publish(trainer, timeline, max(recording.clock.error_s for recording in recordings))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -131,13 +127,11 @@ class PipelineTimeline(Callback):
         self._recorder = None
 
     def _publish(self, trainer: pl.Trainer, timeline: Timeline, clock_error_s: float) -> None:
-        simulated_s, simulated_bubble = _simulated(timeline)
-        measured = {
-            "avgpipe/bubble_fraction": timeline.bubble_fraction,
-            "avgpipe/bubble_fraction_simulated": simulated_bubble,
-        }
-        step = trainer.global_step
-        figure = picture.draw(timeline, _title(step, timeline, simulated_s, simulated_bubble))
+        simulated, step = _simulated(timeline), trainer.global_step
+        measured = {"avgpipe/bubble_fraction": timeline.bubble_fraction}
+        if simulated is not None:
+            measured["avgpipe/bubble_fraction_simulated"] = simulated.bubble_fraction
+        figure = picture.draw(timeline, _title(step, timeline, simulated))
         folder = Path(self._dirpath if self._dirpath is not None else Path(trainer.default_root_dir) / "timelines")
         if not folder.exists():
             rank_zero_info(f"timelines are written to {folder}")
@@ -156,16 +150,19 @@ def _cluster(trainer: pl.Trainer) -> Cluster:
     return trainer.strategy.cluster
 
 
-def _simulated(timeline: Timeline) -> tuple[float, float]:
-    """Seconds and idle share that the schedules cost with the measured times, every stage on a device of its own."""
-    schedules = [timeline.schedule()] * timeline.num_pipelines
-    simulated = simulate(schedules, StageCosts.measured(timeline))
-    return simulated.iteration_s, simulated.bubble_fraction
+def _simulated(timeline: Timeline) -> Timeline | None:
+    """What the schedules cost with the measured times, every stage on a device, or on replicas, of its own.
+
+    None for several pipelines on replicas, which the simulator does not know.
+    """
+    if len(timeline.rows) > timeline.num_stages:
+        return replayed_in_turns(timeline) if timeline.num_pipelines == 1 else None
+    return simulate([timeline.schedule()] * timeline.num_pipelines, StageCosts.measured(timeline))
 
 
-def _title(step: int, timeline: Timeline, simulated_s: float, simulated_bubble: float) -> str:
-    where = "" if len(timeline.rows) == timeline.num_stages else ", on a device per stage"
-    return (
-        f"step {step}: {timeline.iteration_s * 1e3:.4g} ms, idle {timeline.bubble_fraction:.1%} "
-        f"(simulated: {simulated_s * 1e3:.4g} ms, {simulated_bubble:.1%}{where})"
-    )
+def _title(step: int, timeline: Timeline, simulated: Timeline | None) -> str:
+    title = f"step {step}: {timeline.iteration_s * 1e3:.4g} ms, idle {timeline.bubble_fraction:.1%}"
+    if simulated is None:
+        return title
+    where = "" if len(timeline.rows) >= timeline.num_stages else ", on a device per stage"
+    return f"{title} (simulated: {simulated.iteration_s * 1e3:.4g} ms, {simulated.bubble_fraction:.1%}{where})"

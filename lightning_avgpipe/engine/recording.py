@@ -130,12 +130,12 @@ class Recorder(Observer):
         return host_now() if stream is None else self._clock.now(stream)
 
 
-def assemble(recordings: Sequence[Recording], devices: Sequence[int]) -> Timeline:
+def assemble(recordings: Sequence[Recording], replicas: Sequence[Sequence[int]]) -> Timeline:
     """Put the recordings of all processes together, on the clock of rank 0; the first action begins at 0.
 
     Args:
         recordings: of every process.
-        devices: rank of each stage, shape ``(K,)``.
+        replicas: ranks of each stage, which take its micro-batches in turns, shape ``(K,)``.
     """
     begins = [span.begin_s + recording.clock.offset_s for recording in recordings for span in recording.spans]
     zero = min(begins, default=0.0)
@@ -152,8 +152,9 @@ def assemble(recordings: Sequence[Recording], devices: Sequence[int]) -> Timelin
     spans.sort(key=lambda span: (span.stage, span.end_s))
     transfers = [_transfer(message, *times, arrived[message]) for message, times in sent.items()]
     transfers.sort(key=lambda transfer: transfer.begin_s)
-    rows = ((span.action for span in spans if span.stage == k) for k in range(len(devices)))
-    return Timeline(len(devices), tuple(spans), tuple(transfers), peak_stash(rows), tuple(activities), tuple(devices))
+    hosts = tuple(map(tuple, replicas))
+    rows = ((span.action for span in spans if span.stage == k) for k in range(len(hosts)))
+    return Timeline(len(hosts), tuple(spans), tuple(transfers), peak_stash(rows), tuple(activities), replicas=hosts)
 
 
 def _transfer(message: _Message, begin_s: float, end_s: float, arrival_s: float) -> Transfer:

@@ -21,9 +21,24 @@ from lightning_avgpipe.planning.network import Matrix, Network, device_order
 from lightning_avgpipe.planning.problem import Problem, Stage
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.planning.spp import SppPlan, all_plans, execution_order, num_plans
-from lightning_avgpipe.schedule import FORWARD, Schedule, build, in_turn, with_replicas
+from lightning_avgpipe.schedule import (
+    FORWARD,
+    Action,
+    Schedule,
+    Span,
+    StageCosts,
+    Timeline,
+    Transfer,
+    build,
+    in_turn,
+    peak_stash,
+    with_replicas,
+)
+from lightning_avgpipe.schedule.kinds import Direction
 
-__all__ = ["least_in_turns_s", "plan_in_turns", "seconds_in_turns", "units_between"]
+__all__ = [
+    "least_in_turns_s", "plan_in_turns", "replayed_in_turns", "seconds_in_turns", "timeline_in_turns", "units_between",
+]  # fmt: skip
 
 _MOST_PLANS = 5_000  # of which each is looked at; beyond, those with SPP's least bottlenecks
 
@@ -115,6 +130,38 @@ def seconds_in_turns(problem: Problem, stages: Sequence[Stage], schedule: Schedu
         stages: of a plan.
         schedule: with replicas, all of whose rows are in the order of micro-batches.
     """
+    spans, _ = _played(problem, stages, schedule)
+    ends = [0.0] * len(stages)
+    for k, _, _, end_s in spans:
+        ends[k] = max(ends[k], end_s)
+    return max(end + problem.reduce_s(stage) for end, stage in zip(ends, stages, strict=True))
+
+
+def timeline_in_turns(
+    problem: Problem, stages: Sequence[Stage], schedule: Schedule, devices: Sequence[Sequence[int]] = ()
+) -> Timeline:
+    """When which replica does what; arguments as of :func:`seconds_in_turns`.
+
+    Args:
+        devices: names of the devices of each stage; default: their numbers in the order.
+    """
+    spans, sent = _played(problem, stages, schedule)
+    hosts = tuple(map(tuple, devices)) or tuple(tuple(range(stage.first, stage.stop)) for stage in stages)
+    transfers = tuple(Transfer(hop, direction, i, begin, end, end) for hop, direction, i, begin, end in sent)
+    rows = [in_turn(row, 0, stage.replicas) for row, stage in zip(schedule.rows, stages, strict=True)]
+    return Timeline(
+        len(stages),
+        tuple(Span(*span) for span in sorted(spans, key=lambda span: (span[0], span[3]))),
+        transfers, tuple(peak_stash(rows)), replicas=hosts,
+    )  # fmt: skip
+
+
+_Spans = list[tuple[int, Action, float, float]]  # stage, and seconds
+_Sent = list[tuple[int, Direction, int, float, float]]  # hop, micro-batch, and seconds
+
+
+def _played(problem: Problem, stages: Sequence[Stage], schedule: Schedule) -> tuple[_Spans, _Sent]:
+    """Every action and message."""
     costs, speed = problem.costs, problem.network.bandwidth
     last = len(stages) - 1
     lanes = [
@@ -129,20 +176,36 @@ def seconds_in_turns(problem: Problem, stages: Sequence[Stage], schedule: Schedu
     links: dict[tuple[int, int], float] = {}
     arrived: dict[tuple[bool, int, int], float] = {(True, 0, i): 0.0 for i in range(schedule.num_microbatches)}
     arrived |= {(False, last, i): 0.0 for i in range(schedule.num_microbatches)}
+    spans: _Spans = []
+    sent: _Sent = []
     moved = True
     while moved:
         moved = False
         for k, device, row in lanes:
             while row and (key := (row[0].kind is FORWARD, k, row[0].micro_batch)) in arrived:
-                forward, i = key[0], row.popleft().micro_batch
-                free[device] = max(free[device], arrived[key]) + seconds[k][forward]
+                action = row.popleft()
+                forward, i = key[0], action.micro_batch
+                begin_s = max(free[device], arrived[key])
+                free[device] = begin_s + seconds[k][forward]
+                spans.append((k, action, begin_s, free[device]))
                 moved, to = True, k + 1 if forward else k - 1
                 if 0 <= to <= last:
                     peer = stages[to].first + i % stages[to].replicas
                     sizes, hop = (costs.bytes_forward, k) if forward else (costs.bytes_backward, to)
                     size = sizes[stages[hop].end - 1]
-                    begin = max(links.get((device, peer), 0.0), free[device])
-                    links[device, peer] = begin + size / speed[device][peer]
-                    arrived[forward, to, i] = links[device, peer]
-    ends = [max(free[device] for device in range(stage.first, stage.stop)) for stage in stages]
-    return max(end + problem.reduce_s(stage) for end, stage in zip(ends, stages, strict=True))
+                    begin_s = max(links.get((device, peer), 0.0), free[device])
+                    arrived[forward, to, i] = links[device, peer] = begin_s + size / speed[device][peer]
+                    sent.append((hop, "forward" if forward else "backward", i, begin_s, links[device, peer]))
+    return spans, sent
+
+
+def replayed_in_turns(timeline: Timeline) -> Timeline:
+    """What the schedule of a timeline of one pipeline costs with its measured times, and nothing else."""
+    costs, counts = StageCosts.measured(timeline), [len(hosts) for hosts in timeline.replicas]
+    nothing = (0.0,) * timeline.num_stages
+    there, back = tuple(costs.send_forward_s), tuple(costs.send_backward_s)
+    known = SppCosts(tuple(costs.forward_s), tuple(costs.backward_s), there, back, nothing)
+    ends = list(itertools.accumulate(counts))
+    problem = Problem(known, Network.of([[1.0] * ends[-1]] * ends[-1]), 1, None)  # bytes that take as many seconds
+    stages = [Stage(k, k + 1, end - count, end) for k, (end, count) in enumerate(zip(ends, counts, strict=True))]
+    return timeline_in_turns(problem, stages, timeline.schedule(), timeline.replicas)

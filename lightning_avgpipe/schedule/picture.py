@@ -141,13 +141,14 @@ _Boxes = list[tuple[float, float, str]]
 
 def _boxes(timeline: Timeline, device: int, end_s: float) -> Iterator[tuple[str, tuple[float, float], _Boxes, str]]:
     """Kind, lane, boxes (begin, end, label) and colour in one row, in the order in which they are painted."""
-    zero = timeline.begin_s
-    stages = timeline.stages_of(device)
+    zero, stages = timeline.begin_s, timeline.stages_of(device)
+    spans = [s for s in timeline.spans if timeline.device_of(s.stage, s.action.micro_batch) == device]
+    messages = [t for t in timeline.transfers if timeline.device_of(t.source, t.micro_batch) == device]
     yield "idle", _ACTIONS, [(0.0, end_s, "")], COLOURS["idle"]
     prefix = "" if len(stages) == 1 else "{}."
     for kind in KINDS:
         for n in range(timeline.num_pipelines):
-            found = [s for s in timeline.spans if s.stage in stages and (s.action.kind, s.pipeline) == (kind, n)]
+            found = [s for s in spans if (s.action.kind, s.pipeline) == (kind, n)]
             boxes = [
                 (s.begin_s - zero, s.end_s - zero, prefix.format(s.stage) + str(s.action.micro_batch)) for s in found
             ]
@@ -156,7 +157,7 @@ def _boxes(timeline: Timeline, device: int, end_s: float) -> Iterator[tuple[str,
         activities = [a for a in timeline.activities if (a.device, a.kind) == (device, other)]
         yield other, _ACTIONS, [(a.begin_s - zero, a.end_s - zero, "") for a in activities], COLOURS[other]
     for direction, lane in (("forward", _FORWARD), ("backward", _BACKWARD)):
-        sent = [t for t in timeline.transfers if t.source in stages and t.direction == direction]
+        sent = [t for t in messages if t.direction == direction]
         boxes = [(t.begin_s - zero, t.arrival_s - zero, "") for t in sent if t.arrival_s > t.begin_s]
         yield "transfer", lane, boxes, COLOURS["transfer"]
 
@@ -180,7 +181,7 @@ def _write_numbers(axes: Axes, timeline: Timeline, device: int, row: int, factor
 
 
 def _labels(timeline: Timeline) -> Iterator[str]:
-    alone = timeline.devices == tuple(range(timeline.num_stages))
+    alone = timeline.replicas == tuple((k,) for k in range(timeline.num_stages))
     for device in timeline.rows:
         stages = timeline.stages_of(device)
         names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"

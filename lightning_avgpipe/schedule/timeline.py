@@ -73,6 +73,7 @@ class Timeline:
         peak_stash: largest number of stashed micro-batches, of all pipelines together, shape ``(K,)``.
         activities: everything else; none in a simulation.
         devices: the device of each stage, shape ``(K,)``; default: stage k on device k.
+        replicas: of each stage the devices that take its micro-batches in turns, shape ``(K,)``; default: that one.
     """
 
     num_stages: int
@@ -81,19 +82,28 @@ class Timeline:
     peak_stash: tuple[int, ...]
     activities: tuple[Activity, ...] = ()
     devices: tuple[int, ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.devices:
-            object.__setattr__(self, "devices", tuple(range(self.num_stages)))
+            first = tuple(hosts[0] for hosts in self.replicas)
+            object.__setattr__(self, "devices", first or tuple(range(self.num_stages)))
+        if not self.replicas:
+            object.__setattr__(self, "replicas", tuple((device,) for device in self.devices))
 
     @property
     def rows(self) -> tuple[int, ...]:
         """The devices, ordered by their first stage: the rows of a picture."""
-        return tuple(dict.fromkeys(self.devices))
+        return tuple(dict.fromkeys(device for hosts in self.replicas for device in hosts))
 
     def stages_of(self, device: int) -> tuple[int, ...]:
         """The stages of a device."""
-        return tuple(k for k, other in enumerate(self.devices) if other == device)
+        return tuple(k for k, hosts in enumerate(self.replicas) if device in hosts)
+
+    def device_of(self, stage: int, micro_batch: int) -> int:
+        """The device that has a micro-batch of a stage."""
+        hosts = self.replicas[stage]
+        return hosts[micro_batch % len(hosts)]
 
     @cached_property
     def begin_s(self) -> float:

@@ -46,7 +46,7 @@ def _tracks(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for span in timeline.spans:
-        device = timeline.devices[span.stage]
+        device = timeline.device_of(span.stage, span.action.micro_batch)
         track = _track(timeline, "action", span.stage, span.pipeline)
         about = {"stage": span.stage, "micro_batch": span.action.micro_batch, "pipeline": span.pipeline}
         about |= {"iteration": span.iteration} if span.iteration else {}
@@ -57,7 +57,7 @@ def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
     senders = {(s.action.kind.produces, s.stage, s.action.micro_batch, s.pipeline): s.action for s in timeline.spans}
     for transfer in timeline.transfers:
         action = senders[transfer.direction, transfer.source, transfer.micro_batch, transfer.pipeline]
-        device = timeline.devices[transfer.source]
+        device = timeline.device_of(transfer.source, transfer.micro_batch)
         track = _track(timeline, transfer.direction, transfer.source, transfer.pipeline)
         about = {
             "hop": transfer.hop,

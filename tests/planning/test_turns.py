@@ -9,7 +9,13 @@ import pytest
 from lightning_avgpipe.planning.network import Network
 from lightning_avgpipe.planning.problem import Problem, Stage
 from lightning_avgpipe.planning.spp import SppCosts, all_plans
-from lightning_avgpipe.planning.turns import least_in_turns_s, plan_in_turns, seconds_in_turns
+from lightning_avgpipe.planning.turns import (
+    least_in_turns_s,
+    plan_in_turns,
+    replayed_in_turns,
+    seconds_in_turns,
+    timeline_in_turns,
+)
 from lightning_avgpipe.schedule import build, simulate, with_replicas
 
 
@@ -45,6 +51,13 @@ def test_replicas_in_turns_pass_each_micro_batch_whole() -> None:
     #   replica 1   F1 F1 F3 F3
     #   stage 1           F0 F1 F2 F3 B0 B1 B2 B3     busy from 2 to 10
     assert seconds_in_turns(problem, stages, schedule) == 12
+    timeline = timeline_in_turns(problem, stages, schedule, [(1, 2), (0,)])
+    assert timeline.rows == (1, 2, 0) and timeline.iteration_s == 12
+    forwards = [(timeline.device_of(s.stage, s.action.micro_batch), s.begin_s) for s in timeline.spans[:4]]
+    assert sorted(forwards) == [(1, 0), (1, 2), (2, 0), (2, 2)]
+    assert timeline.bubble_fraction == pytest.approx(1 - (4 * 4 + 4 * 2) / (3 * 12))
+    replayed = replayed_in_turns(timeline)
+    assert (replayed.spans, replayed.replicas) == (timeline.spans, timeline.replicas)
 
 
 def test_a_stage_ends_when_its_gradients_are_all_reduced() -> None:
