@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.planning import Memory, Plan
 from lightning_avgpipe.planning.recompute_policy import repeated
-from lightning_avgpipe.schedule import Schedule, peak_stash
+from lightning_avgpipe.schedule import Schedule, in_turn, peak_stash
 from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy
 from lightning_avgpipe.schedule.versions import held as held_by
 
@@ -67,6 +67,7 @@ def memory_of(
     recompute: bool = False,
     num_pipelines: int = 1,
     num_groups: int = 1,
+    replicas: Sequence[int] = (),
 ) -> Memory:
     """What a partition must know: sizes, and how many micro-batches each stage has in flight.
 
@@ -77,12 +78,14 @@ def memory_of(
         recompute: whether stages repeat their forwards.
         num_pipelines: N; of several, each has what is trained for itself, and there is their reference.
         num_groups: of processes, each with N pipelines.
+        replicas: of each stage, which take its micro-batches in turns; empty: one of each.
     """
     flights: tuple[int, ...] = ()
     repeats: tuple[bool, ...] = ()
     relays: frozenset[int] = frozenset()
     if schedule is not None:
-        flights = tuple(num_pipelines * max(1, count) for count in peak_stash(schedule))
+        turns = [in_turn(row, 0, count) for row, count in zip(schedule.rows, replicas, strict=True)] if replicas else ()
+        flights = tuple(num_pipelines * max(1, count) for count in peak_stash(turns or schedule))
         relays = schedule.relays
         if recompute:
             rows = schedule.rows

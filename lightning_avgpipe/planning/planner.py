@@ -37,8 +37,6 @@ from lightning_avgpipe.schedule import (
     StageCosts,
     build,
     forward_only,
-    in_turn,
-    peak_stash,
     simulate,
     with_replicas,
 )
@@ -217,9 +215,7 @@ class Planner:
             if self.measures:
                 plan, costs = self._refined(what, plan.graph, measured, memory, spared)
         if conditions.bandwidth is not None and conditions.schedule is not None:
-            return self._placed(
-                what, plan.graph, costs, conditions.bandwidth, conditions.schedule.num_microbatches, memory
-            )
+            return self._placed(what, plan.graph, costs, conditions.bandwidth, conditions)
         fewer = self._fewest(plan, costs, conditions)
         if fewer is not None:
             planner, plan, memory, forecast = fewer
@@ -231,11 +227,11 @@ class Planner:
             plan = replace(plan, forecast=_forecast(plan, conditions.schedule, self.policy), note=note)
         return replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0]) if costs.kept else plan
 
-    def _placed(
-        self, step: _Step, graph: CallGraph, costs: Costs, bandwidth: Matrix, num_microbatches: int, memory: Memory
-    ) -> Plan:
+    def _placed(self, step: _Step, graph: CallGraph, costs: Costs, bandwidth: Matrix, conditions: Conditions) -> Plan:
         """SPP's stages, with the processes of each."""
-        begin = time.perf_counter()
+        begin, schedule = time.perf_counter(), conditions.schedule
+        assert schedule is not None
+        num_microbatches = schedule.num_microbatches
         weights = {name: p.numel() * p.element_size() for name, p in self.module.named_parameters()}
         units, positions = units_between(graph, costs, weights)
         found = plan_in_turns(units, bandwidth, num_microbatches)
@@ -244,8 +240,10 @@ class Planner:
         devices = tuple(ranks for _, _, ranks in found.stages)
         slowest = [min(bandwidth[u][v] for u in here for v in after) for here, after in itertools.pairwise(devices)]
         links = tuple(Link(1 / speed) for speed in slowest)
-        chosen = replace(self, num_stages=found.num_stages, replicas=tuple(map(len, devices)))
-        memory = replace(memory, versions=tuple(1 / len(ranks) for ranks in devices)) if self.sharing else memory
+        counts = tuple(map(len, devices))
+        order = with_replicas(build(schedule.name, found.num_stages, num_microbatches), counts)
+        chosen = replace(self, num_stages=found.num_stages, replicas=counts)
+        memory = chosen._memory(replace(conditions, schedule=order))
         cuts = tuple(positions[last] for _, last, _ in found.stages[:-1])
         costs = replace(costs, links=links, kept=0)
         plan = chosen._closed(step, chosen._made(graph, cuts, costs, memory), costs, memory)
@@ -266,8 +264,7 @@ class Planner:
         def divide(counts: tuple[int, ...]) -> Plan:
             fewer = replace(self, num_stages=len(counts), replicas=counts, memory_limit=halving.memory_limit)
             order = with_replicas(build(schedule.name, len(counts), schedule.num_microbatches), counts)
-            turns = [in_turn(row, 0, count) for row, count in zip(order.rows, counts, strict=True)]
-            memory = replace(fewer._memory(replace(conditions, schedule=order)), in_flight=tuple(peak_stash(turns)))
+            memory = fewer._memory(replace(conditions, schedule=order))
             made, failure = fewer._attempt(plan.graph, replace(costs, links=(slowest,)), memory)
             if made is None:
                 raise failure or PartitionError("no plan")
@@ -307,6 +304,7 @@ class Planner:
             self.recompute.stages,
             conditions.num_pipelines,
             conditions.num_groups,
+            self.replicas,
         )
         if conditions.schedule is not None and trains(conditions.schedule.rows[-1]):
             memory = with_versions(memory, self.module, self.policy, conditions.schedule)

@@ -115,6 +115,16 @@ def test_nothing_is_measured_where_nothing_depends_on_it(recorded: Recorder) -> 
     assert not seen
 
 
+def test_a_replica_stashes_the_micro_batches_of_its_turns(recorded: Recorder) -> None:
+    recorded(lambda name: 1.0)
+    schedule = build("afab", 2, 8)
+    alone = planned(Net(), 2, Conditions(schedule)).stages[0].memory
+    shared = planned(Net(), 2, Conditions(schedule), replicas=(1, 4), split_points=["blocks.2"]).stages
+    assert shared[0].memory == alone
+    whole = planned(Net(), 2, Conditions(schedule), split_points=["blocks.2"]).stages[1].memory
+    assert shared[1].memory.stash == whole.stash / 4 and shared[1].memory.held == whole.held
+
+
 def test_memory_decides_where_time_would_cut_elsewhere(recorded: Recorder) -> None:
     recorded(by_block)
     conditions = Conditions(build("1f1b", 2, 4))
