@@ -2,6 +2,7 @@
 
     python benchmarks/spp.py --json spp.json              # as root: a quarter of an hour on a quiet machine
     python benchmarks/spp.py --quick                      # one network, few steps
+    python benchmarks/spp.py --quick --parts networks --picture docs/replicas.png    # an iteration of SPP's plan there
     python benchmarks/spp.py --parts replicas,planning    # beside ddp on free links; planning times: no root needed
 
 Four processes train with a Trainer. What a unit computes is a sleep for each sample, so that four devices have room on
@@ -16,8 +17,10 @@ import json
 import logging
 import os
 import random
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -34,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import network
 from benchmarks.processes import add_options, launch
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import AvgPipeStrategy, PipelineTimeline
 from lightning_avgpipe.comm.bandwidth import measure_bandwidth
 from lightning_avgpipe.planning import pipedream
 from lightning_avgpipe.planning.network import Network
@@ -213,19 +216,23 @@ class Clock(L.Callback):
         return statistics.median(b - a for a, b in zip(self.ends[_EDGE - 1 :], self.ends[_EDGE:], strict=False))
 
 
-def fit(model: L.LightningModule, batches: Tensor, batch_size: int, strategy: Any) -> Clock:
+def fit(
+    model: L.LightningModule, batches: Tensor, batch_size: int, strategy: Any, callbacks: Sequence[L.Callback] = ()
+) -> Clock:
     clock = Clock()
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[clock, *callbacks],
     )  # fmt: skip
     trainer.fit(model, DataLoader(batches, batch_size))  # type: ignore[arg-type]
     return clock
 
 
-def on_network(setting: Setting, steps: int, rounds: int) -> dict[str, Any]:
-    """Each plan, measured and predicted; and the measured links."""
-    rank, found, known = int(os.environ["RANK"]), dict[str, Any](), measured()
+def on_network(setting: Setting, steps: int, rounds: int, pictures: str) -> dict[str, Any]:
+    """Each plan, measured and predicted; and the measured links. Into a folder, the last iteration of SPP's plan."""
+    rank, found = int(os.environ["RANK"]), dict[str, Any]()
+    known = costs() if rank else measured()
     # ddp has a first bucket, of the last unit, which it all-reduces while it computes
     of_ddp = replace(known, parameter_bytes=(*known.parameter_bytes[:-1], 0.0))
     seconds: dict[str, list[float]] = {}
@@ -240,7 +247,8 @@ def on_network(setting: Setting, steps: int, rounds: int) -> dict[str, Any]:
                 )
             batches = torch.ones((steps + _EDGE) * MICROBATCHES, 1)
             model = Sleeping(2.0 if rank == setting.slow else 1.0)
-            clock = fit(model, batches, MICROBATCHES // DEVICES if whole else MICROBATCHES, strategy)
+            draws = [PipelineTimeline(steps + _EDGE, pictures)] if pictures and name == "spp" else []
+            clock = fit(model, batches, MICROBATCHES // DEVICES if whole else MICROBATCHES, strategy, draws)
             seconds.setdefault(name, []).append(clock.seconds())
             if name in found:
                 continue
@@ -277,11 +285,11 @@ def work(options: argparse.Namespace) -> None:
     """What each process does, as torchrun would start it; rank 0 writes the result."""
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}
-    name, steps, rounds = json.loads(options.work)
+    name, steps, rounds, pictures = json.loads(options.work)
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    found = on_network(SETTINGS[name], steps, rounds) if name else beside_ddp(steps, rounds)
+    found = on_network(SETTINGS[name], steps, rounds, pictures) if name else beside_ddp(steps, rounds)
     if rank == "0":
         options.result.write_text(json.dumps(found))
 
@@ -338,6 +346,7 @@ def main() -> None:
     parser.add_argument("--parts", default="networks,replicas,planning")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--picture", type=Path, help="of an iteration of SPP's plan on the first network")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     add_options(parser, 600.0, "network")
     options = parser.parse_args()
@@ -349,12 +358,16 @@ def main() -> None:
     if "networks" in parts:
         if not network.available():
             raise SystemExit("links of a limited rate are network namespaces, which need root, ip and tc")
-        for name in list(SETTINGS)[: 1 if options.quick else None]:
-            arguments = ["--work", json.dumps([name, steps, rounds])]
-            result[name] = launch(__file__, arguments, DEVICES, SETTINGS[name].megabits, options.limit_s)
+        for number, name in enumerate(list(SETTINGS)[: 1 if options.quick else None]):
+            with tempfile.TemporaryDirectory() as pictures:
+                drawn = pictures if options.picture and number == 0 else ""
+                arguments = ["--work", json.dumps([name, steps, rounds, drawn])]
+                result[name] = launch(__file__, arguments, DEVICES, SETTINGS[name].megabits, options.limit_s)
+                for path in Path(pictures).glob("*.png"):
+                    shutil.copyfile(path, options.picture)
             show(name, result[name])
     if "replicas" in parts:
-        arguments = ["--work", json.dumps(["", 10 * steps, 2 * rounds + 1])]
+        arguments = ["--work", json.dumps(["", 10 * steps, 2 * rounds + 1, ""])]
         found = result["replicas"] = launch(__file__, arguments, 2, None, options.limit_s)
         print(f"\nreplicas=2 over ddp on free links: {found['ratio']:.3f} of its time, weights apart by at most "
               f"{found['largest_difference']:.1e}")  # fmt: skip
