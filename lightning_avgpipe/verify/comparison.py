@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Difference", "first_difference", "how_different", "rounding"]
+__all__ = ["Difference", "first_difference", "how_different", "rounding", "usual_size"]
 
 _ROUNDINGS = 100  # of the type, relative to the norm, where the order of a sum is not that of one process
 _COARSEST = 0.05
@@ -40,32 +40,42 @@ def rounding(tensor: Tensor) -> float:
     return min(_ROUNDINGS * torch.finfo(kind).eps, _COARSEST)
 
 
+def usual_size(tensors: Iterable[Tensor | None]) -> float:
+    """The root of the mean square of all elements."""
+    known = [t.detach() for t in tensors if t is not None and not t.is_sparse]
+    squares = math.fsum(float(torch.linalg.vector_norm(t)) ** 2 for t in known)
+    size = math.sqrt(squares / max(1, sum(t.numel() for t in known)))
+    return size if math.isfinite(size) else 0.0
+
+
 def first_difference(
     kind: str,
     expected: Mapping[str, Any],
     found: Mapping[str, Any],
     rounded: Callable[[str], bool] = lambda name: False,
     order: Iterable[str] = (),
+    scale: float = 0.0,
 ) -> Difference | None:
     """The first entry that differs, in this order and then in that of ``expected``.
 
     Args:
         rounded: whether an entry is compared up to rounding, not bit for bit.
+        scale: how large elements are as a rule: what nearly cancels is rounded as its terms were.
     """
     for name in dict.fromkeys((*(n for n in order if n in expected or n in found), *expected, *found)):
         if name not in expected or name not in found:
             side = "the pipeline" if name in found else "the plain run"
             return Difference(kind, name, f"it exists in {side} only")
-        size = how_different(expected[name], found[name], rounded(name))
+        size = how_different(expected[name], found[name], rounded(name), scale)
         if size is not None:
             return Difference(kind, name, size)
     return None
 
 
-def how_different(expected: Any, found: Any, rounded: bool = False) -> str | None:
+def how_different(expected: Any, found: Any, rounded: bool = False, scale: float = 0.0) -> str | None:
     """In words; None if they are equal, or as near as rounding explains."""
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
-        return _tensors(expected, found.to(expected.device), rounded)
+        return _tensors(expected, found.to(expected.device), rounded, scale)
     if isinstance(expected, float) and isinstance(found, float):
         same = expected == found or (math.isnan(expected) and math.isnan(found))
         if not same and rounded:
@@ -80,7 +90,7 @@ def how_different(expected: Any, found: Any, rounded: bool = False) -> str | Non
     return None if same else f"{_shown(found)}, and {_shown(expected)} in the plain run"
 
 
-def _tensors(expected: Tensor, found: Tensor, rounded: bool) -> str | None:
+def _tensors(expected: Tensor, found: Tensor, rounded: bool, scale: float) -> str | None:
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"{_shown(found)}, and {_shown(expected)} in the plain run"
     if expected.is_sparse or found.is_sparse:
@@ -96,7 +106,7 @@ def _tensors(expected: Tensor, found: Tensor, rounded: bool) -> str | None:
     wide = torch.complex128 if expected.is_complex() else torch.float64
     a, b = expected.to(wide), found.to(wide)
     norm, apart = float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(a - b))
-    if rounded and apart <= rounding(expected) * norm:
+    if rounded and apart <= rounding(expected) * max(norm, scale * math.sqrt(expected.numel())):
         return None
     relative = f", {apart / norm:.3g} of its norm" if norm and math.isfinite(apart / norm) else ""
     if expected.numel() == 1:

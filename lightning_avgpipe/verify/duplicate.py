@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
@@ -17,7 +18,7 @@ from torchmetrics import Metric
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 
-__all__ = ["duplicate"]
+__all__ = ["duplicate", "named_instead"]
 
 _CONTAINERS = (list, dict, set, tuple, deque)
 _SHARED = (Dataset, DataLoader, Sampler, pl.LightningDataModule, pl.Callback, pl.Trainer)
@@ -67,6 +68,22 @@ def duplicate(
             vars(metric).pop("forward", None)
             metric.distributed_available_fn = _alone
     return made
+
+
+@contextlib.contextmanager
+def named_instead(module: nn.Module, twin: nn.Module) -> Iterator[None]:
+    """Within this context global variables that the module's code sees, and that hold it or a part, hold the copy's."""
+    parts = {id(part): path for path, part in module.named_modules()}
+    functions = (f for cls in type(module).__mro__ for f in vars(cls).values() if isinstance(f, types.FunctionType))
+    namespaces = {id(f.__globals__): f.__globals__ for f in functions}.values()
+    found = [(space, name, held) for space in namespaces for name, held in space.items() if id(held) in parts]
+    for space, name, held in found:
+        space[name] = twin.get_submodule(parts[id(held)])
+    try:
+        yield
+    finally:
+        for space, name, held in found:
+            space[name] = held
 
 
 def _like(tensor: Tensor, contents: Tensor) -> Tensor:

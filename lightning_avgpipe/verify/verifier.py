@@ -26,8 +26,8 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify.advice import advice
-from lightning_avgpipe.verify.comparison import Difference, first_difference, how_different
-from lightning_avgpipe.verify.duplicate import duplicate
+from lightning_avgpipe.verify.comparison import Difference, first_difference, how_different, usual_size
+from lightning_avgpipe.verify.duplicate import duplicate, named_instead
 from lightning_avgpipe.verify.plain import Outcome, PlainRun, notify_zero_grad
 from lightning_avgpipe.verify.state import aliases, attributes, clone, put
 from lightning_avgpipe.verify.stepped import Clipping, PlainStep, StepNotes
@@ -150,7 +150,10 @@ class Verifier:
         clear = None
         if clears and n == 0:
             clear = lambda module: notify_zero_grad(module, trainer.optimizers[0])  # noqa: E731
-        with Objects(outside(self._module).values(), opaque=True).restored():  # which the twin shares
+        with (
+            Objects(outside(self._module).values(), opaque=True).restored(),  # which the twin shares
+            named_instead(self._module, twin),
+        ):
             return run.run(twin, parts, rest, self._carried[n], clear)
 
     def compare(self) -> None:
@@ -175,7 +178,10 @@ class Verifier:
             downstream = [name for stage in reversed(plan.stages) for name in reversed(stage.parameters)]
             held = {name: g for name, g in expected.gradients.items() if name in state.gradients}
             tied = plan.copied
-            self._check(n, first_difference("the gradient", held, state.gradients, tied.__contains__, downstream))
+            scale = usual_size(held.values())
+            self._check(
+                n, first_difference("the gradient", held, state.gradients, tied.__contains__, downstream, scale)
+            )
             self._compared["tied gradients"].update(name for name in held if name in tied)
             self._compared["gradients"].update(name for name, g in held.items() if g is not None and name not in tied)
         self._check(n, first_difference("the weight before any optimizer step", expected.parameters, state.parameters))

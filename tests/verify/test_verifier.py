@@ -126,6 +126,28 @@ def test_verification_leaves_no_trace(options: dict[str, Any]) -> None:
     assert torch.equal(state, same_state)
 
 
+GLOBAL: Any = None
+
+
+class Script(MLP):
+    """As scripts do, names the model by its global variable, and keeps a slow copy of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(8, 8).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        GLOBAL.slow.weight.data.mul_(0.5).add_(GLOBAL.layers[0].weight.detach(), alpha=0.5)
+        return super().training_step(batch, batch_idx) + self.slow(batch[0]).square().mean()
+
+
+def test_a_step_that_names_the_model_by_a_global_variable_is_run_on_the_copy(said: list[str]) -> None:
+    global GLOBAL
+    GLOBAL = module = Script()
+    fit(module)
+    assert GLOBAL is module and "equal bit for bit" in said[0]
+
+
 def test_one_stage_needs_no_verification() -> None:
     fit(MLP(), num_stages=1, num_microbatches=1)
 
