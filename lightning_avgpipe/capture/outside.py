@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import sys
 import sysconfig
 import types
@@ -96,7 +97,7 @@ class _Reached:
                 self.enter(function)
         elif isinstance(held, (staticmethod, classmethod, *_CODE)):
             self.enter(held)
-        elif not name.startswith("__") and not hasattr(held, "__get__"):
+        elif not name.startswith("__") and not hasattr(type(held), "__get__"):
             self._variable(f"class {_name(kind)}", kind, name)
 
     def _enclosed(self, function: types.FunctionType, name: str, cell: types.CellType) -> None:
@@ -128,7 +129,7 @@ class _Reached:
 
     def _name(self, namespace: dict[str, Any], name: str) -> Any:
         held = namespace.get(name)
-        if isinstance(held, _CODE) or callable(getattr(held, "__wrapped__", None)):
+        if isinstance(held, _CODE) or callable(inspect.getattr_static(held, "__wrapped__", None)):
             self.enter(held)
         elif name in namespace:
             self._variable(f"global {namespace.get('__name__')}", namespace, name)
