@@ -4,11 +4,12 @@
     python benchmarks/schedules.py --quick               # two processes, few rounds
     python benchmarks/schedules.py --parts every         # all schedules, beside torch's: see every_schedule.py
 
-On links: AFAB, 1F1B and advance forward propagation. One process per stage runs the real engine. Its compute is a sleep
-in the forward and in the backward, calibrated so that an action lasts as long as asked: it releases the core, so that
-six stages run on two cores, and what is measured is the schedule and the transport, not the arithmetic. Messages are
-real and cross rate-limited links: network namespaces where this is root, otherwise senders that sleep for as long as a
-link would be busy. The simulator is given the times that were asked for, not the measured ones.
+On links: AFAB, 1F1B, advance forward propagation and, from three stages on, broadcast forward. One process per stage
+runs the real engine. Its compute is a sleep in the forward and in the backward, calibrated so that an action lasts as
+long as asked: it releases the core, so that six stages run on two cores, and what is measured is the schedule and the
+transport, not the arithmetic. Messages are real and cross rate-limited links: network namespaces where this is root,
+otherwise senders that sleep for as long as a link would be busy. The simulator is given the times that were asked for,
+not the measured ones.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import (
     BACKWARD,
     FORWARD,
+    Broadcast,
     Kind,
     Schedule,
     StageCosts,
@@ -180,7 +182,7 @@ class Bench:
             "training_step", self.model.training_step, (torch.ones(1, 1),)
         )
         self.pipeline = Pipeline(cluster, self.model)
-        self.pipeline.load(plan.graph, plan.cuts)
+        self.pipeline.load(plan.graph, plan.cuts, relays=sorted(Broadcast()(cluster.stage_map.num_stages, 1).relays))
 
     def run(self, schedule: Schedule) -> Timeline | None:
         """One iteration; on rank 0 what happened in it."""
@@ -233,6 +235,7 @@ def measure(cluster: Cluster, options: argparse.Namespace, ratio: float, bytes_p
     bench.calibrate({FORWARD: forward_s, BACKWARD: backward_s})
     advance = first_advance(uneven_steps(costs), num_microbatches, costs)
     schedules = [("afab", 0), ("1f1b", 0), ("advance_forward", advance)]
+    schedules += [("broadcast", 0)] if num_stages > 2 else []
     if options.every_advance is not None:
         schedules = [("advance_forward", h) for h in range(options.every_advance + 1)]
     schedule_of = {key: build(key[0], num_stages, num_microbatches, key[1]) for key in schedules}
@@ -298,8 +301,15 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     stages = sorted({row["stages"] for row in rows})
     figure = Figure(figsize=(4 * len(stages), 3.4), layout="constrained")
     for axes, num_stages in zip(figure.subplots(1, len(stages), squeeze=False)[0], stages, strict=True):
-        for colour, name in (("#c0504d", "1f1b"), ("#5fa65a", "afab"), ("#4c84c4", "advance_forward")):
+        for colour, name in (
+            ("#c0504d", "1f1b"),
+            ("#5fa65a", "afab"),
+            ("#4c84c4", "advance_forward"),
+            ("#8064a2", "broadcast"),
+        ):
             here = [row for row in rows if (row["stages"], row["schedule"]) == (num_stages, name)]
+            if not here:
+                continue
             ratios = [row["ratio"] for row in here]
             axes.plot(ratios, [row["simulated_s"] for row in here], color=colour, linewidth=1)
             axes.plot(ratios, [row["seconds"] for row in here], "o", color=colour, label=name)
@@ -353,15 +363,14 @@ def on_links(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str,
     """Measure some schedules on links of a rate; prints the table."""
     if options.links == "auto":
         options.links = "namespaces" if network.available() else "throttled"
-    rows: list[dict[str, Any]] = []
-    for num_stages in options.stages:
-        rows += run(arguments, options, num_stages)
-        print(f"{num_stages} stages done", file=sys.stderr, flush=True)
     about = {
         name: getattr(options, name) for name in ("links", "megabits", "microbatches", "forward_ms", "backward_ms")
     }
     print(", ".join(f"{name} {value}" for name, value in about.items()))
-    print(table(rows))
+    rows: list[dict[str, Any]] = []
+    for num_stages in options.stages:
+        rows += (found := run(arguments, options, num_stages))
+        print(table(found), flush=True)
     if options.picture is not None:
         draw(rows, options.picture)
     return {**about, "rows": rows}
