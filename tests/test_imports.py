@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "lightning_avgpipe"
 
 # The rooms from the ground up: each may import those before it, and itself.
 ROOMS = (
-    "errors", "utils", "schedule", "capture", "planning", "comm", "weights", "engine", "elastic", "tuning", "training",
-    "verify", "strategy", "callbacks", "pytorch_lightning", "__init__",
+    "errors", "utils", "schedule", "capture", "planning", "comm", "weights", "engine", "elastic", "tuning", "advise",
+    "training", "verify", "strategy", "callbacks", "pytorch_lightning", "__init__",
 )  # fmt: skip
 # What knows Lightning.
 UPPER = ("training", "verify", "strategy", "callbacks", "pytorch_lightning", "__init__")

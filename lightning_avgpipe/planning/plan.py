@@ -11,6 +11,7 @@ from lightning_avgpipe.capture.costs import Costs, Link
 from lightning_avgpipe.capture.graph import CallGraph, Leaf, Value
 from lightning_avgpipe.planning.memory import Memory, Need, nbytes
 from lightning_avgpipe.planning.ranges import Ranges
+from lightning_avgpipe.planning.replicated_costs import SppCosts
 
 __all__ = ["Forecast", "Plan", "StagePlan", "format_seconds", "make_plan"]
 
@@ -84,6 +85,7 @@ class Plan:
         frozen: nodes, from the first, whose outputs are kept from epoch to epoch; their forwards take no time.
         devices: ranks of the processes of each stage; empty: those of the stage map.
         whole: stage -> why it runs its backwards whole, although the schedule splits them.
+        units: what the units cost between which it could be cut, if they were measured.
     """
 
     stages: tuple[StagePlan, ...]
@@ -96,6 +98,7 @@ class Plan:
     frozen: int = 0
     devices: tuple[tuple[int, ...], ...] = ()
     whole: Mapping[int, str] = field(default_factory=dict)
+    units: SppCosts | None = field(default=None, repr=False)
 
     @property
     def slowest(self) -> StagePlan:

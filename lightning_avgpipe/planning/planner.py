@@ -216,6 +216,7 @@ class Planner:
                 plan, costs = self._refined(what, plan.graph, measured, memory, spared)
         if conditions.bandwidth is not None and conditions.schedule is not None:
             return self._placed(what, plan.graph, costs, conditions.bandwidth, conditions)
+        apart = units_between(plan.graph, costs, self._weights())[0] if self.measures else None
         fewer = self._fewest(plan, costs, conditions)
         if fewer is not None:
             planner, plan, memory, forecast = fewer
@@ -225,15 +226,19 @@ class Planner:
             note = self._note(plan, costs, spared)
             plan = self._closed(what, plan, costs, memory)
             plan = replace(plan, forecast=_forecast(plan, conditions.schedule, self.policy), note=note)
+        plan = replace(plan, units=apart)
         return replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0]) if costs.kept else plan
+
+    def _weights(self) -> dict[str, int]:
+        """Bytes of each parameter."""
+        return {name: p.numel() * p.element_size() for name, p in self.module.named_parameters()}
 
     def _placed(self, step: _Step, graph: CallGraph, costs: Costs, bandwidth: Matrix, conditions: Conditions) -> Plan:
         """SPP's stages, with the processes of each."""
         begin, schedule = time.perf_counter(), conditions.schedule
         assert schedule is not None
         num_microbatches = schedule.num_microbatches
-        weights = {name: p.numel() * p.element_size() for name, p in self.module.named_parameters()}
-        units, positions = units_between(graph, costs, weights)
+        units, positions = units_between(graph, costs, self._weights())
         found = plan_in_turns(units, bandwidth, num_microbatches)
         took_s = time.perf_counter() - begin
         _log.info("planned %d units on %d devices in %.1f s", units.num_units, len(bandwidth), took_s)

@@ -15,12 +15,14 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.advise.request import Request
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import MemoryLimit
 from lightning_avgpipe.strategy import lightning_changes as changes
+from lightning_avgpipe.strategy.advisor import Advisor
 from lightning_avgpipe.strategy.aftermath import hooks_with_results
 from lightning_avgpipe.strategy.ahead import AheadIterations
 from lightning_avgpipe.strategy.asynchronous import AsynchronousIterations
@@ -104,6 +106,7 @@ class PipelineRun:
         self.configuration = configuration
         self._before = before
         self._verifier: Verifier | None = None
+        self._advisor: Advisor | None = None
         self._survivors = Survivors(trainer, self.cluster) if self.cluster.survives else None
         self._undo = contextlib.ExitStack()
 
@@ -145,6 +148,9 @@ class PipelineRun:
         if isinstance(self.iterations, AheadIterations):
             self.state.settle = self.iterations.drain
             self._undo.enter_context(changes.rolling(trainer, self.iterations, self.batches))
+        if fitting and (asked := Request.found()) is not None:
+            self._advisor = Advisor(asked, cluster)
+            trainer.callbacks.append(self._advisor)  # type: ignore[attr-defined]
         if fitting and options.replicas != 1:
             request.refuse(options.verify, "with replicas each has but a share of the batch that counts")
         elif fitting:
@@ -223,9 +229,11 @@ class PipelineRun:
         """Give every process the whole module back."""
         self._undo.close()
 
-    def end_verification(self) -> None:
-        """After teardown: a script that runs to be verified ends here."""
+    def end_script(self) -> None:
+        """After teardown: a script that runs to be verified, or for advice, ends here."""
         request.end_of_run(self._verifier)
+        if self._advisor is not None and self._advisor.done:
+            raise SystemExit(0)
 
     def model_to_device(self, own: Own) -> None:
         """Nothing moves before it is known which stage needs what."""

@@ -657,7 +657,7 @@ class AvgPipeStrategy(ParallelStrategy):
         super().teardown()
         self._lightning_module = module
         if isinstance(self._run, PipelineRun):
-            self._run.end_verification()
+            self._run.end_script()
 
     # -- batches and steps ---------------------------------------------------------------------------------------------
 

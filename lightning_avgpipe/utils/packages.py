@@ -32,7 +32,7 @@ OTHER = "pytorch_lightning"
 FIRST = "lightning.pytorch" if importlib.util.find_spec("lightning") is not None else OTHER
 # The parts of this package that know nothing of Lightning: they are loaded once.
 SHARED = frozenset(
-    {"errors", "utils", "schedule", "capture", "planning", "comm", "engine", "weights", "elastic", "tuning"}
+    {"errors", "utils", "schedule", "capture", "planning", "comm", "engine", "weights", "elastic", "tuning", "advise"}
 )
 
 _OURS = "lightning_avgpipe"

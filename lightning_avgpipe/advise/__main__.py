@@ -1,0 +1,68 @@
+"""Advise on a training script: ``python -m lightning_avgpipe.advise --devices 2 4 8 train.py fit --config x.yaml``."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_avgpipe.advise.request import Request
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script until its first batch has trained, and print what its measured units let expect.
+
+    Returns:
+        0 if there is advice, otherwise 1.
+    """
+    options = _parser().parse_args(arguments)
+    command = ["-m", options.script] if options.module else [options.script]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "advice.txt"
+        request = Request(tuple(options.devices), tuple(options.megabits), str(report))
+        code = subprocess.call([sys.executable, *command, *options.arguments], env=request.environment())
+        advice = report.read_text() if report.exists() else None
+    if advice is not None:
+        print(advice)
+        return 0
+    if code:
+        print(f"no advice: the script ended with exit status {code}; its error is above", file=sys.stderr)
+    else:
+        print(
+            "no advice: the script ended without a plan whose costs were measured; it needs the strategy 'avgpipe', "
+            "num_stages above 1 and costs='measured', the default",
+            file=sys.stderr,
+        )
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_avgpipe.advise",
+        description="Run a training script until its first batch has trained, and predict from the measured costs of "
+        "its units what a batch takes with ddp, one pipeline and parallel models, on more devices like this one.",
+    )
+    parser.add_argument("--devices", type=_positive, nargs="+", default=[2, 4, 8], help="how many (default: 2 4 8)")
+    parser.add_argument(
+        "--megabits", type=float, nargs="+", default=[100, 1000, 10000],
+        help="per second, of each link between two of them (default: 100 1000 10000)",
+    )  # fmt: skip
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="that trains with AvgPipeStrategy or strategy='avgpipe', on several stages")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Should I use this? What training a model in one way or another would take, predicted from the costs of its units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_avgpipe.planning.replicated_costs import SppCosts
+from lightning_avgpipe.planning.spp import partition
+from lightning_avgpipe.schedule import StageCosts, build, simulate
+from lightning_avgpipe.tuning.samples import SamplesFactor, samples_at
+
+__all__ = ["Way", "advice", "ways"]
+
+_BYTES_PER_S = 1e6 / 8  # of a megabit per second
+_ADVANCES = (1, 2, 3)
+_MODELS = (2, 4)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train on some devices.
+
+    Attributes:
+        batch_s: seconds of a batch; those of N parallel models, divided by N, times the samples that they need more.
+        strategy: as a Trainer takes it, from ``"ddp"`` to ``AvgPipeStrategy(...)``.
+    """
+
+    batch_s: float
+    strategy: str
+
+
+def ways(
+    units: SppCosts, num_microbatches: int, devices: int, megabits: float, samples_factor: SamplesFactor = None
+) -> list[Way]:
+    """All that this looks at, the fastest first.
+
+    ddp splits a batch over all devices, and all-reduces beside its backward. A pipeline has K stages, and a copy of it
+    for each K devices, which all-reduce when they have drained. Links of every two devices have the same rate, in each
+    direction. Memory is not looked at, nor the time of optimizers.
+
+    Args:
+        units: of one micro-batch, see :attr:`lightning_avgpipe.planning.plan.Plan.units`.
+        num_microbatches: M, of a batch.
+        devices: D.
+        megabits: per second, of a link.
+        samples_factor: as of :class:`lightning_avgpipe.callbacks.AvgPipeTuner`.
+    """
+    rate = megabits * _BYTES_PER_S
+    found = [Way(_ddp_s(units, num_microbatches, devices, rate), '"ddp"')]
+    for stages in range(2, min(devices, units.num_units) + 1):
+        copies = devices // stages
+        if devices % stages == 0 and num_microbatches % copies == 0:
+            found += _pipelines(units, num_microbatches // copies, stages, copies, rate, samples_factor)
+    return sorted(found, key=lambda way: way.batch_s)
+
+
+def _ddp_s(units: SppCosts, num_microbatches: int, devices: int, rate: float) -> float:
+    part = num_microbatches / devices
+    reduce_s = _reduce_s(float(units.parameters[-1]), devices, rate)
+    return part * float(units.busy_s[-1]) + max(0.0, reduce_s - part * sum(units.backward_s))
+
+
+def _reduce_s(size: float, devices: int, rate: float) -> float:
+    return 2 * (devices - 1) / devices * size / rate
+
+
+def _pipelines(
+    units: SppCosts, num_microbatches: int, stages: int, copies: int, rate: float, samples_factor: SamplesFactor
+) -> Iterator[Way]:
+    ranges = partition(units, range(stages), stages, num_microbatches)
+    costs = _stage_costs(units, [first for first, _, _ in ranges], rate)
+    heaviest = max(sum(units.parameter_bytes[first : last + 1]) for first, last, _ in ranges)
+    reduce_s = _reduce_s(heaviest, copies, rate)
+    options = f"num_stages={stages}" + (f", replicas={copies}" if copies > 1 else "")
+    settings = [("1f1b", 0), *(("advance_forward", h) for h in _ADVANCES)]
+    for models in (1, *_MODELS):
+        timed = []
+        for name, h in settings:
+            schedule = build(name, stages, num_microbatches, h)
+            seconds = simulate([schedule] * models, costs).iteration_s / models + reduce_s
+            timed.append((seconds, f'"{name}"' + (f", advance={h}" if h else "")))
+        if models == 1:
+            yield Way(timed[0][0], f"AvgPipeStrategy({options}, schedule={timed[0][1]})")
+        seconds, schedule_of = min(timed)
+        if models > 1 or seconds < timed[0][0]:
+            several = f", num_pipelines={models}" if models > 1 else ""
+            factor = samples_at(samples_factor, models)
+            yield Way(seconds * factor, f"AvgPipeStrategy({options}{several}, schedule={schedule_of})")
+
+
+def _stage_costs(units: SppCosts, begins: Sequence[int], rate: float) -> StageCosts:
+    bounds = list(zip(begins, [*begins[1:], units.num_units], strict=True))
+    return StageCosts(
+        [sum(units.forward_s[a:b]) for a, b in bounds],
+        [sum(units.backward_s[a:b]) for a, b in bounds],
+        [units.bytes_forward[b - 1] / rate for _, b in bounds[:-1]],
+        [units.bytes_backward[b - 1] / rate for _, b in bounds[:-1]],
+        [0.0] * (len(bounds) - 1),
+    )
+
+
+def advice(
+    units: SppCosts,
+    num_microbatches: int,
+    devices: Sequence[int],
+    megabits: Sequence[float],
+    samples_factor: SamplesFactor = None,
+) -> str:
+    """A table: for each number of devices and rate of links ddp, the best single pipelines and parallel models."""
+    lines = [f"{'devices':>7} {'Mbit/s':>8}  {'batch':>9} {'ddp / it':>8}  strategy"]
+    for count in devices:
+        for rate in megabits:
+            found = ways(units, num_microbatches, count, rate, samples_factor)
+            ddp_s = next(way.batch_s for way in found if way.strategy == '"ddp"')
+            kinds = dict.fromkeys((_kind(way) for way in found), True)  # the fastest of each, in order
+            for kind in kinds:
+                way = next(way for way in found if _kind(way) == kind)
+                lines.append(
+                    f"{count:7d} {rate:8g}  {way.batch_s * 1e3:6.1f} ms {ddp_s / way.batch_s:7.2f}x  {way.strategy}"
+                )
+    return "\n".join(lines)
+
+
+def _kind(way: Way) -> str:
+    return "ddp" if way.strategy == '"ddp"' else "models" if "num_pipelines" in way.strategy else "pipeline"

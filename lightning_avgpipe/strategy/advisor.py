@@ -1,0 +1,42 @@
+"""Ends a run that the command ``python -m lightning_avgpipe.advise`` has started, with its advice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+
+from lightning_avgpipe.advise.request import Request
+from lightning_avgpipe.advise.ways import advice
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.planning import Plan
+
+__all__ = ["Advisor"]
+
+
+class Advisor(Callback):
+    """After the first batch.
+
+    Args:
+        request: what to look at.
+        cluster: of the run.
+
+    Attributes:
+        done: whether the run has got there.
+    """
+
+    def __init__(self, request: Request, cluster: Cluster) -> None:
+        self._request, self._cluster = request, cluster
+        self.done = False
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Write the advice, and end the run."""
+        plan: Plan = trainer.strategy.plan
+        if self._cluster.leads and plan.units is not None and plan.forecast is not None:
+            found = advice(plan.units, plan.forecast.num_microbatches, self._request.devices, self._request.megabits)
+            Path(self._request.report).write_text(found)
+        self._cluster.world.barrier("the end of advice")
+        self.done = True
+        raise _TunerExitException  # in all processes: Lightning ends the run as if it were done

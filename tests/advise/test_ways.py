@@ -1,0 +1,45 @@
+"""Ways to train, predicted from the costs of units."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_avgpipe.advise.ways import advice, ways
+from lightning_avgpipe.planning.replicated_costs import SppCosts
+
+
+def units(message_bytes: float, parameter_bytes: float) -> SppCosts:
+    """Eight equal ones."""
+    between = (message_bytes,) * 7
+    return SppCosts((0.01,) * 8, (0.02,) * 8, between, between, (parameter_bytes,) * 8)
+
+
+def seconds(found: list, text: str) -> float:
+    return next(way.batch_s for way in found if text in way.strategy)
+
+
+def test_on_free_links_ddp_splits_the_work_and_1f1b_is_idle_at_its_ends() -> None:
+    found = ways(units(0, 0), 8, 4, 1000)
+    assert seconds(found, '"ddp"') == pytest.approx(8 * 8 * 0.03 / 4)
+    assert seconds(found, 'num_stages=4, schedule="1f1b"') == pytest.approx((8 + 3) * 2 * 0.03)
+    assert found[0].strategy == '"ddp"'
+
+
+def test_on_a_slow_link_with_heavy_weights_ddp_is_last_and_parallel_models_pay_for_their_samples() -> None:
+    found = ways(units(10_000, 50e6), 8, 4, 100)
+    assert found[-1].strategy == '"ddp"'
+    with_factor = seconds(found, "num_pipelines=2")
+    without = seconds(ways(units(10_000, 50e6), 8, 4, 100, samples_factor=1), "num_pipelines=2")
+    assert with_factor == pytest.approx(1.2 * without)
+
+
+def test_pipelines_have_copies_where_devices_and_micro_batches_divide() -> None:
+    names = [way.strategy for way in ways(units(0, 0), 6, 4, 1000)]
+    assert any("num_stages=2, replicas=2" in name for name in names)
+    assert not any("replicas" in way.strategy for way in ways(units(0, 0), 5, 4, 1000))
+
+
+def test_the_table_has_the_fastest_of_each_kind() -> None:
+    lines = advice(units(10_000, 1e6), 8, (2, 4), (100, 1000)).splitlines()
+    assert len(lines) == 1 + 2 * 2 * 3
+    assert sum('"ddp"' in line for line in lines) == sum("num_pipelines" in line for line in lines) == 4
