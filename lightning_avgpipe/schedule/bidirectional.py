@@ -9,12 +9,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
-from lightning_avgpipe.schedule.greedy import greedy
-from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, KINDS
+from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD
+from lightning_avgpipe.schedule.rules import Event, needs, results
 
 __all__ = ["chimera"]
 
@@ -33,10 +31,26 @@ def chimera(num_stages: int, num_microbatches: int, num_devices: int) -> Schedul
     if num_microbatches < 2:
         raise ScheduleError(f"chimera sends micro-batches both ways, and needs two at least, not {num_microbatches}")
     devices = (*range(num_devices), *reversed(range(num_devices)))
-
-    def prefers(stage: int, action: Action, stashed: int) -> Sequence[float] | None:
-        if action.kind is BACKWARD:
-            return 0, action.micro_batch
-        return (1, action.micro_batch) if stashed < num_devices else None
-
-    return greedy("chimera", num_microbatches, devices, (FORWARD, BACKWARD), prefers, dict.fromkeys(KINDS, 1), 2)
+    # of each stage and kind the next micro-batch: they come in ascending order
+    following = {(k, kind): k // num_devices for k in range(len(devices)) for kind in (FORWARD, BACKWARD)}
+    happened: set[Event] = set()
+    stash = [0] * num_devices
+    orders: list[list[tuple[int, Action]]] = [[] for _ in devices[:num_devices]]
+    while any(i < num_microbatches for i in following.values()):
+        chosen: dict[int, tuple[int, Action]] = {}
+        # backwards first, then the lowest micro-batch; an order that is played cannot deadlock
+        for (k, kind), i in sorted(
+            following.items(), key=lambda entry: (entry[0][1] is FORWARD, entry[1], entry[0][0])
+        ):
+            action, device = Action(kind, i), devices[k]
+            fits = kind is BACKWARD or stash[device] < num_devices
+            if i < num_microbatches and fits and device not in chosen and needs(action, k, num_devices) <= happened:
+                chosen[device] = k, action
+        if not chosen:
+            raise ScheduleError(f"chimera: nothing can go on with {num_microbatches} micro-batches on {num_devices}")
+        for device, (k, action) in chosen.items():
+            orders[device].append((k, action))
+            following[k, action.kind] += 2
+            stash[device] += action.kind.stash
+            happened |= results(action, k, num_devices)
+    return Schedule.of_orders("chimera", num_microbatches, orders, 2)

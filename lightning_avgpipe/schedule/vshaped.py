@@ -65,12 +65,11 @@ class _Order:
                 if kind is BACKWARD:
                     self._done[stage, WEIGHT_GRADIENT] += 1
 
-    def add_weights(self, most: int) -> None:
-        """So many weight gradients, if their gradients have come: those of the way back first."""
+    def add_weights(self) -> None:
+        """The next weight gradient whose gradient has come, if there is one: of the way back first."""
         for stage in (self.back, self.there):
-            waiting = self.left(stage, WEIGHT_GRADIENT) - self.left(stage, INPUT_GRADIENT)
-            self.add(min(most, waiting), (stage, WEIGHT_GRADIENT))
-            most -= min(most, waiting)
+            if self.left(stage, WEIGHT_GRADIENT) > self.left(stage, INPUT_GRADIENT):
+                return self.add(1, (stage, WEIGHT_GRADIENT))
 
 
 def _of(name: str, make: Callable[[_Order, int], None], num_microbatches: int, num_devices: int) -> Schedule:
@@ -94,7 +93,7 @@ def _zbv(order: _Order, device: int) -> None:
     order.add(device, (there, INPUT_GRADIENT), (back, INPUT_GRADIENT))
     while any(order.left(stage, WEIGHT_GRADIENT) for stage in (there, back)):
         order.add(1, (there if order.left(there, INPUT_GRADIENT) else back, INPUT_GRADIENT))
-        order.add_weights(1)
+        order.add_weights()
 
 
 def _dualpipev(order: _Order, device: int) -> None:
@@ -109,5 +108,5 @@ def _dualpipev(order: _Order, device: int) -> None:
     order.add(pairs - pairs // 2, (back, BACKWARD), (there, BACKWARD))
     order.add(pairs // 2, (back, INPUT_GRADIENT), (there, INPUT_GRADIENT))
     while any(order.left(stage, WEIGHT_GRADIENT) for stage in (there, back)):
-        order.add_weights(1)
+        order.add_weights()
         order.add(1, (there if order.left(there, INPUT_GRADIENT) else back, INPUT_GRADIENT))
