@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["clone_optimizer", "follow", "unwrapped"]
+__all__ = ["clone_optimizer", "follow", "parameters_in", "unwrapped"]
 
 _HOOKS = ("_hooks",)  # how the names of an optimizer's hooks end
 
@@ -23,7 +23,7 @@ def clone_optimizer(optimizer: Optimizer, own: Mapping[int, Tensor]) -> Optimize
         optimizer: of replica 0. Its ``step`` may be patched by a scheduler; the clone's is not.
         own: id of its parameter -> the parameter that takes its place; others are shared.
     """
-    memo: dict[int, Any] = {id(p): own.get(id(p), p) for group in optimizer.param_groups for p in group["params"]}
+    memo: dict[int, Any] = {id(p): own.get(id(p), p) for p in parameters_in(optimizer)}
     made = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name == "step":
@@ -37,6 +37,11 @@ def follow(made: Optimizer, optimizer: Optimizer, own: Mapping[int, Tensor]) -> 
     made.param_groups[:] = [
         {**group, "params": [own.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
     ]
+
+
+def parameters_in(optimizer: Optimizer) -> list[Tensor]:
+    """Its parameters, in the order in which its state numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 
 __all__ = ["States", "load_states", "states_of_group_0"]
 
@@ -33,7 +34,7 @@ def states_of_group_0(optimizers: Sequence[Optimizer], replica_group: ReplicaGro
     described = replica_group.members.broadcast([_describe(optimizer) for optimizer in optimizers])
     states: list[States] = []
     for optimizer, entries in zip(optimizers, described, strict=True):
-        parameters = _parameters(optimizer)
+        parameters = parameters_in(optimizer)
         states.append(
             {i: _filled(optimizer, parameters[i], entry, replica_group.number) for i, entry in entries.items()}
         )
@@ -45,18 +46,14 @@ def states_of_group_0(optimizers: Sequence[Optimizer], replica_group: ReplicaGro
 
 def load_states(optimizer: Optimizer, states: States) -> None:
     """Give an optimizer copies of these states in the place of what it has."""
-    parameters = _parameters(optimizer)
+    parameters = parameters_in(optimizer)
     optimizer.state.clear()
     for i, entry in states.items():
         optimizer.state[parameters[i]] = copy.deepcopy(dict(entry))
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _describe(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    states = ((i, optimizer.state.get(p)) for i, p in enumerate(_parameters(optimizer)))
+    states = ((i, optimizer.state.get(p)) for i, p in enumerate(parameters_in(optimizer)))
     return {i: {key: _described(value) for key, value in state.items()} for i, state in states if state}
 
 

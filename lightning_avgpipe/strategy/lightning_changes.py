@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 from lightning_avgpipe.strategy.ahead import AheadIterations
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, local_metrics, looking_on
@@ -200,7 +201,7 @@ def _without_comparing_contents() -> Iterator[None]:
 
 
 def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    known = {id(parameter) for parameter in parameters_in(optimizer)}
     return [parameter for parameter in params if id(parameter) not in known]
 
 
@@ -231,7 +232,7 @@ def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, cluster: C
     def run(*args: Any, **kwargs: Any) -> Any:
         optimizers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Optimizer)]
         # in the optimizer's order, as Lightning clips: a norm of norms depends on it, by a rounding
-        stepped = [p for optimizer in optimizers[:1] for group in optimizer.param_groups for p in group["params"]]
+        stepped = [p for optimizer in optimizers[:1] for p in parameters_in(optimizer)]
         known = {id(parameter) for parameter in stepped}
         parameters = [*stepped, *(p for p in module.parameters() if id(p) not in known)]
         with norms_over_stages(parameters, cluster):

@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.engine.lockstep import Lockstep
 from lightning_avgpipe.errors import AvgPipeError
@@ -176,7 +177,7 @@ class WholeSteps:
             with self.lockstep.quiet():
                 if closure is not None:
                     return step(self._closed(optimizer, closure), **kwargs)
-                self.lockstep.agree_on_gradients(_parameters(optimizer))
+                self.lockstep.agree_on_gradients(parameters_in(optimizer))
                 return step(**kwargs)
 
         return run
@@ -185,14 +186,14 @@ class WholeSteps:
         def run() -> Any:
             with self.lockstep.again():
                 result = closure()
-            self.lockstep.agree_on_gradients(_parameters(optimizer))
+            self.lockstep.agree_on_gradients(parameters_in(optimizer))
             return result
 
         return run
 
     def _clip(self, clip: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Clip by the norm over all processes."""
-        with self.lockstep.quiet(), norms_over_stages(_parameters(optimizer), self._cluster):
+        with self.lockstep.quiet(), norms_over_stages(parameters_in(optimizer), self._cluster):
             return clip(optimizer, *args, **kwargs)
 
     def _log(self, log: Callable[..., Any], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -208,7 +209,3 @@ class WholeSteps:
         if self._cluster.hosts_last:
             with contextlib.nullcontext() if lockstep is None else lockstep.quiet():
                 log(name, value, *args, **kwargs)
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.elastic.ensemble import Ensemble
+from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.weights.relocation import gather, holders
 
@@ -79,8 +80,7 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
     state = optimizer.state_dict()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    name_of = {n: names.get(id(p), str(n)) for n, p in zip(numbers, parameters, strict=True)}
+    name_of = {n: names.get(id(p), str(n)) for n, p in zip(numbers, parameters_in(optimizer), strict=True)}
     return {
         "state": {name_of[number]: entry for number, entry in state["state"].items()},
         "param_groups": [
@@ -148,7 +148,7 @@ def load_present_state(optimizer: Optimizer, states: Mapping[int, Any]) -> None:
     Args:
         states: number of the parameter -> its state.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_in(optimizer)
     for number, state in states.items():
         parameter = parameters[number]
         if not parameter.is_meta:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from lightning_avgpipe.elastic.optimizer_clone import clone_optimizer
+from lightning_avgpipe.elastic.optimizer_clone import clone_optimizer, parameters_in
 from lightning_avgpipe.verify.comparison import Difference, first_difference
 from lightning_avgpipe.verify.state import clone
 
@@ -71,7 +71,7 @@ class PlainStep:
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], device: torch.device) -> None:
-        own = {id(p): _room(p, device) for group in optimizer.param_groups for p in group["params"]}
+        own = {id(p): _room(p, device) for p in parameters_in(optimizer)}
         self._optimizer = clone_optimizer(optimizer, own)
         self._parameters = {names[i]: p for i, p in own.items()}
 
@@ -108,7 +108,7 @@ class PlainStep:
         yield first_difference("the weight after the optimizer step", weights, {n: found[n] for n in weights})
 
     def _clip(self, clipping: Clipping) -> None:
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parameters = parameters_in(self._optimizer)
         if not clipping.limit:
             return
         if clipping.by_norm:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_avgpipe.capture.outside import outside
-from lightning_avgpipe.elastic.optimizer_clone import unwrapped
+from lightning_avgpipe.elastic.optimizer_clone import parameters_in, unwrapped
 from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import VerificationError
@@ -252,7 +252,7 @@ class Verifier:
             mine = self._parameters()
             notes.clipped, notes.before = self._gradients(), {k: clone(p) for k, p in mine.items()}
             notes.see_states(inner, {id(p): name for name, p in mine.items()})
-            if all(id(p) in names for group in inner.param_groups for p in group["params"]):
+            if all(id(p) in names for p in parameters_in(inner)):
                 seen.append(notes)
                 if self._leads:
                     plain.append(PlainStep(inner, names, self._subject.cluster.device))
