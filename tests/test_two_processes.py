@@ -67,7 +67,7 @@ def both(folder: Path, name: str, **options: Any) -> tuple[list[dict[str, Any]],
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(m.__name__, marks=() if m in (UNet, TinyTransformer) else pytest.mark.slow) for m in MODELS]
+    "name", [pytest.param(m.__name__, marks=() if m is UNet else pytest.mark.slow) for m in MODELS]
 )
 def test_two_processes_equal_one_bitwise(name: str, tmp_path: Path) -> None:
     two, one = both(tmp_path, name, optimizer="adamw", gradient_clip_val=0.1)

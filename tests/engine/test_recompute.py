@@ -313,6 +313,7 @@ def fit_two(rank: int, folder: Path) -> Any:
     return states
 
 
+@pytest.mark.slow
 def test_two_processes_repeat_to_the_same_weights(tmp_path: Path) -> None:
     for plain, *others in processes.results(processes.run(2, fit_two, tmp_path, folder=tmp_path)):
         for state in others:
