@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
+import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from lightning_avgpipe.utils.objects import is_open
 __all__ = ["ALL", "Use", "uses"]
 
 ALL: Any = object()
+_KNOWN = (3, 11)
 _LISTS, _DICTS = (list, deque), (dict, OrderedDict, defaultdict)
 _COLLECTIONS = (*_LISTS, *_DICTS, set)
 # Methods of these that tell nothing of what they hold.
@@ -75,8 +77,11 @@ def uses(code: types.CodeType, last: int, held: Any) -> list[Use]:
         last: offset of the instruction, or of its cache.
         held: the object, on top of the stack.
     Returns:
-        In order. What is not understood, jumps among it, counts as a use.
+        In order. What is not understood, jumps among it, counts as a use; so does all of it under versions of Python
+        whose instructions are others.
     """
+    if sys.version_info[:2] != _KNOWN:
+        return [Use(last, held, ALL)]
     found: list[Use] = []
     stack: list[_Slot | None] = [_Slot(held)]
 
