@@ -44,4 +44,5 @@ def test_a_script_is_asked_and_ends_after_its_first_batch(
     Path("train.py").write_text(SCRIPT)
     assert main(["--devices", "2", "4", "--", "train.py", argument]) == code
     assert said in "".join(capfd.readouterr())
-    assert not Path("checkpoints").exists() and Path("trained").exists() == (argument == "whole")
+    trained = argument == "whole"
+    assert Path("checkpoints").exists() == Path("trained").exists() == trained
