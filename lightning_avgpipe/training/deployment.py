@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.outside import variable
+from lightning_avgpipe.capture.units import divisible
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.averaging import Elasticity
@@ -22,7 +23,7 @@ from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.whole_backwards import with_whole_backwards
 from lightning_avgpipe.errors import ConfigurationError, PartitionError, SkippedStepError, StepOrderError
-from lightning_avgpipe.planning import Plan, cut_like
+from lightning_avgpipe.planning import Plan, cut_like, scattered
 from lightning_avgpipe.planning.halving import Halving, processes_of
 from lightning_avgpipe.planning.model_memory import state_copies
 from lightning_avgpipe.planning.network import Matrix
@@ -449,7 +450,13 @@ class Deployment:
             shared = self._cluster.stage_map.placed(processes_of(counts))
             check_shared(plan.graph, plan.cuts, shared)
             for graph in (self.pipeline.graph(step) for step in self.pipeline.steps if step != plan.graph.step):
-                check_shared(graph, cut_like(graph, plan.stages_of, plan.num_stages), shared)
+                wide = scattered(graph, plan.stages_of)
+                if wide and all(divisible(self._module, unit, self._planner.observers) for unit in wide):
+                    # they are opened when the step runs next; until then any stage might have all of it
+                    cuts: Sequence[int] = (len(graph.nodes),) * (plan.num_stages - 1)
+                else:
+                    cuts = cut_like(graph, plan.stages_of, plan.num_stages)
+                check_shared(graph, cuts, shared)
 
         self._halving = Halving(memory_limit, check_all)
 
