@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--devices", type=_positive, nargs="+", default=[2, 4, 8], help="how many (default: 2 4 8)")
     parser.add_argument(
-        "--megabits", type=float, nargs="+", default=[100, 1000, 10000],
+        "--megabits", type=_rate, nargs="+", default=[100, 1000, 10000],
         help="per second, of each link between two of them (default: 100 1000 10000)",
     )  # fmt: skip
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
@@ -61,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
 def _positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _rate(text: str) -> float:
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError("must be above 0, and finite")
     return number
 
 

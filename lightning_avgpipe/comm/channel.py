@@ -2,10 +2,10 @@
 
 In one process a channel is a queue. Between processes each end has a thread that waits for the network, because
 gloo's works cannot be polled, and each direction has a process group of its own, because two directions on one group
-get in each other's way. What waits for nothing is sent by whoever puts it: a computing thread
-lets others run now and then only, and a thread of the channel would begin milliseconds later. gloo sends nothing before
-its peer has said that it receives, and that word waits behind what else is on its link. So receives are posted for what
-usually comes, before it is announced.
+get in each other's way. What waits for nothing is sent by whoever puts it: a computing thread lets others run now and
+then only, and a thread of the channel would begin milliseconds later. gloo sends nothing before its peer has said that
+it receives, and that word waits behind what else is on its link. So receives are posted for what usually comes, before
+it is announced.
 """
 
 from __future__ import annotations

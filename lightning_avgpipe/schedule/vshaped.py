@@ -23,7 +23,7 @@ def zbv(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
 
     Once a process has begun there is an action between what a message allows and the message itself, so that one which
     comes a little late costs little; weight gradients fill what is left at the end. It stashes what 1F1B does on its
-    first stage.
+    first stage. With fewer than K micro-batches it is idle longer.
 
     Source: Pipeline Parallelism with Controllable Memory, Qi et al., arXiv:2405.15362, and Zero Bubble Pipeline
         Parallelism, Qi et al., ICLR 2024, section 6.
