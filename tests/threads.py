@@ -206,6 +206,9 @@ class _Done:
     def wait(self) -> bool:
         return True
 
+    def is_completed(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
 class _Coming:
@@ -214,6 +217,9 @@ class _Coming:
     def wait(self) -> bool:
         self.collect()
         return True
+
+    def is_completed(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 _CLOCK_ROUNDS = 16
 _TAG = 0
+_BLOCK, _SIZE = 1024, 8  # bytes of an exchange's first message, and of the number that it begins with
 
 
 class Collectives:
@@ -127,16 +128,35 @@ class Collectives:
         found: list[T] = []
 
         def exchange() -> None:
-            sizes = [torch.empty(1, dtype=torch.int64) for _ in self.ranks]
-            self.process_group.allgather(sizes, torch.tensor([mine.numel()])).wait()
-            padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
-            padded[: mine.numel()] = mine
-            parts = [torch.empty_like(padded) for _ in self.ranks]
-            self.process_group.allgather(parts, padded).wait()
-            found[:] = (_unpickled(part[: int(size)]) for part, size in zip(parts, sizes, strict=True))
+            found[:] = _items(mine, self._gathered(_first(mine)), self._gathered)
 
         self.together("an exchange of objects", exchange)
         return found
+
+    def begin_exchange(self, item: T) -> Callable[[], list[T]]:
+        """Begin :meth:`exchange_objects`, and go on meanwhile; what is returned ends it. All begin and end theirs."""
+        if self.world_size == 1:
+            return lambda: [item]
+        what, mine = "an exchange of objects", _pickled(item)
+        first = _first(mine)
+        blocks = [torch.empty_like(first) for _ in self.ranks]
+        end = self._begin(what, lambda: self.process_group.allgather(blocks, first))
+
+        def gathered(padded: Tensor) -> list[Tensor]:
+            parts: list[Tensor] = []
+            self.together(what, lambda: parts.extend(self._gathered(padded)))
+            return parts
+
+        def finish() -> list[T]:
+            end()
+            return _items(mine, blocks, gathered)
+
+        return finish
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(mine) for _ in self.ranks]
+        self.process_group.allgather(parts, mine).wait()
+        return parts
 
     def clock(self) -> ClockOffset:
         """How far this process's clock is from that of rank 0. Every rank calls it."""
@@ -169,6 +189,34 @@ class Collectives:
         self.together("a sum", exchange)
         return tensor
 
+    def begin_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin :meth:`sum`, and go on meanwhile; what is returned ends it. All begin and end theirs."""
+        if self.world_size == 1:
+            return lambda: tensor
+        end = self._begin("a sum", lambda: self.process_group.allreduce([tensor]))
+
+        def finish() -> Tensor:
+            end()
+            return tensor
+
+        return finish
+
+    def _begin(self, what: str, begin: Callable[[], Any]) -> Callable[[], None]:
+        try:
+            work = begin()
+        except RuntimeError:  # a connection broke: whoever waits says which
+            return lambda: self.together(what, lambda: begin().wait())
+        return lambda: self.wait_for(work, what)
+
+    def wait_for(self, work: Any, what: str) -> None:
+        """Wait for what has begun, in this thread if it is over."""
+        try:
+            over = work.is_completed() and work.wait()
+        except RuntimeError:  # a connection broke: it says so once more, where that is made out
+            over = False
+        if not over:
+            self.together(what, work.wait)
+
     def send(self, tensor: Tensor, rank: int) -> None:
         """Send to a member that receives; both within :meth:`together`."""
         flat = as_bytes(tensor.cpu().contiguous())
@@ -186,6 +234,25 @@ class Collectives:
 
 def _pickled(item: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+
+
+def _first(mine: Tensor) -> Tensor:
+    """A block of a size that all know: how long an item is, and all of it, if it is small."""
+    block = torch.zeros(_BLOCK, dtype=torch.uint8)
+    block[:_SIZE] = torch.tensor([mine.numel()]).view(torch.uint8)
+    block[_SIZE : _SIZE + mine.numel()] = mine[: _BLOCK - _SIZE]
+    return block
+
+
+def _items(mine: Tensor, blocks: Sequence[Tensor], gather: Callable[[Tensor], list[Tensor]]) -> list[Any]:
+    """Of all processes, from the blocks of all; if one does not hold its item, all gather as much as the longest."""
+    sizes = [int(block[:_SIZE].view(torch.int64)) for block in blocks]
+    parts = [block[_SIZE:] for block in blocks]
+    if max(sizes) > _BLOCK - _SIZE:
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        parts = gather(padded)
+    return [_unpickled(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 
 def _unpickled(data: Tensor) -> Any:

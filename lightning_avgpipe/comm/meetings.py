@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -36,6 +36,8 @@ from lightning_avgpipe.errors import AvgPipeError, PeerError
 from lightning_avgpipe.utils.patching import nothing
 
 __all__ = ["LivingCollectives", "LivingReplicaGroup", "Meetings"]
+
+T = TypeVar("T")
 
 AVERAGING = "teams"  # those that average
 
@@ -260,6 +262,14 @@ class LivingCollectives(Collectives):
         """Run a collective, again if a group leaves meanwhile, unless there is one process."""
         if self.world_size > 1:
             self._meetings.hold(self.whole, collective, f"waits for the other processes in {what}")
+
+    def begin_exchange(self, item: T) -> Callable[[], list[T]]:
+        """It begins with its end, when it may be repeated."""
+        return partial(self.exchange_objects, item)
+
+    def begin_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """It begins with its end, when it may be repeated."""
+        return partial(self.sum, tensor)
 
 
 class _Averaging(LivingCollectives):

@@ -17,7 +17,8 @@ __all__ = ["HostGroup", "Network"]
 class HostGroup(Protocol):
     """What collectives need of a process group of torch; ranks are those within the group.
 
-    Each method begins something and returns what can be waited for. It raises RuntimeError when a connection breaks.
+    Each method begins something and returns what can be waited for, or asked whether it ``is_completed()``. It raises
+    RuntimeError when a connection breaks.
     """
 
     def broadcast(self, tensor: Tensor, root: int) -> Any: ...

@@ -88,7 +88,7 @@ class ReplicaGroup:
         @torch.no_grad()
         def end() -> None:
             for exchange in exchanges:
-                self.members.together(what, exchange.wait)
+                self.members.wait_for(exchange.work, what)
                 exchange.put()
 
         return end
@@ -117,9 +117,6 @@ class _Exchange:
     sent: Tensor  # the same, as numbers that every connection knows
     met: Tensor  # the same, where they meet
     work: Any
-
-    def wait(self) -> None:
-        self.work.wait()
 
     def put(self) -> None:
         """Put what has arrived into the tensors."""

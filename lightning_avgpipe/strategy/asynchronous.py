@@ -166,7 +166,7 @@ class AsynchronousIterations(AheadIterations):
         stream = self._stream
         assert stream is not None and self.deployment.plan is not None
         self._read_ahead(stream, current.rest)
-        current.finish = self._finish([parts], self._clear_now())
+        current.finish = self._finish(lambda: [parts], self._clear_now())
         self.step_log.begin(len(parts))
         schedule = self._schedule(parts, True)
         with self.schedule_control.iteration(self._task(current), [parts], self.deployment.plan, schedule):

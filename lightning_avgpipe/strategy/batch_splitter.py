@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +18,7 @@ from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.data import expected_now
 from lightning_avgpipe.strategy.options import SplitBatch
-from lightning_avgpipe.training.replicas import weighed_together
+from lightning_avgpipe.training.replicas import weighing
 
 __all__ = ["BatchSplitter"]
 
@@ -57,17 +57,17 @@ class BatchSplitter:
         """The user's function that splits, if there is one."""
         return getattr(self._trainer.lightning_module, "split_batch", None) or self._configuration.options.split_batch
 
-    def split_all(self, batches: Sequence[Any]) -> list[list[MicroBatch]]:
-        """The micro-batches of an iteration of training, by pipeline. Every process calls it; errors as of `split`.
+    def weighing(self, works: list[list[MicroBatch]]) -> Callable[[], list[list[MicroBatch]]]:
+        """Begin to weigh the micro-batches of an iteration of training, by pipeline, over replicas.
 
-        Where losses are, each is weighted by its share of what all replicas have.
+        Every process calls it, and what is returned: the same, weighted where losses are, so that it may go on
+        meanwhile.
         """
-        works = [self.split(batch, n) for n, batch in enumerate(batches)]
         replicas, options = self._cluster.replicas, self._configuration.options
         several = self._cluster.stage_map.replicas > 1
         if replicas is None or not (several and self._cluster.hosts_last) or options.loss_reduction != "mean":
-            return works
-        return weighed_together(works, options.num_pipelines, replicas)
+            return lambda: works
+        return weighing(works, options.num_pipelines, replicas)
 
     def split(self, batch: Any, pipeline: int = 0, weighs: bool = True) -> list[MicroBatch]:
         """The micro-batches of the batch of one pipeline.

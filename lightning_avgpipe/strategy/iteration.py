@@ -106,13 +106,14 @@ class Iterations:
         batches = self.batches.take(batch)
         if self.zero_grad is not None and self.deployment.arrange(batches):
             self.schedule_control.begin_again()
-        works = self.splitter.split_all(batches)
+        works = [self.splitter.split(part, n) for n, part in enumerate(batches)]
+        weighed = self.splitter.weighing(works)
         # Lightning's weight averaging passes over the data once more without training
         trains = not self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
-        finish = self._finish(works, self._clear_now())
+        finish = self._finish(weighed, self._clear_now())
         context = self.trainer.precision_plugin.train_step_context
         outcomes = self._run("training_step", context, works, rest, finish if trains else None)
-        models = self.models
+        models, works = self.models, weighed()
         if not outcomes:  # all is skipped, and nothing is known of the step yet
             models.skipped = frozenset(range(len(works)))
             return None
@@ -129,9 +130,12 @@ class Iterations:
         if trains:
             if not self.trainer.fit_loop._should_accumulate():
                 self.deployment.sum_copied_gradients()
+            fed = models.synchronise(len(works), steps=not self.trainer.fit_loop._should_accumulate())
+        with context():
+            self.step_log.issue()
+        if trains:
             if self.verifier is not None and self.verifier.active:
                 self.verifier.compare()
-            fed = models.synchronise(len(works), steps=not self.trainer.fit_loop._should_accumulate())
             models.after_backwards(nothing if result is None else loss_in(result), fed)
         return None if 0 in models.skipped else result
 
@@ -155,11 +159,15 @@ class Iterations:
         return None
 
     def _finish(
-        self, works: Works, zero_grad: Callable[[], None] | None, tells: Callable[[Tensor], bool] = lambda loss: True
+        self,
+        weighed: Callable[[], Works],
+        zero_grad: Callable[[], None] | None,
+        tells: Callable[[Tensor], bool] = lambda loss: True,
     ) -> Finish:
         """What the last stage does with the result of a micro-batch.
 
         Args:
+            weighed: micro-batches by pipeline, with their weights.
             zero_grad: called after the first forward.
             tells: is shown the first loss, and says whether the hooks of a backward are called then.
         """
@@ -171,7 +179,8 @@ class Iterations:
         def finish(n: int, i: int, result: Any) -> Tensor | None:
             if i == 0 and zero_grad is not None:  # after a forward, as on one device, and before all backwards
                 zero_grad()
-            if result is None or (averages and not works[n][i].weight):  # a mean over nothing is not a number
+            weight = weighed()[n][i].weight
+            if result is None or (averages and not weight):  # a mean over nothing is not a number
                 return None
             loss = trainable_loss(result)
             if accumulate > 1:
@@ -182,7 +191,7 @@ class Iterations:
                 loss = precision.pre_backward(loss, module)
             if n == 0:
                 started.append(None)
-            return loss * works[n][i].weight if averages and works[n][i].weight != 1.0 else loss
+            return loss * weight if averages and weight != 1.0 else loss
 
         return finish
 
@@ -232,16 +241,18 @@ class Iterations:
         ]
         plan = self.deployment.plan
         assert plan is not None
+        steps = training and finish is not None and not self.trainer.fit_loop._should_accumulate()
+        summing = self.models.summing(schedules, steps)
         with self.schedule_control.iteration(tasks[0], works, plan, schedules[0], num_pipelines):
             try:
-                outcomes = run_together(pipelines, step, schedules, tasks, self.observers)
+                outcomes = run_together(pipelines, step, schedules, tasks, [*summing, *self.observers])
             finally:
                 if self.deployment.ensemble is not None:
                     self.deployment.ensemble.place(0)
         if training and finish is not None:
             self.deployment.pipeline.share_kept(step, known, schedules[0])
         with context():  # which may decide what a number is
-            self.step_log.issue(over_groups=training)
+            self.step_log.tell_groups() if training else self.step_log.issue()
         return self._of_replicas(outcomes) if training and self.cluster.shares_last else outcomes
 
     def _of_replicas(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -351,7 +362,9 @@ class Iterations:
                     with context():
                         getattr(self._module, step)(part.data, *rest)
         with context():
-            self.step_log.issue(over_groups=step == "training_step")
+            if step == "training_step":
+                self.step_log.tell_groups()
+            self.step_log.issue()
 
     def _schedule(self, parts: Sequence[MicroBatch], trains: bool, plan: Plan | None = None) -> Schedule:
         if not trains:

@@ -143,6 +143,7 @@ class StepLog:
         self._muted = False
         self._collected: list[_Entry] = []
         self._into = self._collected
+        self._coming: Callable[[], list[_Entry]] | None = None  # with those of other groups
         self.listener: Callable[[str, Any], None] | None = None
         self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
 
@@ -205,7 +206,7 @@ class StepLog:
 
     def begin(self, num_microbatches: int) -> None:
         """A batch begins, or one for each pipeline: forget what was collected."""
-        self._collected = []
+        self._collected, self._coming = [], None
         self.batch_values.begin(num_microbatches)
 
     def issue_collected(self, entries: list[Any]) -> None:
@@ -213,12 +214,17 @@ class StepLog:
         self._collected = entries
         self.issue()
 
-    def issue(self, over_groups: bool = False) -> None:
-        """Log what was collected, once per name; ``over_groups`` with what other groups have collected."""
-        if over_groups and (replicas := self._replicas()) is not None:
+    def tell_groups(self) -> None:
+        """Groups tell each other what they have collected, meanwhile; :meth:`issue` waits for it."""
+        if (replicas := self._replicas()) is not None:
             self._collected = self._of_replicas(replicas)
-        if over_groups and self._hosts_last and self._leaders.world_size > 1:
-            self._collected = self._of_all_groups()
+        if self._hosts_last and self._leaders.world_size > 1:
+            self._coming = self._of_all_groups()
+
+    def issue(self) -> None:
+        """Log what was collected, once per name."""
+        if self._coming is not None:
+            self._collected, self._coming = self._coming(), None
         entries: dict[str, list[_Entry]] = {}
         for entry in sorted(self._collected, key=lambda entry: entry.position):
             entries.setdefault(entry.name, []).append(entry)
@@ -257,8 +263,8 @@ class StepLog:
     def _placed(self, value: Any) -> Any:
         return value.to(self._module.device) if isinstance(value, Tensor) else value
 
-    def _of_all_groups(self) -> list[_Entry]:
-        """Own entries and those of other groups, as far as they can travel: metric objects stay where they are."""
+    def _of_all_groups(self) -> Callable[[], list[_Entry]]:
+        """Gives own entries and those of other groups, as far as they travel: metric objects stay where they are."""
         options = {entry.name: entry.options for entry in self._collected}
         found = [entry for entry in self._collected if isinstance(entry.value, Metric)]
         numbers = [entry for entry in self._collected if not isinstance(entry.value, Metric)]
@@ -271,11 +277,14 @@ class StepLog:
             value, size = self._merged(logged, False)
             numbers.append(replace(logged[-1], value=value, size=size, given=size, metric=None, weight=None))
         reduce = self._module.trainer.strategy.reduce
-        for group in self._leaders.exchange_objects([_portable(entry) for entry in numbers]):
-            for entry in group:
-                known = options.get(entry.name, {**entry.options, "sync_dist_fn": reduce})
-                found.append(replace(entry, options=known))
-        return found
+        arriving = self._leaders.begin_exchange([_portable(entry) for entry in numbers])
+
+        def arrived() -> list[_Entry]:
+            others = (entry for group in arriving() for entry in group)
+            known = ((e, options.get(e.name, {**e.options, "sync_dist_fn": reduce})) for e in others)
+            return [*found, *(replace(entry, options=chosen) for entry, chosen in known)]
+
+        return arrived
 
     def _merged(self, logged: list[_Entry], alike: bool) -> tuple[Any, int]:
         last = logged[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,14 +17,15 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
-from lightning_avgpipe.engine.observer import Observers
+from lightning_avgpipe.engine.observer import Observer, Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.schedule import Schedule, in_turn
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.replicas import sum_gradients
+from lightning_avgpipe.training.gradient_sums import GradientSums
 from lightning_avgpipe.utils.patching import replaced
 
 __all__ = ["ParallelModels", "check_number"]
@@ -67,6 +68,7 @@ class ParallelModels:
         self._step_log = step_log
         self._observers = observers
         self._fed = 0  # pipelines that had a batch since gradients were cleared
+        self._gradient_sums: GradientSums | None = None  # of replicas
 
     @property
     def num_models(self) -> int:
@@ -148,16 +150,46 @@ class ParallelModels:
         votes = torch.zeros(2, num_pipelines, dtype=torch.int32)
         votes[0, :count] = 1
         votes[1, [n for n in range(count) if n not in self.skipped]] = 1
-        fed, trained = replicas.members.sum(votes).bool().tolist()
+        if steps:
+            with self._observers.activity("averaging"):
+                votes = self._sums().finish(self._summed(num_pipelines), votes)
+        else:
+            replicas.members.sum(votes)
+        fed, trained = votes.bool().tolist()
         count = sum(fed)
         self.skipped = frozenset(n for n in range(count) if not trained[n])
         self._fed = max(self._fed, count)
-        if steps:
-            summed, models = self._deployment.summed_with_copies, map(self._parameters, range(self._fed))
-            with self._observers.activity("averaging"):
-                sum_gradients([p for named in models for name, p in named.items() if name not in summed], replicas)
         replicas.copy([t for n in range(num_pipelines) for t in self._deployment.changed_by_steps(n)])
         return count
+
+    def summing(self, schedules: Sequence[Schedule], steps: bool) -> list[Observer]:
+        """What looks on while an iteration runs, before all others. Every process calls it.
+
+        Args:
+            schedules: by pipeline.
+            steps: whether gradients are complete after it.
+        """
+        stage_map, rank = self._cluster.stage_map, self._cluster.rank
+        if self._cluster.replicas is None or not steps or self._configuration.num_pipelines > 1:
+            return []  # parallel models have their gradients under the same parameters
+        rows = {k: in_turn(schedules[0].rows[k], *stage_map.share(k, rank)) for k in self._cluster.stages}
+        sums = self._sums()
+        sums.watch(self._summed(1), rows)
+        return [sums]
+
+    def _sums(self) -> GradientSums:
+        """Of the replicas that there are now."""
+        replicas = self._cluster.replicas
+        assert replicas is not None
+        if self._gradient_sums is None or self._gradient_sums.replicas is not replicas:
+            self._gradient_sums = GradientSums(replicas)
+        return self._gradient_sums
+
+    def _summed(self, models: int) -> dict[str, torch.nn.Parameter]:
+        """What replicas sum the gradients of, of so many models."""
+        copied = self._deployment.summed_with_copies
+        named = ((f"{n}.{name}", name, p) for n in range(models) for name, p in self._parameters(n).items())
+        return {key: p for key, name, p in named if name not in copied}
 
     def _parameters(self, number: int) -> dict[str, torch.nn.Parameter]:
         """Of one model, as far as they are held here."""

@@ -220,12 +220,14 @@ class RollingIterations(AheadIterations):
                 if n not in iteration.begun:
                     self._begin(iteration, n)
             return True
-        finish = self._finish(works, None)
+        finish = self._finish(lambda: works, None)
         iteration.outcomes = self._run(_STEP, context, works, iteration.rest, finish)
         iteration.begun = set(range(len(works)))
         if not iteration.outcomes:
             self.models.skipped = frozenset(iteration.begun)
             return False
+        with context():
+            self.step_log.issue()
         self._check_graph()
         self._begin_turns()
         return True
@@ -253,7 +255,7 @@ class RollingIterations(AheadIterations):
         """Pipeline n begins; nothing runs yet."""
         works = iteration.works
         if iteration.finish is None:
-            iteration.finish = self._finish(works, None, partial(self._announce_loss, iteration))
+            iteration.finish = self._finish(lambda: works, None, partial(self._announce_loss, iteration))
         task = Task(
             partial(self._rolled, iteration, n),
             [(part.data, *iteration.rest) for part in works[n]],

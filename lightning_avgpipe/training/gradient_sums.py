@@ -1,0 +1,225 @@
+"""Sums of gradients over replicas, which begin while the last backward still computes.
+
+::
+
+    backward of the last micro-batch    layer 3   layer 2   layer 1   layer 0
+    sums of buckets                            3  --------- 2,1 ----------- 0 ------
+
+In the first step all gradients are summed after the backward; parameters that had dense ones are dealt to buckets, the
+last parameters first, as backwards reach them. From then on a bucket's sum begins once it has all its gradients, in the
+order of buckets, which is the same in all replicas. What a step does otherwise than that one is summed as in the first:
+no result depends on what has begun early, but for the order in which three or more replicas add.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.engine.observer import Observer, Work
+from lightning_avgpipe.schedule import BACKWARD, WEIGHT_GRADIENT, Action
+from lightning_avgpipe.utils.torch_compat import version_of
+
+__all__ = ["BUCKET_BYTES", "GradientSums"]
+
+BUCKET_BYTES = 4 * 1024**2
+"""Of gradients that travel as one message, at least, but for the last."""
+
+_DENSE, _SPARSE, _LATE = 0, 1, 2
+
+Named = Mapping[str, nn.Parameter]
+
+
+@dataclass
+class _Sent:
+    """The gradient of a parameter, as it went into a sum."""
+
+    gradient: Tensor
+    version: int
+    was_missing: bool
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> _Sent:
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            return cls(torch.zeros_like(parameter), 0, gradient is None)
+        return cls(gradient, version_of(gradient), False)
+
+    def still(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's gradient is what has been sent."""
+        if self.was_missing:
+            return parameter.grad is None
+        return parameter.grad is self.gradient and version_of(self.gradient) == self.version
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients are summed as one message."""
+
+    parameters: Sequence[nn.Parameter]
+    missing: set[int] = field(default_factory=set)  # positions without a gradient of the last backward
+    sent: Sequence[_Sent] = ()
+    end: Callable[[], None] | None = None
+
+    def begin(self, replicas: ReplicaGroup) -> None:
+        self.sent = [_Sent.of(parameter) for parameter in self.parameters]
+        self.end = replicas.begin_sum([sent.gradient for sent in self.sent])
+
+
+class GradientSums(Observer):
+    """Gives all replicas the sum of their gradients, with the same bits.
+
+    Args:
+        replicas: that train the same model.
+        bucket_bytes: from this size on a bucket takes no further parameter.
+
+    Attributes:
+        replicas: as given.
+    """
+
+    def __init__(self, replicas: ReplicaGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.replicas = replicas
+        self._bucket_bytes = bucket_bytes
+        self._spoiled: set[str] = set()  # parameters whose gradients have changed after they were sent
+        self._dealt: Sequence[Sequence[str]] = ()  # names, by bucket; the same in all replicas
+        self._names: Sequence[str] = ()  # of all parameters then
+        self._buckets: Sequence[_Bucket] = ()
+        self._begun = 0
+        self._last: Mapping[int, Action] = {}
+
+    def watch(self, named: Named, rows: Mapping[int, Sequence[Action]]) -> None:
+        """An iteration begins that ends in a step. All replicas call it.
+
+        Args:
+            named: parameters to be summed, by name; the same names, in the same order, in all replicas.
+            rows: the actions of each stage on this process.
+        """
+        dealt = self._dealt if tuple(named) == self._names else ()
+        self._buckets = [_Bucket([named[name] for name in names]) for names in dealt]
+        for bucket in self._buckets:
+            bucket.missing = set(range(len(bucket.parameters)))
+        self._begun = 0
+        self._last = {}
+        for stage, row in rows.items():
+            if backwards := [action for action in row if action.kind in (BACKWARD, WEIGHT_GRADIENT)]:
+                self._last[stage] = backwards[-1]
+
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        """Look at gradients in the last backward of a stage."""
+        if self._last.get(work.stage) != work.action or not self._buckets:
+            return do()
+        with contextlib.ExitStack() as listening:
+            for bucket in self._buckets:
+                for i, parameter in enumerate(bucket.parameters):
+                    if i in bucket.missing and parameter.requires_grad:
+                        hook = parameter.register_post_accumulate_grad_hook(self._arrival(bucket, i))
+                        listening.callback(hook.remove)
+            return do()
+
+    def _arrival(self, bucket: _Bucket, i: int) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
+            bucket.missing.discard(i)
+            if not bucket.missing and bucket.end is None:
+                self._begin_complete()
+
+        return arrived
+
+    @torch.no_grad()
+    def _begin_complete(self, every: bool = False) -> None:
+        while self._begun < len(self._buckets):
+            bucket = self._buckets[self._begun]
+            if bucket.missing and not every:
+                return
+            self._begun += 1
+            bucket.begin(self.replicas)
+
+    def agree(self, processes: Collectives) -> None:
+        """The iteration has ended here: nothing else that replicas do together may come between the buckets."""
+        self._begin_complete(every=True)
+
+    @torch.no_grad()
+    def finish(self, named: Named, votes: Tensor) -> Tensor:
+        """Give all replicas the sums. All of them call it.
+
+        A parameter that one replica has no gradient for counts as zero there; one without any keeps none.
+
+        Args:
+            named: as of :meth:`watch`, or without it: then nothing has begun yet.
+            votes: that travel in the same message, int32 of any shape.
+        Returns:
+            The sum of votes.
+        """
+        parameters, buckets = list(named.values()), self._buckets
+        self._buckets = ()
+        early = {id(p): sent for bucket in buckets for p, sent in zip(bucket.parameters, bucket.sent, strict=True)}
+        kinds = torch.zeros(3, len(parameters), dtype=torch.int32)
+        for i, parameter in enumerate(parameters):
+            if parameter.grad is not None:
+                kinds[_SPARSE if parameter.grad.is_sparse else _DENSE, i] = 1
+            sent = early.get(id(parameter))
+            kinds[_LATE, i] = sent is None or not sent.still(parameter)
+        together = self.replicas.members.sum(torch.cat([kinds.flatten(), votes.flatten()]))
+        dense, sparse, late = together[: kinds.numel()].view(kinds.shape).bool().tolist()
+        rest = []
+        for parameter, is_dense, is_sparse, is_late in zip(parameters, dense, sparse, late, strict=True):
+            if is_sparse and is_dense and parameter.grad is not None:
+                parameter.grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            if not is_dense:
+                continue
+            if not is_late and parameter.grad is None:
+                parameter.grad = early[id(parameter)].gradient
+            elif is_late and id(parameter) in early and parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()  # whose tensor the early sum is put into
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if is_late:
+                rest.append(parameter.grad)
+        for bucket in buckets:
+            assert bucket.end is not None
+            bucket.end()
+        self.replicas.sum(rest)
+        for parameter, is_dense, is_sparse in zip(parameters, dense, sparse, strict=True):
+            if is_sparse and not is_dense:
+                _sum_sparse(parameter, self.replicas)
+        self._spoiled |= {
+            name for (name, p), is_late in zip(named.items(), late, strict=True) if is_late and id(p) in early
+        }
+        suits = zip(named, dense, sparse, strict=True)
+        self._names = tuple(named)
+        suitable = [name for name, d, s in suits if d and not s and name not in self._spoiled]
+        self._dealt = _deal(named, suitable, self._bucket_bytes)
+        return together[kinds.numel() :].view(votes.shape)
+
+
+def _deal(named: Named, names: Sequence[str], bucket_bytes: int) -> list[list[str]]:
+    """Names by bucket, the last first. Replicas that know the same deal the same."""
+    dealt: list[list[str]] = []
+    kind, size = None, 0
+    for name in reversed(names):
+        parameter = named[name]
+        if kind != parameter.dtype or size >= bucket_bytes:
+            dealt.append([])
+            kind, size = parameter.dtype, 0
+        dealt[-1].append(name)
+        size += parameter.numel() * parameter.element_size()
+    return dealt
+
+
+def _sum_sparse(parameter: nn.Parameter, replicas: ReplicaGroup) -> None:
+    """Rows of a gradient travel with their numbers."""
+    gradient = parameter.grad
+    mine: tuple[Tensor, Tensor] | None = None
+    if gradient is not None:
+        gradient = gradient.coalesce()
+        mine = gradient.indices().cpu(), gradient.values().cpu()
+    found = [rows for rows in replicas.members.exchange_objects(mine) if rows is not None]
+    indices, values = (torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), (1, 0), strict=True))
+    total = torch.sparse_coo_tensor(indices, values, parameter.shape, device=parameter.device).coalesce()
+    parameter.grad = total.to(parameter.dtype)
