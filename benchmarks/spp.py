@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -41,7 +42,7 @@ from lightning_avgpipe import AvgPipeStrategy, PipelineTimeline
 from lightning_avgpipe.comm.bandwidth import measure_bandwidth
 from lightning_avgpipe.planning import pipedream
 from lightning_avgpipe.planning.network import Network
-from lightning_avgpipe.planning.problem import Problem, Stage
+from lightning_avgpipe.planning.problem import BUCKET_BYTES, Problem, Stage
 from lightning_avgpipe.planning.spp import SppCosts, plan
 from lightning_avgpipe.planning.turns import plan_in_turns, seconds_in_turns
 from lightning_avgpipe.schedule import build, with_replicas
@@ -121,10 +122,16 @@ def strategies(setting: Setting) -> dict[str, dict[str, Any]]:
     }
 
 
-def predicted_s(setting: Setting, known: SppCosts, begins: Sequence[int], ranks: Sequence[Sequence[int]]) -> float:
+def predicted_s(
+    setting: Setting, known: SppCosts, begins: Sequence[int], ranks: Sequence[Sequence[int]], of_ddp: bool
+) -> float:
     """Seconds of an iteration as the simulator has it, in turns; whole replicas are a stage with as many."""
     order = [rank for of_stage in ranks for rank in of_stage]
-    problem = Problem(known, Network.of(bandwidth(setting), rings=True).ordered(order), MICROBATCHES, None)
+    network = Network.of(bandwidth(setting), rings=True).ordered(order)
+    slowness = tuple(2.0 if rank == setting.slow else 1.0 for rank in order)
+    if of_ddp:  # it has a first bucket, of the last unit, which it all-reduces while it computes, and one of the others
+        known = replace(known, parameter_bytes=(*known.parameter_bytes[:-1], 0.0))
+    problem = Problem(known, network, MICROBATCHES, None, slowness, math.inf if of_ddp else BUCKET_BYTES)
     firsts = [sum(map(len, ranks[:k])) for k in range(len(ranks) + 1)]
     ends = [*begins[1:], UNITS]
     stages = [Stage(begins[k], ends[k], firsts[k], firsts[k + 1]) for k in range(len(ranks))]
@@ -233,8 +240,6 @@ def on_network(setting: Setting, steps: int, rounds: int, pictures: str) -> dict
     """Each plan, measured and predicted; and the measured links. Into a folder, the last iteration of SPP's plan."""
     rank, found = int(os.environ["RANK"]), dict[str, Any]()
     known = costs() if rank else measured()
-    # ddp has a first bucket, of the last unit, which it all-reduces while it computes
-    of_ddp = replace(known, parameter_bytes=(*known.parameter_bytes[:-1], 0.0))
     seconds: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, options in strategies(setting).items():
@@ -258,7 +263,7 @@ def on_network(setting: Setting, steps: int, rounds: int, pictures: str) -> dict
             if not whole:
                 begins += [int(stage.units[0].split(".")[1]) for stage in strategy.plan.stages[1:]]
                 ranks = [list(strategy.cluster.stage_map.ranks(k)) for k in range(len(begins))]
-            expected_s = predicted_s(setting, known if options else of_ddp, begins, ranks)
+            expected_s = predicted_s(setting, known, begins, ranks, of_ddp=not options)
             found[name] = {"begins": begins, "ranks": ranks, "predicted_s": expected_s}
     for name, times in seconds.items():
         found[name]["seconds"] = statistics.median(times)

@@ -67,7 +67,7 @@ def least_bottlenecks(problem: Problem, limit_s: float, most_stages: int) -> dic
 
 def _total_s(problem: Problem, first: int, stop: int) -> np.ndarray:
     """Seconds of a stage with the first l units, shape ``(L+1,)``."""
-    total = problem.num_microbatches * problem.costs.busy_s / (stop - first)
+    total = problem.num_microbatches * problem.costs.busy_s * problem.slow(first, stop) / (stop - first)
     return np.asarray(total + problem.reduce_s_per_byte(first, stop) * problem.costs.parameters)
 
 

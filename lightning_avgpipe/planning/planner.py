@@ -79,6 +79,7 @@ class Conditions:
         num_groups: of processes, each with N pipelines.
         bandwidth: bytes per second between every two processes, shape ``(V, V)``, on which stages are placed; None:
             every process has its stages.
+        slowness: how many times as long each process takes as the fastest, shape ``(V,)``; empty: all are alike.
         halving: leave to make fewer stages than the K processes that there are, and share them; None: no leave.
     """
 
@@ -88,6 +89,7 @@ class Conditions:
     num_pipelines: int = 1
     num_groups: int = 1
     bandwidth: Matrix | None = None
+    slowness: tuple[float, ...] = ()
     halving: Halving | None = None
 
 
@@ -138,6 +140,20 @@ class Planner:
     def measures(self) -> bool:
         """Whether costs are measured: on one stage nothing depends on them, and absent parameters cannot compute."""
         return self.costs == "measured" and self.num_stages > 1 and not any(p.is_meta for p in self.module.parameters())
+
+    def seconds(self, step: str, run: Callable[..., Any], args: Sequence[Any]) -> float:
+        """What a step takes on the device of this process, unit by unit; 0 where nothing is measured.
+
+        Args:
+            step: name of the step function.
+            run: executes it.
+            args: arguments of one micro-batch.
+        """
+        if not self.measures:
+            return 0.0
+        graph = self.capture(step, run, args, initial_units(self.module, self.observers))
+        costs = measure(graph, run, args, self.module, self.device or torch.device("cpu"), Samples())
+        return sum(costs.forward) + sum(costs.backward)
 
     def capture(self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str]) -> CallGraph:
         """The call graph of a step, at the granularity of these units."""
@@ -238,22 +254,34 @@ class Planner:
         begin, schedule = time.perf_counter(), conditions.schedule
         assert schedule is not None
         num_microbatches = schedule.num_microbatches
+        slow = conditions.slowness
         units, positions = units_between(graph, costs, self._weights())
-        found = plan_in_turns(units, bandwidth, num_microbatches)
+        if slow and slow[0] > 1:  # costs are those of rank 0
+            faster = ((seconds / slow[0] for seconds in of) for of in (units.forward_s, units.backward_s))
+            units = replace(units, **dict(zip(("forward_s", "backward_s"), map(tuple, faster), strict=True)))
+
+        def divided(found: SppPlan) -> tuple[Planner, Plan, Memory, Costs]:
+            devices = tuple(ranks for _, _, ranks in found.stages)
+            slowest = [min(bandwidth[u][v] for u in here for v in after) for here, after in itertools.pairwise(devices)]
+            counts = tuple(map(len, devices))
+            order = with_replicas(build(schedule.name, found.num_stages, num_microbatches), counts)
+            chosen = replace(self, num_stages=found.num_stages, replicas=counts)
+            memory = chosen._memory(replace(conditions, schedule=order))
+            cuts = tuple(positions[last] for _, last, _ in found.stages[:-1])
+            linked = replace(costs, links=tuple(Link(1 / speed) for speed in slowest), kept=0)
+            return chosen, chosen._made(graph, cuts, linked, memory), memory, linked
+
+        def fits(found: SppPlan) -> bool:
+            limit = self.memory_limit
+            return limit == math.inf or all(stage.memory.total <= limit for stage in divided(found)[1].stages)
+
+        found = plan_in_turns(units, bandwidth, num_microbatches, slow, fits)
         took_s = time.perf_counter() - begin
         _log.info("planned %d units on %d devices in %.1f s", units.num_units, len(bandwidth), took_s)
-        devices = tuple(ranks for _, _, ranks in found.stages)
-        slowest = [min(bandwidth[u][v] for u in here for v in after) for here, after in itertools.pairwise(devices)]
-        links = tuple(Link(1 / speed) for speed in slowest)
-        counts = tuple(map(len, devices))
-        order = with_replicas(build(schedule.name, found.num_stages, num_microbatches), counts)
-        chosen = replace(self, num_stages=found.num_stages, replicas=counts)
-        memory = chosen._memory(replace(conditions, schedule=order))
-        cuts = tuple(positions[last] for _, last, _ in found.stages[:-1])
-        costs = replace(costs, links=links, kept=0)
-        plan = chosen._closed(step, chosen._made(graph, cuts, costs, memory), costs, memory)
-        forecast = Forecast("spp", num_microbatches, found.makespan_s, _idle(units, found, num_microbatches))
-        return replace(plan, forecast=forecast, devices=devices)
+        chosen, made, memory, linked = divided(found)
+        plan = chosen._closed(step, made, linked, memory)
+        forecast = Forecast("spp", num_microbatches, found.makespan_s, _idle(units, found, num_microbatches, slow))
+        return replace(plan, forecast=forecast, devices=tuple(ranks for _, _, ranks in found.stages))
 
     def _fewest(
         self, plan: Plan, costs: Costs, conditions: Conditions
@@ -438,10 +466,17 @@ class Planner:
         return make_plan(graph, cuts, costs, sizes, memory, self.replicas)
 
 
-def _idle(units: SppCosts, plan: SppPlan, num_microbatches: int) -> float:
+def _idle(units: SppCosts, plan: SppPlan, num_microbatches: int, slowness: Sequence[float]) -> float:
     """The share of all devices' time in which they do not compute."""
-    devices = sum(len(ranks) for _, _, ranks in plan.stages)
-    return max(0.0, 1 - num_microbatches * float(units.busy_s[-1]) / (devices * plan.makespan_s))
+    busy_s, devices = 0.0, 0
+    for first, last, ranks in plan.stages:
+        of_one_s = float(units.busy_s[last + 1] - units.busy_s[first])
+        turns = [math.ceil((num_microbatches - j) / len(ranks)) for j in range(len(ranks))]
+        busy_s += of_one_s * sum(
+            n * (slowness[rank] if slowness else 1.0) for n, rank in zip(turns, ranks, strict=True)
+        )
+        devices += len(ranks)
+    return max(0.0, 1 - busy_s / (devices * plan.makespan_s))
 
 
 def _unevenness(plan: Plan) -> float:

@@ -16,7 +16,10 @@ from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
 from lightning_avgpipe.schedule.costs import least_possible_s
 
-__all__ = ["Problem", "Stage"]
+__all__ = ["BUCKET_BYTES", "Problem", "Stage"]
+
+BUCKET_BYTES = 4 * 1024**2
+"""Of gradients that are all-reduced as one message while a backward computes, at least, but for the last message."""
 
 _SLACK = 0.1  # plans are looked for within this share above evenly shared work, then within twice as much, ...
 
@@ -37,14 +40,31 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Units for devices, which are numbered in their order."""
+    """Units for devices, which are numbered in their order.
+
+    Attributes:
+        costs: of the units, on a device that is not slow.
+        network: of the devices.
+        num_microbatches: M.
+        memory_limit: bytes of parameters on a device.
+        slowness: how many times as long each device takes, shape ``(V,)``; empty: all take what units cost. Turns know
+            of it, and the slowest stage; SPP does not.
+        bucket_bytes: of gradients that are all-reduced as one message, while a last backward still computes; turns
+            know of it, SPP all-reduces after it.
+    """
 
     costs: SppCosts
     network: Network
     num_microbatches: int
     memory_limit: float | None
+    slowness: tuple[float, ...] = ()
+    bucket_bytes: float = BUCKET_BYTES
 
     def __post_init__(self) -> None:
+        if self.slowness and (len(self.slowness) != len(self.network) or not min(self.slowness) > 0):
+            raise PartitionError(
+                f"slowness={list(self.slowness)}: {len(self.network)} devices need as many numbers above 0"
+            )
         if self.num_microbatches < 1:
             raise PartitionError(f"num_microbatches={self.num_microbatches}: at least 1 is needed")
         if self.memory_limit is not None and not self.memory_limit > 0:
@@ -63,6 +83,22 @@ class Problem:
         """Seconds to all-reduce the gradients of a stage."""
         parameters = self.costs.parameters
         return float(parameters[stage.end] - parameters[stage.begin]) * self.reduce_s_per_byte(stage.first, stage.stop)
+
+    def slow(self, first: int, stop: int) -> float:
+        """How many times as long the slowest of the devices ``first .. stop-1`` takes."""
+        return max(self.slowness[first:stop], default=1.0)
+
+    def reduce_left_s(self, stage: Stage) -> float:
+        """Seconds that an all-reduce goes on after the last backward, in which it begins, unit by unit."""
+        costs, per_byte = self.costs, self.reduce_s_per_byte(stage.first, stage.stop)
+        slow, clock_s, done_s, held = self.slow(stage.first, stage.stop), 0.0, 0.0, 0.0
+        for unit in reversed(range(stage.begin, stage.end)):
+            clock_s += costs.backward_s[unit] * slow
+            held += costs.parameter_bytes[unit]
+            if held >= self.bucket_bytes or unit == stage.begin:
+                done_s = max(done_s, clock_s) + held * per_byte
+                held = 0.0
+        return done_s - clock_s
 
     def stage_costs(self, stages: Sequence[Stage]) -> StageCosts:
         """Seconds per micro-batch."""
@@ -111,7 +147,9 @@ class Problem:
         slowest = min(min(row[:u] + row[u + 1 :], default=math.inf) for u, row in enumerate(self.network.bandwidth))
         largest = max((*costs.bytes_forward, *costs.bytes_backward), default=0.0)
         alone_s = count * float(costs.busy_s[-1])
-        most_s = alone_s + max(count * largest, 2 * float(costs.parameters[-1])) / slowest
+        most_s = (
+            alone_s * self.slow(0, len(self.network)) + max(count * largest, 2 * float(costs.parameters[-1])) / slowest
+        )
         evenly_s, slack = alone_s / len(self.network), _SLACK
         while 0 < evenly_s * (1 + slack) < most_s:
             yield evenly_s * (1 + slack)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.balance import gaps
 from lightning_avgpipe.planning.bottleneck import least_bottlenecks
 from lightning_avgpipe.planning.network import Matrix, Network, device_order
@@ -37,35 +38,66 @@ from lightning_avgpipe.schedule import (
 from lightning_avgpipe.schedule.kinds import Direction
 
 __all__ = [
-    "least_in_turns_s", "plan_in_turns", "replayed_in_turns", "seconds_in_turns", "timeline_in_turns", "units_between",
+    "least_in_turns_s", "plan_in_turns", "replayed_in_turns", "seconds_in_turns", "slowness_of", "timeline_in_turns",
+    "units_between",
 ]  # fmt: skip
 
+_ALIKE = 1.15  # times as long as the fastest: devices within it count as alike
 _MOST_PLANS = 5_000  # of which each is looked at; beyond, those with SPP's least bottlenecks
 
 
-def plan_in_turns(costs: SppCosts, bandwidth: Matrix, num_microbatches: int) -> SppPlan:
+def slowness_of(seconds: Sequence[float]) -> tuple[float, ...]:
+    """How many times as long each device takes as the fastest, for the same work; empty if all are alike, or one has
+    not been measured.
+
+    Args:
+        seconds: of each device; 0 was not measured.
+    """
+    least = min(seconds, default=0.0)
+    if not least or max(seconds) <= least * _ALIKE:
+        return ()
+    return tuple(s / least if s > least * _ALIKE else 1.0 for s in seconds)
+
+
+def plan_in_turns(
+    costs: SppCosts,
+    bandwidth: Matrix,
+    num_microbatches: int,
+    slowness: Sequence[float] = (),
+    fits: Callable[[SppPlan], bool] = lambda plan: True,
+) -> SppPlan:
     """The plan with the shortest simulated iteration, of those along the order of devices; the first device is in the
     last stage.
 
     Args:
-        costs: of the units.
+        costs: of the units, on a device that is not slow.
         bandwidth: bytes per second between every two devices, shape ``(V, V)``.
         num_microbatches: M.
+        slowness: how many times as long each device takes, at least 1, shape ``(V,)``; empty: all are alike.
+        fits: whether a plan keeps within the memory of its devices.
+    Raises:
+        PartitionError: none of the plans that were looked at fits.
     """
     order = device_order(bandwidth)[::-1]
-    problem = Problem(costs, Network.of(bandwidth, rings=True).ordered(order), num_microbatches, None)
-    best: tuple[float, tuple[int, ...], Sequence[Stage]] = math.inf, (), ()
+    slow = tuple(slowness[device] for device in order) if slowness else ()
+    problem = Problem(costs, Network.of(bandwidth, rings=True).ordered(order), num_microbatches, None, slow)
+    best: SppPlan | None = None
     bounds = [(least_in_turns_s(problem, stages), stages) for stages in _candidates(problem)]
     for at_least_s, stages in sorted(bounds, key=lambda pair: (pair[0], len(pair[1]))):
-        if at_least_s >= best[0]:
+        if best is not None and at_least_s >= best.makespan_s:
             break
+        named = tuple((s.begin, s.end - 1, tuple(sorted(order[s.first : s.stop]))) for s in stages)
         for schedule in _orders(stages, num_microbatches):
             seconds = seconds_in_turns(problem, stages, schedule)
-            if seconds < best[0]:
-                best = seconds, schedule.warm_up, stages
-    seconds, warm_up, stages = best
-    named = tuple((s.begin, s.end - 1, tuple(sorted(order[s.first : s.stop]))) for s in stages)
-    return SppPlan(named, seconds, least_in_turns_s(problem, stages), len(stages), warm_up)
+            made = SppPlan(named, seconds, at_least_s, len(stages), schedule.warm_up)
+            if (best is None or seconds < best.makespan_s) and fits(made):
+                best = made
+    if best is None:
+        raise PartitionError(
+            f"none of {len(bounds)} plans for {len(bandwidth)} devices fits their memory; use more devices, smaller "
+            "units or micro-batches, or raise memory_limit"
+        )
+    return best
 
 
 def _candidates(problem: Problem) -> Collection[Sequence[Stage]]:
@@ -80,13 +112,15 @@ def least_in_turns_s(problem: Problem, stages: Sequence[Stage]) -> float:
     """Seconds that no order of turns falls short of: a stage waits for its first value, its first replica does its
     work, and its last gradient travels home, with links that take no time.
     """
-    busy, home_s = problem.costs.busy_s, problem.reduce_s(stages[0])
+    busy, home_s = problem.costs.busy_s, problem.reduce_left_s(stages[0])
     before = least = 0.0
     for stage in stages:
         work = float(busy[stage.end] - busy[stage.begin])
-        turns_s = math.ceil(problem.num_microbatches / stage.replicas) * work
-        least = max(least, before + turns_s + home_s, turns_s + problem.reduce_s(stage))
-        before += work
+        slowness = problem.slowness[stage.first : stage.stop] or (1.0,)
+        turns = range(problem.num_microbatches, problem.num_microbatches - len(slowness), -1)
+        turns_s = max(math.ceil(n / stage.replicas) * work * slow for n, slow in zip(turns, slowness, strict=True))
+        least = max(least, before + turns_s + home_s, turns_s + problem.reduce_left_s(stage))
+        before += work * min(slowness)
     return least
 
 
@@ -134,7 +168,7 @@ def seconds_in_turns(problem: Problem, stages: Sequence[Stage], schedule: Schedu
     ends = [0.0] * len(stages)
     for k, _, _, end_s in spans:
         ends[k] = max(ends[k], end_s)
-    return max(end + problem.reduce_s(stage) for end, stage in zip(ends, stages, strict=True))
+    return max(end + problem.reduce_left_s(stage) for end, stage in zip(ends, stages, strict=True))
 
 
 def timeline_in_turns(
@@ -186,7 +220,7 @@ def _played(problem: Problem, stages: Sequence[Stage], schedule: Schedule) -> tu
                 action = row.popleft()
                 forward, i = key[0], action.micro_batch
                 begin_s = max(free[device], arrived[key])
-                free[device] = begin_s + seconds[k][forward]
+                free[device] = begin_s + seconds[k][forward] * problem.slow(device, device + 1)
                 spans.append((k, action, begin_s, free[device]))
                 moved, to = True, k + 1 if forward else k - 1
                 if 0 <= to <= last:

@@ -28,6 +28,7 @@ from lightning_avgpipe.planning.halving import Halving, processes_of
 from lightning_avgpipe.planning.model_memory import state_copies
 from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.planner import Conditions, Planner
+from lightning_avgpipe.planning.turns import slowness_of
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.training.holdings import Holdings
@@ -105,6 +106,7 @@ class Deployment:
         self.shards = OptimizerShards(module, cluster) if shards else None
         self.holdings = Holdings(module, cluster, optimizers, origin, self.shards)
         self._final = False
+        self._slowness: tuple[float, ...] = ()  # of the processes, if stages are placed by it
         self.replans = False
         self._given = cluster.stage_map  # before any plan
         self._arranged = cluster.stage_map  # as of the plan
@@ -202,6 +204,18 @@ class Deployment:
                 return made
         return None
 
+    def _slowness_of(self, step: str, run: Callable[..., Any], examples: Sequence[Sequence[Any]]) -> tuple[float, ...]:
+        """Of the processes of the group, as they were when each had the whole module. Every process calls it."""
+        if not self._final:
+            seconds = 0.0
+            for args in examples:
+                with contextlib.suppress(SkippedStepError), alone():
+                    with self._cluster.monitor.during("measures its device"):
+                        seconds = self._planner.seconds(step, run, args)
+                    break
+            self._slowness = slowness_of(self._cluster.group.exchange_objects(seconds))
+        return self._slowness
+
     def _divide(
         self,
         step: str,
@@ -219,6 +233,7 @@ class Deployment:
             asks = final and bandwidth is None and self._cluster.group.broadcast(planner.measures)
             conditions = Conditions(
                 schedule, self._cluster.links() if asks else (), copies, num_pipelines, teams, bandwidth,
+                () if bandwidth is None else self._slowness_of(step, run, examples),
                 self._halving if final and planner.num_stages == self._cluster.group.world_size else None,
             )  # fmt: skip
             units = () if before is None else before.graph.units

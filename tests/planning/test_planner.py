@@ -135,3 +135,16 @@ def test_memory_decides_where_time_would_cut_elsewhere(recorded: Recorder) -> No
     assert all(stage.memory.total <= limit for stage in tight.stages)
     with pytest.raises(PartitionError, match=r"does not fit into num_stages=2 stages with memory_limit=1000 B: .* a "):
         planned(Net(), 2, conditions, memory_limit=1000)
+
+
+def test_stages_on_devices_keep_within_their_memory(recorded: Recorder) -> None:
+    recorded(lambda name: 1.0)
+    net, examples = Net(), (torch.randn(4, 8), 0)
+    conditions = Conditions(build("1f1b", 4, 8), bandwidth=[[1e12] * 4] * 4)
+    planner = Planner(net, 4, costs="measured")
+    copies = planner.plan("training_step", net.training_step, examples, conditions=conditions)
+    assert copies.devices == ((0, 1, 2, 3),)
+    limit = copies.stages[0].memory.total - 1
+    less = replace(planner, memory_limit=limit)
+    stages = less.plan("training_step", net.training_step, examples, conditions=conditions)
+    assert stages.num_stages > 1 and max(stage.memory.total for stage in stages.stages) <= limit

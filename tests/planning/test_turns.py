@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.network import Network
 from lightning_avgpipe.planning.problem import Problem, Stage
 from lightning_avgpipe.planning.spp import SppCosts, all_plans
@@ -14,6 +15,7 @@ from lightning_avgpipe.planning.turns import (
     plan_in_turns,
     replayed_in_turns,
     seconds_in_turns,
+    slowness_of,
     timeline_in_turns,
 )
 from lightning_avgpipe.schedule import build, simulate, with_replicas
@@ -89,15 +91,49 @@ def test_no_plan_in_turns_is_faster_and_none_falls_short_of_its_bound(seed: int)
     units, devices, count = draw.randint(1, 5), draw.randint(1, 4), draw.randint(1, 6)
     costs = costs_of(units, draw)
     bandwidth = [[draw.uniform(0.5, 8) for _ in range(devices)] for _ in range(devices)]
-    found = plan_in_turns(costs, bandwidth, count)
+    slowness = tuple(draw.choice((1.0, 1.0, 2.5)) for _ in range(devices)) if seed % 2 else ()
+    found = plan_in_turns(costs, bandwidth, count, slowness)
     order = [device for _, _, ranks in found.stages for device in ranks]
     assert sorted(order) == list(range(devices))
     assert found.stages[-1][2][0] == 0
-    problem = problem_of(costs, bandwidth, count)
+    problem = Problem(costs, Network.of(bandwidth), count, None, slowness, draw.choice((1.0, 8.0)))
     for stages in all_plans(problem):
         schedule = with_replicas(build("1f1b", len(stages), count), [stage.replicas for stage in stages])
         assert seconds_in_turns(problem, stages, schedule) >= least_in_turns_s(problem, stages) * (1 - 1e-9)
     assert found.makespan_s >= found.bound_s * (1 - 1e-9)
+
+
+def test_an_all_reduce_begins_within_the_last_backward_bucket_by_bucket() -> None:
+    costs = SppCosts((0, 0, 0), (1, 2, 4), (0, 0), (0, 0), (6, 2, 10))
+    stages, network = [Stage(0, 3, 0, 2)], Network.of([[1.0] * 2] * 2)
+    #   backward    2 2 2 2 1 1 0      buckets from 8 bytes on: {2}, {1, 0}, and an all-reduce takes a second for a byte
+    #   all-reduce          2 2 2 2 2 2 2 2 2 2 1 1 0 0 0 0 0 0
+    problem = Problem(costs, network, 1, None, bucket_bytes=8)
+    assert seconds_in_turns(problem, stages, build("1f1b", 1, 1)) == 4 + 10 + 8
+    whole = Problem(costs, network, 1, None, bucket_bytes=100)
+    assert seconds_in_turns(whole, stages, build("1f1b", 1, 1)) == 7 + 18
+
+
+def test_a_slow_device_gets_less_to_do() -> None:
+    costs, bandwidth = SppCosts((1,) * 8, (2,) * 8, (0,) * 7, (0,) * 7, (1000,) * 8), [[1.0] * 4] * 4
+    alike = plan_in_turns(costs, bandwidth, 8)
+    for device in range(4):
+        slowness = [3.0 if device == v else 1.0 for v in range(4)]
+        units = {ranks: last - first + 1 for first, last, ranks in plan_in_turns(costs, bandwidth, 8, slowness).stages}
+        assert units[(device,)] == 1 and {ranks: 2 for _, _, ranks in alike.stages} != units
+
+
+def test_devices_are_slow_that_take_clearly_longer_than_the_fastest() -> None:
+    assert slowness_of([1.0, 2.0, 1.1, 4.0]) == (1.0, 2.0, 1.0, 4.0)
+    assert slowness_of([1.0, 1.1]) == slowness_of([1.0, 0.0]) == slowness_of([]) == ()
+
+
+def test_plans_that_do_not_fit_are_left_out_and_none_is_an_error() -> None:
+    costs = SppCosts((1,) * 2, (2,) * 2, (0,), (0,), (1,) * 2)
+    assert plan_in_turns(costs, [[1.0] * 2] * 2, 8).num_stages == 1
+    assert plan_in_turns(costs, [[1.0] * 2] * 2, 8, fits=lambda plan: plan.num_stages == 2).num_stages == 2
+    with pytest.raises(PartitionError, match="none of 2 plans for 2 devices fits their memory; use more devices"):
+        plan_in_turns(costs, [[1.0] * 2] * 2, 8, fits=lambda plan: False)
 
 
 def test_devices_with_fast_links_share_a_stage() -> None:
