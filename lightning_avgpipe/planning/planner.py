@@ -207,7 +207,11 @@ class Planner:
                 return self._plan(step, run, args, units, conditions)
             except PartitionError as error:
                 _log.debug("%s: %s", step, error)
-            return replace(self, num_stages=self.num_stages - 1).plan(step, run, args, units, conditions)
+                fewer = replace(self, num_stages=self.num_stages - 1)
+                try:
+                    return fewer.plan(step, run, args, units, conditions)
+                except PartitionError:
+                    raise error from None
         return self._plan(step, run, args, units, conditions)
 
     def _plan(

@@ -42,7 +42,7 @@ __all__ = [
     "units_between",
 ]  # fmt: skip
 
-_ALIKE = 1.15  # times as long as the fastest: devices within it count as alike
+_ALIKE = 1.25  # times as long as the fastest: devices within it count as alike
 _MOST_PLANS = 5_000  # of which each is looked at; beyond, those with SPP's least bottlenecks
 
 

@@ -177,7 +177,6 @@ def _stage_replicas(given: Options) -> None:
         "num_stages": (chooses and given.num_stages != "auto", "num_stages='auto', since the planner chooses it"),
         "split_points": (chooses and given.split_points is not None, "no split_points, since the planner cuts"),
         "num_microbatches": (chooses and given.num_microbatches == "auto", "a number, on which the plan depends"),
-        "memory_limit": (chooses and given.memory_limit is not None, "no limit, since plans are made by time alone"),
         "processes_per_device": (given.processes_per_device > 1, "one process on each device"),
         "recompute": (chooses and given.recompute is True, "submodules by name, or none"),
     }

@@ -92,9 +92,9 @@ class AvgPipeStrategy(ParallelStrategy):
             its micro-batches in turns and sum their gradients, so nothing but the rounding of that sum depends on them.
             ``"auto"``: chosen by ``planner="spp"``.
         planner: ``"balanced"`` makes stages of about equal time, one for each device of a replica. ``"spp"`` chooses
-            the number of stages, their cuts, and which devices share each, by measured times and the bandwidth between
-            every two devices, for the shortest iteration (Luo et al., INFOCOM 2022); with ``replicas="auto"`` and a
-            given ``num_microbatches``.
+            the number of stages, their cuts, and which devices share each, by times measured on every device and the
+            bandwidth between every two, for the shortest iteration within ``memory_limit`` (Luo et al., INFOCOM 2022);
+            with ``replicas="auto"`` and a given ``num_microbatches``.
         bandwidth: of the links, for ``planner="spp"``: ``"measured"`` before the first plan, each two processes at a
             time, or bytes per second from each process (row) to each other one.
         shard_optimizer_states: each replica keeps the optimizer states of a part of the parameters only, steps these,

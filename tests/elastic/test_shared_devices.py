@@ -147,8 +147,8 @@ class Together:
 
     process_group = None
 
-    def together(self, what: str, collective: Any) -> None:
-        collective()
+    def wait_for(self, work: Any, what: str) -> None:
+        work.wait()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])

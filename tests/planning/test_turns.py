@@ -124,7 +124,7 @@ def test_a_slow_device_gets_less_to_do() -> None:
 
 
 def test_devices_are_slow_that_take_clearly_longer_than_the_fastest() -> None:
-    assert slowness_of([1.0, 2.0, 1.1, 4.0]) == (1.0, 2.0, 1.0, 4.0)
+    assert slowness_of([1.0, 2.0, 1.2, 4.0]) == (1.0, 2.0, 1.0, 4.0)
     assert slowness_of([1.0, 1.1]) == slowness_of([1.0, 0.0]) == slowness_of([]) == ()
 
 
