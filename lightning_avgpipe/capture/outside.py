@@ -19,7 +19,9 @@ from lightning_avgpipe.utils.objects import Variable
 
 __all__ = ["outside", "places", "variable"]
 
-_INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARY = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")})
+# Wherever they are: packages of a user, of the system below a virtual environment, or on PYTHONPATH.
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
 _OWN = str(Path(__file__).parents[1])
 _KINDS = ("global ", "class ", "enclosed ")  # how full names begin
 _CODE = (types.FunctionType, types.MethodType, type, types.ModuleType, nn.Module)
@@ -165,4 +167,4 @@ def _is_own_file(name: str) -> bool:
     if module is None or name in sys.builtin_module_names:
         return False
     file = getattr(module, "__file__", None)
-    return file is None or not file.startswith((*_INSTALLED, _OWN))
+    return file is None or not (file.startswith((*_LIBRARY, _OWN)) or _INSTALLED.intersection(Path(file).parts))

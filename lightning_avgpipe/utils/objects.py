@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import types
 from collections import OrderedDict, deque
@@ -444,4 +445,6 @@ def _slots(cls: type) -> frozenset[str]:
     # What a type written in C calls members may be for reading only, and a new object each time (numpy's dtype).
     bases = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
     members = {n for base in bases for n, m in base.items() if isinstance(m, types.MemberDescriptorType)}
+    # a subclass may have put something else in the place of one, such as a property
+    members = {n for n in members if isinstance(inspect.getattr_static(cls, n), types.MemberDescriptorType)}
     return frozenset(members) if cls.__module__.partition(".")[0] not in sys.stdlib_module_names else frozenset()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
+from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.outside import outside
@@ -36,3 +39,21 @@ class Net(nn.Module):
 def test_objects_that_answer_no_question_are_variables_like_others() -> None:
     found = {name.removeprefix(f"global {__name__}.") for name in outside(Net())}
     assert {"OPTIONAL", "CALLS"} <= found
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages", "mine"])
+def test_packages_are_installed_wherever_their_folder_is(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"strange_{folder.replace('-', '_')}"
+    place = tmp_path / "lib" / folder
+    place.mkdir(parents=True)
+    (place / f"{name}.py").write_text("CALLS = []\n\n\ndef note(x):\n    CALLS.append(1)\n    return x\n")
+    monkeypatch.syspath_prepend(place)
+    note = importlib.import_module(name).note
+
+    class Noting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return note(x)
+
+    assert (f"global {name}.CALLS" in outside(Noting())) == (folder == "mine")

@@ -122,3 +122,14 @@ def test_members_of_types_written_in_c_are_left_alone() -> None:
         encoder.seen = 1
     assert encoder.seen == 0
     assert not Objects((encoder.kind,)).changed()
+
+
+def test_what_a_subclass_puts_in_the_place_of_a_slot_is_left_alone() -> None:
+    class Constant(Slotted):
+        other = property(lambda self: (self.one,))  # a new one each time, and nobody can set it
+
+    constant = Constant()
+    with Objects((constant,)).restored():
+        constant.one = 2
+    assert constant.one == 1
+    assert not Objects((constant,)).changed()
