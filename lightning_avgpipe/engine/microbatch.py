@@ -65,8 +65,8 @@ def split(
 
     Sizes are those of ``torch.tensor_split``, and tensors become views. A list or tuple that has one element per sample
     (texts, file names, images, targets) is split as well; of nested ones the outermost. Everything else is repeated:
-    numbers, strings, 0-dim tensors, None, plain lists of other lengths. Each micro-batch has containers of its own, so
-    that a step function may ``pop`` from its batch.
+    numbers, strings, 0-dim tensors, None, plain lists and rows of labels of other lengths. Each micro-batch has
+    containers of its own, so that a step function may ``pop`` from its batch.
 
     Args:
         batch: any tree.

@@ -165,8 +165,8 @@ def _found(batch: Any, expected: Expected, seen: Seen) -> tuple[int, Layout] | N
     as_stacked = expected.stacked and (n == expected.size or not expected.changed)
     if expected.size is not None and expected.size > 1 and not (as_stacked or seen.settled):
         _check_first_dimension(batch, read, expected.size)
-    _check_repeated(batch, read, "batch")
     seen.lists.update(lists)
+    _check_repeated(batch, read, "batch", seen)
     seen.settled |= n == expected.size
     return n, read
 
@@ -195,6 +195,8 @@ class _Reader:
         if type(node) in (list, tuple):
             return self._read_list(node, name)
         if _is_constant(node) or _is_opaque(node):
+            if _is_labels(node) and len(node) != self._n:
+                self.lists[name] = False
             return Layout("repeat")
         return self._inside(node, name)
 
@@ -318,12 +320,12 @@ def _check_first_dimension(batch: Any, read: Layout, size: int) -> None:
         )
 
 
-def _check_repeated(batch: Any, read: Layout, name: str) -> None:
+def _check_repeated(batch: Any, read: Layout, name: str, seen: Seen) -> None:
     """What nobody knows must be in a list of samples, not beside it."""
     if read.kind == "inside":
         for layout_, (below, child) in zip(read.below, tree.named_children(batch, name), strict=True):
-            _check_repeated(child, layout_, below)
-    elif read.kind == "repeat" and _is_opaque(batch):
+            _check_repeated(child, layout_, below, seen)
+    elif read.kind == "repeat" and _is_opaque(batch) and not (_is_labels(batch) and seen.lists.get(name) is False):
         raise _unknown(name, batch)
 
 
@@ -343,6 +345,11 @@ def _is_opaque(node: Any) -> bool:
     if isinstance(node, np.ndarray) or _is_constant(node) or type(node) in (list, tuple, dict):
         return False
     return tree.children(node)[1].is_leaf()
+
+
+def _is_labels(node: Any) -> bool:
+    """Whether it is a row of anything, such as an index of pandas, which holds samples only if it is as long as these."""
+    return hasattr(node, "__array__") and not isinstance(node, Tensor) and len(getattr(node, "shape", ())) == 1
 
 
 def _leaves(node: Any, name: str = "batch") -> Iterator[tuple[str, Any]]:

@@ -34,6 +34,19 @@ class Graphs:
         self.x, self.batch = of(20, 4), torch.arange(20) // 5
 
 
+class Labels:
+    """Names of columns, as libraries keep them: ``pandas.Index``."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.shape = names, (len(names),)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __array__(self) -> np.ndarray:
+        return np.array(self.names)
+
+
 SPLIT = {
     "columns": ((of(8, 3), of(8)), EIGHT, 8),
     "pairs of the same shape": ([of(8, 3), of(8, 3)], EIGHT, 8),
@@ -55,6 +68,7 @@ SPLIT = {
     "scalars": ((of(4, 2), [torch.tensor(float(i)) for i in range(4)]), Expected(4), 4),
     "arrays": ({"x": np.zeros((8, 2)), "y": of(8)}, EIGHT, 8),
     "objects in a list": ([Graphs() for _ in range(4)], Expected(4), 4),
+    "names of columns": ({"x": of(8, 2), "columns": Labels("p", "q")}, EIGHT, 8),
     "lists of strings": ({"x": of(8, 2), "text": ["a"] * 8, "names": ["p", "q"]}, EIGHT, 8),
 }
 
@@ -97,6 +111,7 @@ REFUSED = {
     "sparse": ((of(8, 3).to_sparse(), of(8)), EIGHT, r"batch\[0\] is a Tensor"),
     "graphs": (Graphs(), EIGHT, "batch is a Graphs"),
     "graphs and labels": ({"graphs": Graphs(), "y": of(8)}, EIGHT, r"batch\['graphs'\] is a Graphs"),
+    "names, as many as samples": ({"x": of(2, 2), "columns": Labels("p", "q")}, Expected(2), "is a Labels"),
     "a set": ((of(8), {1, 2}), EIGHT, r"batch\[1\] is a set"),
     "transposed": ({"a": of(8, 5), "b": of(5, 8)}, Expected(), r"8 in batch\['a'\] \(8, 5\); 5 in batch\['b'\]"),
 }
@@ -120,3 +135,10 @@ def test_batches_before_decide_between_two_readings() -> None:
     split((of(8, 4), of(8, 4)), 4, EIGHT, seen)
     assert sum(part.size for part in split((of(2, 4), of(2, 4)), 4, EIGHT, seen)) == 2
     assert sum(part.size for part in split((of(8, 8), of(8, 8)), 4, EIGHT, seen)) == 8
+
+
+def test_names_of_columns_stay_whole_also_in_a_batch_of_as_many_samples() -> None:
+    seen, columns = Seen(), Labels("p", "q")
+    for size in (8, 2):
+        parts = split({"x": of(size, 2), "columns": columns}, 2, EIGHT, seen)
+        assert [part.data["columns"] for part in parts] == [columns] * 2
