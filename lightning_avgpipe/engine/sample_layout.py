@@ -348,7 +348,7 @@ def _is_opaque(node: Any) -> bool:
 
 
 def _is_labels(node: Any) -> bool:
-    """Whether it is a row of anything, such as an index of pandas, which holds samples only if it is as long as these."""
+    """Whether it is a row of anything, such as an index of pandas. As long as the batch it may hold samples."""
     return hasattr(node, "__array__") and not isinstance(node, Tensor) and len(getattr(node, "shape", ())) == 1
 
 

@@ -111,7 +111,7 @@ REFUSED = {
     "sparse": ((of(8, 3).to_sparse(), of(8)), EIGHT, r"batch\[0\] is a Tensor"),
     "graphs": (Graphs(), EIGHT, "batch is a Graphs"),
     "graphs and labels": ({"graphs": Graphs(), "y": of(8)}, EIGHT, r"batch\['graphs'\] is a Graphs"),
-    "names, as many as samples": ({"x": of(2, 2), "columns": Labels("p", "q")}, Expected(2), "is a Labels"),
+    "names, as many as samples": ({"x": of(2, 5), "columns": Labels("p", "q")}, Expected(2), "is a Labels"),
     "a set": ((of(8), {1, 2}), EIGHT, r"batch\[1\] is a set"),
     "transposed": ({"a": of(8, 5), "b": of(5, 8)}, Expected(), r"8 in batch\['a'\] \(8, 5\); 5 in batch\['b'\]"),
 }
