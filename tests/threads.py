@@ -286,6 +286,7 @@ def run(
     timeout: timedelta = TIMEOUT,
     runs: int = 1,
     min_groups: int | None = None,
+    keeper: str | None = None,
 ) -> list[Any]:
     """Call ``work(cluster)`` in a thread for each rank, while the cluster is open.
 
@@ -296,6 +297,7 @@ def run(
         timeout: of the cluster.
         runs: so often the cluster is opened, worked with and closed.
         min_groups: of the cluster.
+        keeper: of the store; None: rank 0.
     Returns:
         What the last call returned, or the error that a process ended with, by rank.
     """
@@ -306,7 +308,7 @@ def run(
         cluster = Cluster(stage_map, rank, CPU, timeout, MemoryNetwork(hub, rank), min_groups=min_groups)
         try:
             for _ in range(runs):
-                cluster.open(hub.store)
+                cluster.open(hub.store, keeper=keeper)
                 outcomes[rank] = work(cluster)
                 cluster.close()
         except Killed as error:

@@ -27,6 +27,7 @@ from lightning_avgpipe.comm.routes import Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.comm.transport import Transport
 from lightning_avgpipe.comm.waits import Waits
+from lightning_avgpipe.utils.patching import nothing
 
 __all__ = ["Cluster"]
 
@@ -59,6 +60,7 @@ class Cluster:
         transport: the channels between stages; they are there while this is open.
         control_channel: from rank 0 to all, while this is open.
         batch_stream: of batches, while this is open.
+        when_leading: called when this process begins to lead, since the groups before its own have left.
     """
 
     control_channel: ControlChannel
@@ -86,10 +88,12 @@ class Cluster:
         self._agreement: Agreement | None = None
         self._is_open = False
         self._number = rank
+        self._has_led = rank == 0
+        self.when_leading: Callable[[], None] = nothing
         self.membership: Membership | None = None
         if min_groups is not None and min_groups < stage_map.num_groups:
             self.membership = Membership(stage_map, rank, min_groups)
-            self._meetings = Meetings(rank, self.membership, network, self._go_on_without)
+            self._meetings = Meetings(rank, self.membership, network, self._go_on_without, self._shrunk)
         layout = stage_map.layout
         number, position = stage_map.position(rank)
         self.world = self._together(Party("world", tuple(range(stage_map.world_size))), rank)
@@ -131,6 +135,14 @@ class Cluster:
         return self.membership is not None
 
     @property
+    def ranks_without_this(self) -> tuple[int, ...]:
+        """If the group of this process has left, those that go on; else nothing."""
+        membership = self.membership
+        if membership is None or membership.group in membership.groups():
+            return ()
+        return membership.ranks()
+
+    @property
     def groups_left(self) -> tuple[int, ...]:
         """The groups that have not left, by their numbers at the start."""
         return tuple(self._whole.layout.index(ranks) for ranks in self.stage_map.layout)
@@ -162,8 +174,16 @@ class Cluster:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0 of all processes, which logs and writes."""
+        """Whether this is rank 0 of all processes, which logs and writes: the first one of those that are left."""
         return self.world.rank == 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rank 0 of this group gets whole what its processes have divided, to write it.
+
+        That of the first group writes. If it may leave in the midst of that, others must have the same.
+        """
+        return self.survives or self.group_number == 0
 
     @property
     def reads(self) -> bool:
@@ -195,7 +215,7 @@ class Cluster:
             self._begin(None)
         else:
             if self.membership is not None:
-                self.membership.begin(self._network.lasting_store(store))
+                self.membership.begin(self._network.lasting_store(store), outlives=keeper is not None)
             self._begin(self._network.run_store(store), keeper or self._names[0])
 
             def connect() -> None:
@@ -297,7 +317,9 @@ class Cluster:
             store,
             timeout_s,
             wake=arrivals.notify,
-            announces=self.leads or (self.reads and (self.stage_map.num_groups == 1 or self.survives)),
+            announces=self.leads
+            or (self.reads and self.stage_map.num_groups == 1)
+            or (self.survives and (self.reads or self.rank == 0)),
             keeper=keeper,
             idle_s=arrivals.idle_s,
             deaths=self._deaths,
@@ -355,6 +377,11 @@ class Cluster:
 
     def _moved(self) -> None:
         self._arrivals.moved()
+
+    def _shrunk(self) -> None:
+        if self.leads and not self._has_led:
+            self._has_led = True
+            self.when_leading()
 
     def _go_on_without(self) -> None:
         """Groups have left the averaging, at the same point of the program on all processes of the others."""

@@ -52,6 +52,7 @@ class Meetings:
         membership: of the groups.
         network: connects processes.
         adopted: told when the groups that average are fewer than before.
+        shrunk: told when those are fewer with which this process does anything, in its main thread.
 
     Attributes:
         rank: as given.
@@ -59,12 +60,20 @@ class Meetings:
         averaging: departures with which models are averaged: the same on all processes, at the same point.
     """
 
-    def __init__(self, rank: int, membership: Membership, network: Network, adopted: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        membership: Membership,
+        network: Network,
+        adopted: Callable[[], None],
+        shrunk: Callable[[], None] = nothing,
+    ) -> None:
         self.rank = rank
         self.taken = self.averaging = 0
         self._membership = membership
         self._network = network
         self._adopted = adopted
+        self._shrunk = shrunk
         self._groups: dict[tuple[Party, int], Any] = {}
         self._trying = threading.local()  # in a thread of an attempt, with how many departures
         self._waits: Waits | None = None
@@ -127,7 +136,7 @@ class Meetings:
             done = self.attempt(lambda: self.run(collective, doing, departures), departures)  # noqa: B023
             if self._decide(name, done, len(ranks), doing, departures) is None:
                 return
-            self.taken = self._membership.count
+            self._take(self._membership.count)
             self._part_from(whole.what, self.taken)
 
     def attempt(self, function: Callable[[], object], departures: int) -> bool:
@@ -166,10 +175,24 @@ class Meetings:
         assert self._waits is not None
         with self._across():  # others may know more than this process does
             self._waits.until(lambda: self._membership.count >= left, "waits to learn which group has left")
-        self.averaging, self.taken = left, max(self.taken, left)
+        self.averaging = left
+        self._take(max(self.taken, left))
         self._part_from(AVERAGING, left)
         self._adopted()
         return False
+
+    def _take(self, departures: int) -> None:
+        """From now on this process does what it does with those that are left after so many departures.
+
+        Raises:
+            PeerError: it is in one of the groups that have left.
+        """
+        assert self._waits is not None
+        if self._membership.group not in self._membership.groups(departures):
+            self._waits.monitor.look()  # which knows why, unless the store is slow
+            raise PeerError(f"the other groups go on without group {self._membership.group}")
+        self.taken = departures
+        self._shrunk()
 
     def _decide(self, name: str, done: bool, voters: int, doing: str, departures: int) -> int | None:
         """None if something was done by all; else how many groups had left."""

@@ -53,11 +53,17 @@ class Membership:
         self._stage_map = stage_map
         self._min_groups = min_groups
         self._store: dist.Store | None = None
+        self._outlives = False
         self.group = self.group_of(rank)
 
-    def begin(self, store: dist.Store) -> None:
-        """A run begins, with a store for one thread that has what it had in earlier runs."""
-        self._store, self.begun = store, False
+    def begin(self, store: dist.Store, outlives: bool = False) -> None:
+        """A run begins.
+
+        Args:
+            store: for one thread; it has what it had in earlier runs.
+            outlives: whether it is there without rank 0.
+        """
+        self._store, self._outlives, self.begun = store, outlives, False
 
     @property
     def count(self) -> int:
@@ -86,10 +92,10 @@ class Membership:
         """Why all end if a group does; empty if the others may go on."""
         if not self.begun:
             return "Groups can go on without another from the end of the first iteration of training on"
-        if group == 0:
+        if group == 0 and not self._outlives:
             return (
-                "Groups cannot go on without group 0: it logs and saves, and its rank 0 keeps the store through which "
-                "they find each other. Resume from the last checkpoint"
+                "Groups cannot go on without group 0: its rank 0 keeps the store through which they find each other. "
+                "Resume from the last checkpoint"
             )
         if len(self.groups()) - 1 < self._min_groups:
             return f"min_groups={self._min_groups}, and {len(self.groups()) - 1} would be left"

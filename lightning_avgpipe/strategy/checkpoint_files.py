@@ -10,7 +10,7 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import CheckpointError, ConfigurationError
+from lightning_avgpipe.utils.patching import nothing
 
 __all__ = ["LocalCheckpointIO", "choose_files", "is_sharded", "load_shards", "replacing", "save_shards"]
 
@@ -47,7 +48,14 @@ class LocalCheckpointIO(TorchCheckpointIO):
     writes it into the folder for temporary files; if that is on another file system, the move is a copy over the
     checkpoint before.) It is read by mapping it into memory, so that processes which read the same file share it, and
     what a process does not use is never loaded.
+
+    Args:
+        confirm: called when a file is written, before it takes its place; raises if that is for somebody else now.
     """
+
+    def __init__(self, confirm: Callable[[], None] = nothing) -> None:
+        super().__init__()
+        self._confirm = confirm
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a checkpoint; see Lightning's."""
@@ -57,6 +65,7 @@ class LocalCheckpointIO(TorchCheckpointIO):
             return
         with replacing(target) as new:
             _write_file(checkpoint, new, target)
+            self._confirm()
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; see Lightning's. Weights and optimizer states are mapped: copy what is to stay."""
@@ -73,13 +82,17 @@ class LocalCheckpointIO(TorchCheckpointIO):
         return {**loaded, **pytree.tree_map_only(Tensor, Tensor.clone, kept)}
 
 
-def choose_files(io: CheckpointIO | None, distributed: bool) -> CheckpointIO:
+def choose_files(io: CheckpointIO | None, distributed: bool, confirm: Callable[[], None] = nothing) -> CheckpointIO:
     """A CheckpointIO that uses ours where it would use Lightning's default; others stay as they are.
 
+    Args:
+        io: the user's; None: there is none.
+        distributed: whether checkpoints are folders to which all processes add.
+        confirm: see :class:`LocalCheckpointIO`.
     Raises:
         ConfigurationError: there is another, which checkpoints that are ``distributed`` would not use.
     """
-    chosen = _with_local_files(io)
+    chosen = _with_local_files(io, confirm)
     if distributed and type(chosen) is not LocalCheckpointIO:
         raise ConfigurationError(
             "save_distributed_checkpoint=True writes with torch.distributed.checkpoint and would not use "
@@ -88,11 +101,11 @@ def choose_files(io: CheckpointIO | None, distributed: bool) -> CheckpointIO:
     return chosen
 
 
-def _with_local_files(io: CheckpointIO | None) -> CheckpointIO:
+def _with_local_files(io: CheckpointIO | None, confirm: Callable[[], None]) -> CheckpointIO:
     if io is None or type(io) is TorchCheckpointIO:
-        return LocalCheckpointIO()
+        return LocalCheckpointIO(confirm)
     if isinstance(io, _WrappingCheckpointIO):
-        io.checkpoint_io = LocalCheckpointIO()  # which it takes only if it was built without one
+        io.checkpoint_io = LocalCheckpointIO(confirm)  # which it takes only if it was built without one
     return io
 
 

@@ -85,7 +85,7 @@ class WholeState:
         owner = scattered_owners(module, cluster) if self._is_scattered(cluster) else {}
         if self._distributed:
             return own_state_dict(module, cluster, owner)
-        return full_state_dict(module, cluster, owner) if owner and not cluster.group_number else module.state_dict()
+        return full_state_dict(module, cluster, owner) if owner and cluster.gathers else module.state_dict()
 
     def _is_scattered(self, cluster: Cluster) -> bool:
         """Whether some process is without contents of a part of the module; one that has all of it takes part too."""
@@ -103,7 +103,7 @@ class WholeState:
             return inner.state_dict()
         if self._sharded:
             return full_optimizer_state(inner, cluster.world)
-        return inner.state_dict() if cluster.group_number else full_optimizer_state(inner, cluster.group)
+        return full_optimizer_state(inner, cluster.group) if cluster.gathers else inner.state_dict()
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
         """Nothing is added."""

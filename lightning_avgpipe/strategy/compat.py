@@ -55,6 +55,8 @@ _LOGS = (
     Private(_LOGGING, "the base of ours, which takes its place: rank 0's metrics are everybody's", "trainer"),
     Private(f"{_LOGGING}._callback_metrics", "what callbacks monitor"),
     Private(f"{_TRAINER}.trainer.Trainer._logger_connector", "where it lies"),
+    Private(f"{pl.__name__}.loggers.CSVLogger._version", "the same on all processes: each may have to log"),
+    Private(f"{pl.__name__}.loggers.TensorBoardLogger._version", "the same"),
     Private(f"{_TRAINER}.trainer.Trainer._results", "what log() has stored"),
     Private("torchmetrics.Metric._defaults", "names of the states"),
     Private("torchmetrics.Metric._forward_cache", "the value of a batch, which log() takes"),

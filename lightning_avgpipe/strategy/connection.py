@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
@@ -95,7 +97,13 @@ class Connection:
             return
         assert self.backend is not None
         with launch.connecting(rank, size):
-            store, keeper = launch.store(environment, rank, options.timeout)
+            store, keeper = launch.store(environment, rank, options.timeout, apart=self.cluster.survives)
+            if self.cluster.survives and keeper is None:
+                rank_zero_warn(
+                    f"min_groups={options.min_groups}, but a trainer without it has connected these processes, so rank "
+                    "0 keeps the store through which they find each other: if group 0 dies, all end. Set min_groups "
+                    "for the first trainer of the script as well"
+                )
             # control messages travel on the host, whatever connects the devices
             all_devices = self.backend if options.processes_per_device == 1 else "gloo"
             both = self.backend if connects_hosts(self.backend) else backends("gloo", all_devices, self.cluster.device)
@@ -112,7 +120,14 @@ class Connection:
             return
         self.failed = True
         self.cluster.monitor.report(exception)
-        parent.end_with_this_process()
+        spared = self.cluster.ranks_without_this
+        parent.end_with_this_process(spared)
+        if spared and parent.started():
+            names = ", ".join(map(str, spared))
+            rank_zero_warn(
+                f"This process has failed, but has started others that go on (of ranks {names}), and ends when they "
+                "do; SIGTERM is passed on to them"
+            )
 
     def close(self) -> None:
         """A run has ended: stop the channels. After a failure the connections are closed for good."""
@@ -120,6 +135,27 @@ class Connection:
             self.cluster.close(self.failed)
         if self.failed:
             self.cluster = None
+
+    def stay(self) -> None:
+        """Raise PeerError if other groups have gone on without that of this process, which may have been stopped."""
+        if self.cluster is not None and self.cluster.survives and not self.failed:
+            self.cluster.monitor.look()
+
+    def write(self, write: Callable[[], object]) -> None:
+        """Let rank 0 write something; if its group leaves before all know that it has, the next one does so.
+
+        Args:
+            write: does it, on the process that leads.
+        """
+        if self.cluster is None or self.failed or not self.cluster.survives:
+            write()
+            return
+        world, writer = self.cluster.world, -1
+        world.barrier("a checkpoint")  # after which all know of the same groups
+        while writer != world.ranks[0]:
+            writer = world.ranks[0]
+            write()
+            world.barrier("a checkpoint")
 
     def barrier(self, name: str | None) -> None:
         """Wait for all processes, if they are connected."""

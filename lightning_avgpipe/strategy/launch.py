@@ -15,6 +15,7 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
+from lightning_avgpipe.comm import keeper
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.utils.attempt import fresh
@@ -119,11 +120,19 @@ def connecting(rank: int, world_size: int) -> Iterator[None]:
             ) from error
 
 
-def store(environment: ClusterEnvironment, rank: int, timeout: timedelta) -> tuple[dist.Store, str | None]:
+def store(
+    environment: ClusterEnvironment, rank: int, timeout: timedelta, apart: bool = False
+) -> tuple[dist.Store, str | None]:
     """The store that all processes share, and who keeps it: None if rank 0 does.
 
     It is the one that torch.distributed would make by itself. But that would not return before all processes have come,
     and while it waits nobody could say which of them is missing, or that one has died.
+
+    Args:
+        environment: in which the processes find each other.
+        rank: of this process.
+        timeout: longest wait.
+        apart: whether it must outlive rank 0.
 
     Raises:
         RuntimeError: it is not there within the timeout.
@@ -133,17 +142,22 @@ def store(environment: ClusterEnvironment, rank: int, timeout: timedelta) -> tup
     if dist.is_initialized():
         found = default_store()
     else:
+        apart = apart and not agent
+        if apart and rank == 0:
+            keeper.start(environment.main_port, environment.world_size(), timeout.total_seconds())
         found = dist.TCPStore(
             environment.main_address,
             environment.main_port,
-            is_master=rank == 0 and not agent,
+            is_master=rank == 0 and not agent and not apart,
             timeout=timeout,
             wait_for_workers=False,
             multi_tenant=True,
         )
         if agent:  # who outlives its processes, and starts them again
             found = fresh(found, rank, environment.world_size(), timeout)
-    return found, "torchrun's agent" if agent else None
+        if apart:
+            keeper.enter(found, rank)
+    return found, "torchrun's agent" if agent else keeper.name()
 
 
 def register(registry: Any, strategy: type[AvgPipeStrategy]) -> None:

@@ -71,7 +71,7 @@ class PipelineOptimization(_AutomaticOptimization):
         decided = schedule_control.finish()
         if isinstance(connector, SyncedLoggerConnector):  # several processes
             news: Any = None
-            if self._cluster.leads:
+            if self._cluster.leads or (self._cluster.survives and self._cluster.hosts_last):  # who may lead in a moment
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
             # advances are decided in each group
             news, decided = self._cluster.control_channel.relay(news, decided)

@@ -156,6 +156,8 @@ class PipelineRun:
         elif fitting:
             self._verifier = self.iterations.verifier = request.verifier(self._subject(), options.verify)
         self._adapt(fitting)
+        if fitting and self._survivors is not None:
+            self._survivors.begin()
         self._undo.callback(give_back, self.deployment, self._connection, self.state)
         self._undo.callback(lambda: self.iterations.leave(together=not self._connection.failed))
 

@@ -106,10 +106,11 @@ class AvgPipeStrategy(ParallelStrategy):
             Each process has a context on the device, and the reference is averaged over the host, since NCCL connects
             no device with itself. What starts processes itself (torchrun, SLURM) must start so many for each device.
         min_groups: how many groups must be left when others die: then these go on, with a warning, from the mean of
-            their models, and what the others had not trained on yet is dealt to them. Group 0 must be one of them: it
-            logs and saves, and keeps the store through which all find each other. The processes must be started by what
-            does not end all when one dies: by this strategy (``start_method="popen"``), or by SLURM with
-            ``srun --kill-on-bad-exit=0``, but not by torchrun. None: all must be left.
+            their models, and what the others had not trained on yet is dealt to them. The first of them logs and saves.
+            The store through which all find each other is kept by a further process, on the machine of rank 0. The
+            processes must be started by what does not end all when one dies: by this strategy
+            (``start_method="popen"``), or by SLURM with ``srun --kill-on-bad-exit=0``, but not by torchrun. None: all
+            must be left.
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
             stage, with two samples each where batches are normalised; or 1 for one stage: then there is nothing to
             pipeline, and everything is as on one device. More of them shrink the idle time at both ends of an
@@ -407,6 +408,12 @@ class AvgPipeStrategy(ParallelStrategy):
                 "everything is as with strategy='auto'. More devices, or num_stages=2 on this one, make a pipeline"
             )
 
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process logs and saves: rank 0, or the first one of the groups that have not left."""
+        cluster = self._connection.cluster
+        return super().is_global_zero if cluster is None or not cluster.survives else cluster.leads
+
     def set_world_ranks(self) -> None:
         """Tell the cluster environment who this process is."""
         if self.cluster_environment is not None:
@@ -542,7 +549,9 @@ class AvgPipeStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
         compat.check()
-        self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
+        self.checkpoint_io: CheckpointIO = choose_files(
+            self._checkpoint_io, self.save_distributed_checkpoint, self._connection.stay
+        )
         super().setup_environment()
         if not self.passthrough:
             reset_seed()  # as ddp; in one process too, so that it draws what several draw
@@ -717,7 +726,7 @@ class AvgPipeStrategy(ParallelStrategy):
         """Write a checkpoint: a file, or a folder of shards. Every rank calls it."""
         self._state.complete(checkpoint)
         if not self.save_distributed_checkpoint:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            self._connection.write(partial(super().save_checkpoint, checkpoint, filepath, storage_options))
         else:
             save_shards(checkpoint, filepath, self._connection.cluster, storage_options)
 

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.bundles import BundledLoader
 from lightning_avgpipe.strategy.dealing import Dealing
+from lightning_avgpipe.strategy.succession import Succession
 from lightning_avgpipe.utils import parent
 
 __all__ = ["Survivors"]
@@ -27,6 +28,11 @@ class Survivors:
         self._dealing = Dealing(trainer, cluster)
         self._left = cluster.groups_left  # by their numbers at the start
         self._averaged = 0, 0  # iterations of an epoch whose updates counted
+        self._succession = Succession(trainer, cluster)
+
+    def begin(self) -> None:
+        """Training is about to begin. Every process calls it."""
+        self._succession.begin()
 
     def end_iteration(self, num_pipelines: int, averaged: bool) -> None:
         """An iteration has ended; if groups have left, this is where the others go on. Every process calls it.
@@ -44,6 +50,7 @@ class Survivors:
             gone = [n for n, group in enumerate(before) if group not in left]
             dealt = self._dealing.again(gone, len(before), self._averaged[1], num_pipelines)
             self._tell([before[n] for n in gone], num_pipelines, dealt)
+            self._succession.show()
         loader = trainer.fit_loop._combined_loader
         if averaged and isinstance(loader, BundledLoader):
             self._averaged = epoch, loader.iterations
@@ -57,10 +64,11 @@ class Survivors:
         parent.end_at_exit(ranks)
         why = {d.group: d.why.split("\n")[0] for d in cluster.membership.departures}
         models = num_pipelines * len(self._left)
+        leads = f"rank {trainer.global_rank} logs and saves now; " if 0 in gone else ""
         rank_zero_warn(
             f"{'; '.join(f'group {group} has left: {why[group]}' for group in gone)}. Training goes on at step "
             f"{trainer.global_step} with {len(self._left)} group{'s' * (len(self._left) > 1)} of processes, {models} "
-            f"model{'s' * (models > 1)}, whose mean is the reference now; {dealt}"
+            f"model{'s' * (models > 1)}, whose mean is the reference now; {leads}{dealt}"
         )
         for logger in trainer.loggers:
             logger.log_metrics({"avgpipe/groups": len(self._left)}, step=trainer.global_step)

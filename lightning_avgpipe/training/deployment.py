@@ -517,7 +517,7 @@ class Deployment:
         with self.showing_reference():
             if not whole:
                 return own_state_dict(self._module, self._cluster, self.holdings.answers)
-            if self._cluster.group.world_size == 1 or self.plan is None or self._cluster.group_number:
+            if self._cluster.group.world_size == 1 or self.plan is None or not self._cluster.gathers:
                 return self._module.state_dict()
             return full_state_dict(self._module, self._cluster, self.holdings.answers)
 

@@ -120,6 +120,8 @@ def _joined(state: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
     groups = cluster.leaders.gather_objects(brought)[:: cluster.stage_map.replicas]
     models = [model for group in groups for model in group["models"]]
     optimizers = [states for group in groups for states in group["optimizers"]]
+    # the first group may have left since it was asked for less: the first state is that of the checkpoint
+    optimizers = optimizers[max(0, len(optimizers) - len(models) + 1) :]
     active = sum(group["active"] for group in groups)
     return {**state, "models": models, "optimizers": optimizers, "active": active}
 

@@ -67,10 +67,15 @@ def _ended(code: int) -> str:
 
 
 @functools.cache
-def end_with_this_process() -> None:
-    """After a failure no process that this one started stays when this one ends, also if it is stuck."""
+def end_with_this_process(spared: tuple[int, ...] = ()) -> None:
+    """After a failure no process that this one started stays when this one ends, also if it is stuck.
+
+    Args:
+        spared: ranks of those that go on; this one does not end before them.
+    """
     # not before: the error of this process is on the screen by then
-    atexit.register(_end)
+    atexit.register(_outlast, [process for rank, process in _started.items() if rank in spared])
+    end_at_exit(_started.keys() - set(spared))
 
 
 def end_at_exit(ranks: Collection[int]) -> None:
@@ -78,9 +83,22 @@ def end_at_exit(ranks: Collection[int]) -> None:
     atexit.register(_end, [_started[rank] for rank in ranks if rank in _started])
 
 
-def _end(processes: Collection[subprocess.Popen[Any]] | None = None) -> None:
+def _outlast(processes: Collection[subprocess.Popen[Any]]) -> None:
+    """Wait for processes, each of which ends by itself; whoever wants to stop them need not look for them."""
+
+    def stop(signum: int, frame: Any) -> None:
+        for process in processes:
+            process.send_signal(signum)
+
+    if processes:
+        signal.signal(signal.SIGTERM, stop)
+    for process in processes:
+        process.wait()
+
+
+def _end(processes: Collection[subprocess.Popen[Any]]) -> None:
     deadline = time.monotonic() + _END_S
-    for process in _started.values() if processes is None else processes:
+    for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

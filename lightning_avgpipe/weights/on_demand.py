@@ -51,8 +51,13 @@ class OnDemandGather:
         Other groups than the first wait for it, since the same stages are to be the same everywhere.
         """
         cluster = self._cluster
-        made = self._on_rank_zero(make) if cluster.group_number == 0 else None
-        return made if cluster.stage_map.num_groups == 1 else cluster.world.broadcast(made)
+        first, made = cluster.group_number == 0, tuple[Any, ...]()
+        while not made:
+            made = (self._on_rank_zero(make),) if first else ()
+            if cluster.stage_map.num_groups > 1:
+                made = cluster.world.broadcast(made)
+                first = cluster.world.ranks[0] in cluster.group.ranks  # the first group may have left meanwhile
+        return made[0]
 
     def _on_rank_zero(self, make: Callable[[], Any]) -> Any:
         cluster = self._cluster

@@ -56,14 +56,25 @@ def test_a_sum_counts_for_all_or_for_none_and_groups_leave_with_it() -> None:
     assert isinstance(failed, threads.Blown)
 
 
-def test_without_group_0_all_end_with_the_reason() -> None:
-    def leads_fails(cluster: Cluster) -> None:
-        cluster.world.barrier()
-        assert cluster.membership is not None
-        cluster.membership.begun = True
-        if cluster.world.rank == 0:
-            raise threads.Blown("the fuse has blown")
-        cluster.world.barrier()
+def leads_fails(cluster: Cluster) -> Any:
+    """The first process fails; the others tell who leads then, and what it has to say."""
+    assert cluster.membership is not None
+    led: list[int] = []
+    cluster.when_leading = lambda: led.append(cluster.world.ranks[0])
+    cluster.world.barrier()
+    cluster.membership.begun = True
+    if cluster.leads:
+        raise threads.Blown("the fuse has blown")
+    told, own = cluster.control_channel.relay(f"of group {cluster.membership.group}", cluster.membership.group)
+    return led, cluster.leads, told, own, cluster.world.gather_objects(cluster.world.ranks)
 
+
+def test_without_group_0_all_end_with_the_reason_if_it_keeps_the_store() -> None:
     _, second = threads.run(StageMap(1, ((0,), (1,))), leads_fails, min_groups=1)
     assert isinstance(second, PeerError) and "cannot go on without group 0" in str(second)
+
+
+def test_without_group_0_the_next_one_leads_if_the_store_is_kept_by_somebody_else() -> None:
+    _, second, third = threads.run(THREE_GROUPS, leads_fails, min_groups=1, keeper="the keeper")
+    assert second == ([1], True, "of group 1", 1, [(1, 2), (1, 2)])
+    assert third == ([], False, "of group 1", 2, [(1, 2)])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_avgpipe.errors import CheckpointError
+from lightning_avgpipe.errors import CheckpointError, PeerError
 from lightning_avgpipe.strategy import checkpoint_files
 from lightning_avgpipe.strategy.checkpoint_files import LocalCheckpointIO, is_sharded, replacing
 from tests import processes
@@ -85,6 +85,18 @@ def test_what_killed_processes_left_half_written_is_removed_with_the_next_checkp
         (tmp_path / name).write_text("may still be written")
     LocalCheckpointIO().save_checkpoint({"state_dict": {}}, tmp_path / "last.ckpt")
     assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", *kept}
+
+
+def test_what_is_written_does_not_take_its_place_if_that_is_for_others_by_now(tmp_path: Path) -> None:
+    LocalCheckpointIO().save_checkpoint({"of": "others"}, tmp_path / "last.ckpt")
+
+    def confirm() -> None:
+        raise PeerError("the others go on without this process")
+
+    with pytest.raises(PeerError, match="go on without"):
+        LocalCheckpointIO(confirm).save_checkpoint({"of": "this one"}, tmp_path / "last.ckpt")
+    assert torch.load(tmp_path / "last.ckpt") == {"of": "others"}
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_a_full_disk_is_named_with_the_path_and_the_checkpoint_before_stays(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Succession: what makes a process rank 0 for Lightning, when the groups before its own have left.
+
+Callbacks and metrics are alike on all processes, and each group has whole checkpoints, so what is missing are loggers
+and bars: on other processes they do nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_avgpipe.comm.cluster import Cluster
+
+__all__ = ["Succession"]
+
+
+class Succession:
+    """Of a run of the trainer.
+
+    Args:
+        trainer: of the run.
+        cluster: of the processes.
+    """
+
+    def __init__(self, trainer: pl.Trainer, cluster: Cluster) -> None:
+        self._trainer = trainer
+        self._cluster = cluster
+        self._shows = False  # whether a bar is to be shown
+
+    def begin(self) -> None:
+        """Training is about to begin. Every process calls it."""
+        self._cluster.when_leading = self._take_over
+        loggers = self._local_loggers
+        # which other processes would number by what they find in the folder, and when
+        versions = self._cluster.world.broadcast([logger.version for logger in loggers] if self._cluster.leads else [])
+        for logger, version in zip(loggers, versions, strict=True):
+            logger._version = version
+        if self._cluster.leads and rank_zero_only.rank:  # type: ignore[attr-defined]  # since an earlier run
+            self._take_over()
+
+    def show(self) -> None:
+        """An iteration has ended: from here on a bar can begin, if this process has taken over."""
+        bar = self._trainer.progress_bar_callback
+        if self._shows and isinstance(bar, (TQDMProgressBar, RichProgressBar)):  # others may not know how to begin here
+            module = self._trainer.lightning_module
+            bar.enable()
+            bar.on_train_start(self._trainer, module)
+            bar.on_train_epoch_start(self._trainer, module)
+        self._shows = False
+
+    def _take_over(self) -> None:
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]
+        self._shows = True
+        for logger in self._local_loggers:
+            if isinstance(logger, CSVLogger):  # it would begin with an empty file in the place of that one
+                logger._version = f"{Path(logger.log_dir).name}-from-step-{self._trainer.global_step}"
+
+    @property
+    def _local_loggers(self) -> list[CSVLogger | TensorBoardLogger]:
+        return [logger for logger in self._trainer.loggers if isinstance(logger, (CSVLogger, TensorBoardLogger))]
