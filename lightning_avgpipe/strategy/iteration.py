@@ -21,6 +21,7 @@ from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Outcome, run_together
 from lightning_avgpipe.engine.task import Task
+from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
@@ -336,7 +337,16 @@ class Iterations:
         decides = step == "training_step" or self.trainer.state.fn != TrainerFn.FITTING
         examples = [(part.data, *rest) for parts in works for part in parts]
         stages = self.cluster.stage_map.num_stages
-        made = self.deployment.prepare(step, partial(run, 0, 0), examples, decides, schedule, trains)
+        try:
+            made = self.deployment.prepare(step, partial(run, 0, 0), examples, decides, schedule, trains)
+        except Exception as error:
+            size, total = works[0][0].size, sum(part.size for part in works[0])
+            if size < total and not isinstance(error, AvgPipeError):  # of the user's code
+                error.add_note(
+                    f"it was given {size} of the {total} samples of a batch; a step that needs all of them at once "
+                    "trains with num_microbatches=1"
+                )
+            raise
         if made or self.cluster.stage_map.num_stages != stages:
             self.schedule_control.begin_again()
         if made:

@@ -39,7 +39,11 @@ class Fails(MLP):
 
 @pytest.mark.parametrize(
     ("last", "note"),
-    [(0, "while training_step was followed on a first micro-batch"), (1, "stage 0 of 2 (rank 0) failed in F0")],
+    [
+        (0, "while training_step was followed on a first micro-batch"),
+        (0, "of the 8 samples of a batch; a step that needs all of them at once trains with num_microbatches=1"),
+        (1, "stage 0 of 2 (rank 0) failed in F0"),
+    ],
 )
 def test_an_exception_of_the_step_comes_as_it_is_with_a_note(last: int, note: str) -> None:
     with pytest.raises(Blown) as caught:
