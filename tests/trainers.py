@@ -32,8 +32,8 @@ def pipeline(
     num_stages: int = 2, devices: int = 1, strategy: dict[str, Any] | None = None, **options: Any
 ) -> L.Trainer:
     """The same with stages, whose plan does not depend on the machine."""
-    strategy = {"costs": "flops", **(strategy or {})}
-    return trainer(devices=devices, strategy=AvgPipeStrategy(num_stages=num_stages, **strategy), **options)
+    strategy = {"costs": "flops", "num_stages": num_stages, **(strategy or {})}
+    return trainer(devices=devices, strategy=AvgPipeStrategy(**strategy), **options)
 
 
 def assert_defaults_equal_accumulation(module: L.LightningModule, batch: Any, num_stages: int, **strategy: Any) -> Plan:

@@ -5,7 +5,7 @@ gloo's works cannot be polled, and each direction has a process group of its own
 get in each other's way. What waits for nothing is sent by whoever puts it: a computing thread lets others run now and
 then only, and a thread of the channel would begin milliseconds later. gloo sends nothing before its peer has said that
 it receives, and that word waits behind what else is on its link. So receives are posted for what usually comes, before
-it is announced.
+it is announced. Between devices the channels of all pipelines share a :class:`DeviceLink`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.codec import CAPACITY, MOST_TAGS, FrameReader, FrameWriter, Opened, TensorForm, as_bytes
+from lightning_avgpipe.comm.device_link import DeviceLink
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Route
 from lightning_avgpipe.comm.transfer import begun, ended
@@ -33,7 +34,6 @@ from lightning_avgpipe.utils.device import port_of
 
 __all__ = ["Inbox", "MemoryChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "Pair", "Traffic", "Wire"]
 
-_TAG = 0
 _MOST_POSTED = 2  # structures that are received unannounced: a receive cannot be taken back, and holds its memory
 
 
@@ -151,7 +151,7 @@ class Pair:
     """A connection of two processes.
 
     Attributes:
-        group: of gloo, or of torch.distributed.
+        group: of gloo.
         peer: number of the other process in it.
     """
 
@@ -181,7 +181,7 @@ class Wire:
         peer: global rank at the other end.
         on_host: the two processes, for this direction only.
         device: where tensors live on this side.
-        on_devices: the same of NCCL; None moves device tensors over the host.
+        link: between the devices, for this direction only; None moves device tensors over the host.
         moved: called when bytes have moved.
         opening: how often the route was opened before on this connection, the same at both ends: what was posted then
             and never came must not take what comes now.
@@ -192,7 +192,7 @@ class Wire:
         peer: int,
         on_host: Pair,
         device: torch.device,
-        on_devices: Pair | None,
+        link: DeviceLink | None,
         moved: Callable[[], None],
         opening: int = 0,
     ) -> None:
@@ -200,7 +200,7 @@ class Wire:
         self.device = device
         # asked directly: dist.send would check its arguments for longer than a small tensor takes
         self._on_host = on_host
-        self._on_devices = on_devices
+        self.link = link
         self._moved = moved
         self._first_tag = opening * MOST_TAGS
         self.port = port_of(device)
@@ -211,7 +211,7 @@ class Wire:
 
         There are few of them, so a wire that only moves what is on the host has none.
         """
-        return self.port.new_stream()
+        return self.port.new_stream() if self.link is None else self.link.stream
 
     def broken(self, error: Exception, doing: str) -> PeerError:
         """What to say when the other end is gone."""
@@ -227,7 +227,7 @@ class Wire:
     @property
     def transfer_stream(self) -> Any:
         """The stream on which tensors travel; None if the host moves them."""
-        return None if self._on_devices is None else self.stream
+        return None if self.link is None else self.link.stream
 
     def begin_host(
         self, tensor: Tensor, pieces: int = 1, tag: int = 0, passage: Passage | None = None
@@ -266,8 +266,8 @@ class Wire:
         with self.port.on_stream(self.stream):
             self.stream.wait_event(ready)
             flat = as_bytes(tensor)
-            if self._on_devices is not None:
-                self._on_devices.group.send([flat], self._on_devices.peer, _TAG).wait()
+            if self.link is not None:
+                self.link.send(flat)
                 return
             staged = flat.to("cpu", non_blocking=True)
             self.port.event().synchronize()
@@ -276,7 +276,7 @@ class Wire:
     def post(self, form: TensorForm, pieces: int = 1, tag: int = 0) -> Posted:
         """Receive a tensor, as soon as it comes; where a device receives by itself, when it is asked for."""
         lands = form.on_host or self.stream is None
-        if not lands and self._on_devices is not None:
+        if not lands and self.link is not None:
             return Posted(form, None, ())
         tensor = torch.empty(form.wire_shape, dtype=form.dtype, pin_memory=not lands)
         return Posted(form, tensor, self._begun(as_bytes(tensor), pieces, tag))
@@ -296,9 +296,9 @@ class Wire:
         with self.port.on_stream(self.stream):
             if tensor is not None:
                 return tensor.to(self.device, non_blocking=True), self.port.event()
-            assert self._on_devices is not None
+            assert self.link is not None
             tensor = torch.empty(form.wire_shape, dtype=form.dtype, device=self.device)
-            self._on_devices.group.recv([as_bytes(tensor)], self._on_devices.peer, _TAG).wait()
+            self.link.receive(as_bytes(tensor))
             return tensor, self.port.event()
 
 
@@ -311,12 +311,14 @@ class _Outgoing:
         ready: an event after which it may be read, a passage by which it comes, or None: it is there.
         observers: are told.
         works: of its transfer, if it has begun.
+        place: among the messages of the link between devices; None: it does not travel there.
     """
 
     message: Message | None
     ready: Any = None
     observers: Sequence[Traffic] = ()
     works: Sequence[Any] | None = None
+    place: int | None = None
 
 
 class NetworkOutbox:
@@ -349,7 +351,10 @@ class NetworkOutbox:
         for observer in observers:
             observer.queued()
         outgoing = _Outgoing(message, ready, observers)
+        link = self._wire.link
         with self._order:
+            if link is not None and not _on_host(message):
+                outgoing.place = link.take_place()
             # observers see the thread send
             if not self._unsent and ready is None and not observers and self._wire.sends_at_once:
                 with self._failing():
@@ -373,6 +378,8 @@ class NetworkOutbox:
         try:
             yield
         except Exception as error:  # handed to the executor, which names stage and action
+            if self._wire.link is not None:
+                self._wire.link.give_up()  # the places of what is queued here are never taken
             self._arrivals.fail(self._wire.broken(error, f"sending on channel '{self._route}'"))
 
     def _send_next(self) -> bool:
@@ -384,7 +391,7 @@ class NetworkOutbox:
             self._wire.end(outgoing.works)
         else:
             with self._observed(message, outgoing) if outgoing.observers else contextlib.nullcontext():
-                self._send(message, outgoing.ready)
+                self._send(message, outgoing.ready, outgoing.place)
         with self._order:
             self._unsent -= 1
         return True
@@ -408,14 +415,30 @@ class NetworkOutbox:
                 works += self._wire.begin_host(as_bytes(form.on_wire(tensor)), message.segments, tag)
         return works
 
-    def _send(self, message: Message, ready: Any) -> None:
+    def _send(self, message: Message, ready: Any, place: int | None) -> None:
         inner = _on_host(message) and not isinstance(ready, Passage)  # of which nothing may be there yet
-        first, forms, tag = self._frames.write(message, inner)
-        for part in first:
-            self._wire.send_host(part)
-        for tensor, form in zip(message.tensors, forms, strict=True):
-            if tensor is not None and form is not None and not (tag is None or form.is_empty):
-                self._wire.send(form.on_wire(tensor), ready, message.segments, tag)
+        first, forms, tag = self._frames.write(message, inner, place)
+        parts = [
+            (form.on_wire(tensor), tensor.is_cpu) for tensor, form in zip(message.tensors, forms, strict=True)
+            if tensor is not None and form is not None and not (tag is None or form.is_empty)
+        ]  # fmt: skip
+        if place is None:
+            for part in first:
+                self._wire.send_host(part)
+            for tensor, _ in parts:
+                self._wire.send(tensor, ready, message.segments, tag or 0)
+            return
+        # the frame may be awaited late: nobody behind this message waits for that
+        works = [work for part in first for work in self._wire.begin_host(part)]
+        assert self._wire.link is not None
+        with self._wire.link.turn(place):
+            for tensor, on_host in parts:
+                if not on_host:
+                    self._wire.send(tensor, ready, message.segments, tag or 0)
+        for tensor, on_host in parts:
+            if on_host:
+                works += self._wire.begin_host(as_bytes(tensor), message.segments, tag or 0)
+        self._wire.end(works)
 
 
 def _on_host(message: Message) -> bool:
@@ -461,6 +484,8 @@ class NetworkInbox:
         """Stop the thread; one that waits for a peer that is gone ends with its connection."""
         self._closing = True
         self._expected.put(((), None))
+        if self._wire.link is not None:
+            self._wire.link.notify()
         self._thread.join(join_s)
 
     def _work(self) -> None:
@@ -472,6 +497,8 @@ class NetworkInbox:
                     return
                 self._hand_in(observers, onwards)
         except Exception as error:  # handed to the executor, which names stage and action
+            if self._wire.link is not None:
+                self._wire.link.give_up()
             if not self._closing:
                 self._arrivals.fail(self._wire.broken(error, f"receiving on channel '{self._route}'"))
 
@@ -501,7 +528,7 @@ class NetworkInbox:
             posted = self._post(opened.tag, opened.forms, opened.segments) if known is None else known
         if opened.tensors is None and self._wire.port.is_host and onwards is not None:
             return self._pass_on(opened, posted, observers, onwards), [None] * len(opened.forms)
-        inner, coming = iter(opened.tensors or ()), iter(posted)
+        inner, coming = iter(opened.tensors or ()), iter(self._land(posted, opened.place))
         tensors: list[Tensor | None] = []
         events: list[Any] = []
         for form in opened.forms:
@@ -513,7 +540,7 @@ class NetworkInbox:
                 elif opened.tensors is not None:
                     tensor = next(inner)
                 else:
-                    tensor, event = self._wire.receive(next(coming))
+                    tensor, event = next(coming)
                 tensor = form.from_wire(tensor)
             tensors.append(tensor)
             events.append(event)
@@ -524,6 +551,15 @@ class NetworkInbox:
 
     def _post(self, tag: int, forms: Sequence[TensorForm | None], segments: int) -> list[Posted]:
         return [self._wire.post(form, segments, tag) for form in forms if form is not None and not form.is_empty]
+
+    def _land(self, posted: Sequence[Posted], place: int | None) -> list[tuple[Tensor, Any]]:
+        """Receive tensors, those on the device when it is the message's turn."""
+        if place is None:
+            return [self._wire.receive(one) for one in posted]
+        assert self._wire.link is not None
+        with self._wire.link.turn(place, lambda: self._closing):
+            on_device = {n: self._wire.receive(one) for n, one in enumerate(posted) if one.tensor is None}
+        return [on_device[n] if n in on_device else self._wire.receive(one) for n, one in enumerate(posted)]
 
     def _pass_on(
         self, opened: Opened, posted: Sequence[Posted], observers: Sequence[Traffic], onwards: NetworkOutbox

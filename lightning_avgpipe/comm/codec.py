@@ -2,7 +2,7 @@
 
 ::
 
-    frame     | lengths, structure's number, micro-batch | structure, if it is new | small tensors, each aligned |
+    frame     | lengths, structure's number, micro-batch, place | structure, if new | small tensors, each aligned |
     after it    the rest of a structure that is too long, then large tensors one by one
 
 Both ends number the structures of messages (shapes, types and everything else but numbers) as they see them, so that
@@ -32,8 +32,10 @@ __all__ = ["CAPACITY", "FrameReader", "FrameWriter", "Opened", "TensorForm", "as
 # transport elsewhere reads on until all have come, so frames are filled up there.
 _ACCEPTS_SHORTER = sys.platform == "linux"
 CAPACITY = 65536 if _ACCEPTS_SHORTER else 1024
-_PREFIX = struct.Struct("<qqqq")  # bytes of the structure, bytes of inner tensors, the structure's number, micro-batch
+# bytes of the structure, bytes of inner tensors, the structure's number, micro-batch, place
+_PREFIX = struct.Struct("<qqqqq")
 _NEW, _UNNUMBERED = -1, -2
+_NOWHERE = -1  # a message without a place
 _MAX_NUMBERED = 256
 MOST_TAGS = 1 + _MAX_NUMBERED  # of one channel
 _ALIGNMENT = 64
@@ -112,12 +114,15 @@ class FrameWriter:
     def __init__(self) -> None:
         self._numbers: dict[_Structure, int] = {}
 
-    def write(self, message: Message, inner: bool) -> tuple[list[Tensor], Sequence[TensorForm | None], int | None]:
+    def write(
+        self, message: Message, inner: bool, place: int | None = None
+    ) -> tuple[list[Tensor], Sequence[TensorForm | None], int | None]:
         """What to send first.
 
         Args:
             message: to be sent.
             inner: whether its tensors are on the host, so that small ones can be in the frame.
+            place: among the messages of the link between devices; None: it does not travel there.
         Returns:
             The frame and, if the structure is too long for it, the rest of that; the forms of the tensors; and with
             which tag these follow, or None if they are in the frame.
@@ -140,7 +145,8 @@ class FrameWriter:
         frame = np.zeros(used if _ACCEPTS_SHORTER else CAPACITY, dtype=np.uint8)
         first = text[: CAPACITY - _PREFIX.size]
         frame[: _PREFIX.size + len(first)] = np.frombuffer(
-            _PREFIX.pack(len(text), nbytes, number, message.micro_batch) + first, dtype=np.uint8
+            _PREFIX.pack(len(text), nbytes, number, message.micro_batch, _NOWHERE if place is None else place) + first,
+            dtype=np.uint8,
         )
         whole = torch.from_numpy(frame)
         position = size
@@ -177,6 +183,7 @@ class Opened:
         segments: of the message.
         tensors: those that were in the frame, in order; None if they come after it.
         tag: with which they do.
+        place: as given to the writer.
     """
 
     micro_batch: int
@@ -188,6 +195,7 @@ class Opened:
     segments: int
     tensors: list[Tensor] | None
     tag: int
+    place: int | None
 
 
 class FrameReader:
@@ -215,7 +223,7 @@ class FrameReader:
             rest: what comes after it.
         """
         raw = frame.numpy()
-        length, nbytes, number, micro_batch = _PREFIX.unpack_from(raw.data)
+        length, nbytes, number, micro_batch, place = _PREFIX.unpack_from(raw.data)
         if number < 0:
             text = raw[_PREFIX.size : _PREFIX.size + length].tobytes()
             structure: _Structure = pickle.loads(text if rest is None else text + rest.numpy().tobytes())
@@ -237,7 +245,10 @@ class FrameReader:
         tag = _tag(number)
         if tensors is None and tag and any(form is not None for form in forms):
             self.usual = tag, forms, segments
-        return Opened(micro_batch, forms, requires_grad, entries, abandoned, forward_only, segments, tensors, tag)
+        return Opened(
+            micro_batch, forms, requires_grad, entries, abandoned, forward_only, segments, tensors, tag,
+            None if place == _NOWHERE else place,
+        )  # fmt: skip
 
 
 def _tag(number: int) -> int:

@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch.distributed as dist
 from lightning_avgpipe.comm.alone import own_group
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import NetworkInbox, NetworkOutbox, Pair, Wire
+from lightning_avgpipe.comm.device_link import DeviceLink
 from lightning_avgpipe.comm.routes import Edge, Party, Route
-from lightning_avgpipe.utils.device import backends
+from lightning_avgpipe.utils.device import backends, first_options
 from lightning_avgpipe.utils.torch_compat import default_store
 
 __all__ = ["ProcessGroups"]
@@ -57,7 +59,8 @@ class ProcessGroups:
         self._device_backend = None if device_backend == "gloo" else device_backend
         self._store: dist.Store | None = None
         self._opening: str | None = None
-        self._pairs: dict[Route, tuple[Pair, Pair | None]] = {}  # on hosts, and between devices
+        self._pairs: dict[Route, Pair] = {}  # on hosts
+        self._links: dict[Route, DeviceLink] = {}  # between devices; of the first pipeline, for all
         self._wired: Counter[Route] = Counter()
         self._parties: dict[Party, dist.ProcessGroup] = {}
         self._groups: list[dist.ProcessGroup] = []  # of torch.distributed
@@ -92,6 +95,7 @@ class ProcessGroups:
             with contextlib.suppress(ValueError):  # torch.distributed has been ended meanwhile
                 dist.destroy_process_group(group)
         self._pairs.clear()
+        self._links.clear()
         self._wired.clear()
         self._parties.clear()
         self._groups, self._ours, self._store = [], [], None
@@ -101,11 +105,13 @@ class ProcessGroups:
     def connect(self, route: Route) -> None:
         """Connect the ends of a route, unless they are; those of stages also between devices that have a backend."""
         if route not in self._pairs:
-            on_host, on_devices = self._pair(route), None
-            if self._device_backend is not None and isinstance(route.what, Edge):
-                ranks = sorted((route.source, route.target))
-                on_devices = Pair(self._join(ranks, self._device_backend), int(ranks[0] == self._rank))
-            self._pairs[route] = on_host, on_devices
+            self._pairs[route] = self._pair(route)
+        shared = _shared(route)
+        if self._device_backend is not None and shared is not None and shared not in self._links:
+            ranks = sorted((route.source, route.target))
+            group = self._join(ranks, self._device_backend)
+            peer = int(ranks[0] == self._rank)
+            self._links[shared] = DeviceLink(group, peer, self._device, self._timeout.total_seconds())
 
     def join(self, party: Party) -> None:
         """Connect a party, on the host only or also between devices, unless it is."""
@@ -138,10 +144,11 @@ class ProcessGroups:
     def wire(self, route: Route, arrivals: Arrivals) -> Wire:
         """This process's end of the connection for a route."""
         peer = route.target if route.source == self._rank else route.source
-        on_host, on_devices = self._pairs[route]
+        shared = _shared(route)
+        link = self._links.get(shared) if shared is not None else None
         opening = self._wired[route]
         self._wired[route] += 1
-        return self.wire_type(peer, on_host, self._device, on_devices, arrivals.moved, opening)
+        return self.wire_type(peer, self._pairs[route], self._device, link, arrivals.moved, opening)
 
     def group(self, party: Party) -> dist.ProcessGroup:
         """What connects a party."""
@@ -162,7 +169,8 @@ class ProcessGroups:
     def _join(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         members = list(ranks)
         _register()
-        made = own_group(dist.new_group(members, timeout=self._timeout, backend=backend))
+        options = first_options(backend, self._timeout) if backend == self._device_backend else None
+        made = own_group(dist.new_group(members, timeout=self._timeout, backend=backend, pg_options=options))
         if self._rank in members:
             self._groups.append(made)
             if backend != self._device_backend:
@@ -172,10 +180,26 @@ class ProcessGroups:
     def disconnect(self) -> None:
         """End the transfers that wait in threads; nothing can be sent any more.
 
-        gloo has no way to give one up, but closes all connections of a group when a transfer in it takes too long.
+        gloo has no way to give one up, but closes all connections of a group when a transfer in it takes too long. What
+        waits between devices would hold up all that its device does later: it is aborted.
         """
+        for link in self._links.values():
+            link.give_up()
+        if self._device_backend is not None:
+            for group in self._groups:
+                with contextlib.suppress(RuntimeError, AttributeError):  # it has none there, or nothing to abort
+                    group._get_backend(self._device).abort()  # type: ignore[attr-defined]
         for group, size in self._ours:
             _break(group, size)
+
+
+def _shared(route: Route) -> Route | None:
+    """Of the routes of all pipelines between two stages the one that has the link between devices; None if none does.
+
+    The stages of a pipeline share none, also where they are on the same processes: without drains one of them may have
+    sent what is not expected yet.
+    """
+    return replace(route, what=replace(route.what, pipeline=0)) if isinstance(route.what, Edge) else None
 
 
 def _break(group: Any, size: int) -> None:

@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ __all__ = [
     "backends",
     "connects_hosts",
     "device_backend",
+    "first_options",
     "is_out_of_memory",
     "port_of",
 ]
@@ -82,6 +84,15 @@ def device_backend(name: str | None, device: torch.device) -> str:
     if ":" not in name:
         return name
     return dict(part.split(":") for part in name.split(",")).get(device.type, _HOST_BACKEND)
+
+
+def first_options(backend: str, timeout: timedelta) -> Any:
+    """For torch.distributed: a backend's transfers go before other work of the device; None: it has no such option."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def connects_hosts(name: str) -> bool:

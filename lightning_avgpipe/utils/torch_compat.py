@@ -98,7 +98,7 @@ _DISTRIBUTED = (
     Private("torch.distributed.distributed_c10d._world", "the same: its entries of groups"),
     Private("torch.distributed.distributed_c10d._World.pg_map", "the same"),
     Private("torch.distributed.distributed_c10d._World.pg_group_ranks", "the same"),
-    Private("torch.distributed.ProcessGroup._get_backend", "the network interfaces of torch's own group"),
+    Private("torch.distributed.ProcessGroup._get_backend", "network interfaces of torch's own group; what is aborted"),
     Private("torch.distributed.ProcessGroupGloo._Options", "pairs of processes that share one listening socket"),
     Private("torch.distributed.ProcessGroupGloo._Options._devices", "the same"),
     Private("torch.distributed.ProcessGroupGloo._Options._threads", "the same"),

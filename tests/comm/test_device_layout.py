@@ -72,7 +72,9 @@ def test_no_communicator_has_a_device_twice(
     device_layout: DeviceLayout, num_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[list[int], str]] = []
-    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, timeout, backend: made.append((ranks, backend)))
+    monkeypatch.setattr(
+        torch.distributed, "new_group", lambda ranks, timeout, backend, pg_options: made.append((ranks, backend))
+    )
     monkeypatch.setattr(waits, "port_of", DevicePort)  # such devices there need not be
     by_rank = []
     for rank in range(device_layout.world_size):

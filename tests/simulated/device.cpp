@@ -519,6 +519,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   wait_for(pending_on(s), "copy_ on " + name_of(s));
   std::vector<Note> notes;
   bool later = false;
+  auto keep = from_host ? self : to;  // without our lock: a second reference to what Python knows takes Python's
   {
     Lock lock(mutex_);
     const auto other = from_host || to_host ? s : current(to.device().index());
@@ -535,12 +536,12 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
       auto given = at::empty_like(to, at::MemoryFormat::Contiguous);
       race ? spoil(given) : void(given.copy_(numbers(self)));
       auto* bytes = static_cast<char*>(given.data_ptr());
-      copies_.push_back({s, tick, true, static_cast<char*>(to.data_ptr()), {bytes, bytes + given.nbytes()}, to});
+      copies_.push_back({s, tick, true, static_cast<char*>(to.data_ptr()), {bytes, bytes + given.nbytes()}, std::move(keep)});
       std::memset(to.data_ptr(), kPoison, to.nbytes());
     } else {
       race ? spoil(to) : void(numbers(to).copy_(numbers(self)));
       auto* bytes = static_cast<char*>(const_cast<void*>(host.is_cpu() ? host.const_data_ptr() : nullptr));
-      if (later) copies_.push_back({s, tick, false, bytes, {bytes, bytes + self.nbytes()}, self});
+      if (later) copies_.push_back({s, tick, false, bytes, {bytes, bytes + self.nbytes()}, std::move(keep)});
     }
   }
   tell(notes);

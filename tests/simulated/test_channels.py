@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import NetworkInbox, NetworkOutbox, Pair, Wire
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.device_link import DeviceLink
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Edge, Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap
@@ -38,8 +39,8 @@ def channel(between_devices: bool = True) -> Iterator[tuple[NetworkOutbox, Netwo
     def wire(rank: int) -> Wire:
         group: Any = MemoryGroup(hub, Party("world", (0, 1)), rank)
         on_devices: Any = MemoryGroup(hub, Party("leaders", (0, 1)), rank)
-        devices = Pair(Communicator(on_devices, rank, 2), 1 - rank) if between_devices else None
-        return Wire(1 - rank, Pair(group, 1 - rank), sim(rank), devices, lambda: None)
+        link = DeviceLink(Communicator(on_devices, rank, 2), 1 - rank, sim(rank), LIMIT_S) if between_devices else None
+        return Wire(1 - rank, Pair(group, 1 - rank), sim(rank), link, lambda: None)
 
     outbox, inbox = NetworkOutbox(ROUTE, wire(0), arrivals), NetworkInbox(ROUTE, wire(1), arrivals)
 
@@ -98,8 +99,8 @@ def passed(between_devices: bool) -> tuple[list[list[float]], list[str]]:
     others: list[Any] = [MemoryGroup(hub, Party("leaders", (0, 1, 2)), rank) for rank in range(3)]
 
     def wire(rank: int, peer: int) -> Wire:
-        devices = Pair(Communicator(others[rank], rank, 3), peer) if between_devices else None
-        return Wire(peer, Pair(on_host[rank], peer), sim(rank), devices, lambda: None)
+        link = DeviceLink(Communicator(others[rank], rank, 3), peer, sim(rank), LIMIT_S) if between_devices else None
+        return Wire(peer, Pair(on_host[rank], peer), sim(rank), link, lambda: None)
 
     routes = [Route(Edge(0, hop, "forward"), hop, hop + 1) for hop in range(2)]
     outboxes = [NetworkOutbox(route, wire(route.source, route.target), arrivals) for route in routes]
@@ -132,6 +133,46 @@ def test_a_tensor_that_passes_a_device_arrives_on_both(simulated: Simulated, bet
     rows = torch.arange(12.0).view(3, 4)
     assert found == [rows.tolist(), (rows + 1).tolist()] * 2
     assert not errors
+
+
+def shared(order: str) -> list[float]:
+    """What arrives of messages of two pipelines, which are expected in another order than they were put in."""
+    hub, arrivals, party = Hub(Injector()), Arrivals(), Party("world", (0, 1))
+    links = [
+        DeviceLink(Communicator(MemoryGroup(hub, party, rank), rank, 2), 1 - rank, sim(rank), LIMIT_S)
+        for rank in range(2)
+    ]
+
+    def wire(rank: int, pipeline: int) -> Wire:
+        group: Any = MemoryGroup(hub, Party(f"pipeline {pipeline}", (0, 1)), rank)
+        return Wire(1 - rank, Pair(group, 1 - rank), sim(rank), links[rank], lambda: None)
+
+    routes = [Route(Edge(pipeline, 0, "forward"), 0, 1) for pipeline in range(2)]
+    outboxes = [NetworkOutbox(route, wire(0, n), arrivals) for n, route in enumerate(routes)]
+    inboxes = [NetworkInbox(route, wire(1, n), arrivals) for n, route in enumerate(routes)]
+    try:
+        for number, pipeline in enumerate(order):
+            outboxes[int(pipeline)].put(Message(0, (torch.full((4,), float(number), device=sim()),)))
+        for n in (1, 0):
+            inboxes[n].expect(order.count(str(n)))
+        found = []
+        for pipeline in order:
+            inbox = inboxes[int(pipeline)]
+            with arrivals.condition:
+                assert arrivals.condition.wait_for(lambda i=inbox: i.ready() or arrivals.failure, LIMIT_S)
+            assert arrivals.failure is None, arrivals.failure
+            (tensor,) = inbox.get().tensors
+            assert tensor is not None
+            found.append(float(tensor.mean()))
+        return found
+    finally:
+        for end in (*outboxes, *inboxes):
+            end.close(LIMIT_S)
+
+
+@pytest.mark.parametrize("order", ["0101", "001011", "1000"])
+def test_pipelines_share_a_link(simulated: Simulated, order: str) -> None:
+    assert simulated(shared, order) == [float(number) for number in range(len(order))]
 
 
 def waits_for(place: str) -> tuple[list[str], str]:

@@ -19,13 +19,13 @@ Simulated = Callable[..., Any]
 
 
 def fit(
-    on_device: bool, kind: type, strategy: dict[str, Any], options: dict[str, Any], count: int = 3
+    on_device: bool, kind: type, strategy: dict[str, Any], options: dict[str, Any], count: int = 3, devices: int = 1
 ) -> dict[str, Tensor]:
     """Weights after training on batches of 8."""
     torch.manual_seed(4)
     module = kind()
     accelerator: Any = SimulatedAccelerator() if on_device else "cpu"
-    runner = pipeline(strategy=strategy, accelerator=accelerator, max_epochs=1, **options)
+    runner = pipeline(devices=devices, strategy=strategy, accelerator=accelerator, max_epochs=1, **options)
     runner.fit(module, loader(kind, 8 * count, 8))
     return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
 

@@ -1,0 +1,64 @@
+"""Two processes, each with a simulated device: the host's weights, no race, nothing freed early, few streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import MLP
+from tests.processes import free_port
+from tests.simulated import device
+from tests.simulated.process import SimulatedProcess
+from tests.simulated.test_training import fit
+
+
+@pytest.fixture(scope="module")
+def pair(library: Path) -> Iterator[list[SimulatedProcess]]:
+    processes = [SimulatedProcess(library) for _ in range(2)]
+    yield processes
+    for process in processes:
+        process.close()
+
+
+def both(pair: list[SimulatedProcess], function: Any, *args: Any) -> list[Any]:
+    """What a function gives in each."""
+    port = str(free_port())
+    for rank, process in enumerate(pair):
+        process.begin(
+            function, *args, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), NODE_RANK="0",
+            WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo",
+        )  # fmt: skip
+    return [process.end() for process in pair]
+
+
+def fitted(strategy: dict[str, Any]) -> tuple[dict[str, list[float]], list[str], tuple[int, int]]:
+    """Numbers of the weights, what was found, and how many streams of each priority were taken."""
+    before = latest_streams()
+    with device.reported() as report:
+        weights = fit(True, MLP, {"num_microbatches": 4, **strategy}, {}, devices=2)
+    taken = [(after - first) % 32 for first, after in zip(before, latest_streams(), strict=True)]
+    # tensors would be shared with the test's process, which has no such device
+    return {name: tensor.tolist() for name, tensor in weights.items()}, list(report.errors), (taken[0], taken[1])
+
+
+def latest_streams() -> list[int]:
+    """One of each priority, which takes it."""
+    return [torch.Stream(device=f"{device.NAME}:{device._index()}", priority=p).stream_id for p in (0, -1)]
+
+
+@pytest.mark.parametrize("strategy", [{"num_pipelines": 2, "recompute": True}, {"num_stages": 4}], ids=str)
+def test_weights_are_those_of_the_host(pair: list[SimulatedProcess], strategy: dict[str, Any]) -> None:
+    expected = fit(False, MLP, {"num_microbatches": 4, **strategy}, {})
+    for weights, errors, _ in both(pair, fitted, strategy):
+        assert not errors
+        assert [name for name, tensor in expected.items() if tensor.tolist() != weights[name]] == []
+
+
+def test_further_pipelines_take_no_streams(pair: list[SimulatedProcess]) -> None:
+    """There are 32; of those that share one each would wait for what the others wait for."""
+    one, four = (both(pair, fitted, {"num_pipelines": count}) for count in (1, 4))
+    assert [streams for *_, streams in four] == [streams for *_, streams in one]
