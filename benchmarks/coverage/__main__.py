@@ -25,7 +25,7 @@ SOURCES = {
     name: f"benchmarks.coverage.{name}_source"
     for name in (
         "transformers", "timm", "torchvision", "diffusers", "geometric", "segmentation", "monai", "x_transformers",
-        "lightning", "lightly", "anomalib", "forecasting",
+        "lightning", "lightly", "anomalib", "forecasting", "darts", "neuralforecast",
     )
 }  # fmt: skip
 DOCS = Path(__file__).parents[2] / "docs"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
@@ -15,12 +16,12 @@ from typing import Any
 from unittest import mock
 
 import lightly
-import pytorch_lightning as pl
 import torch
 import torchvision
 from PIL import Image
 
-from benchmarks.coverage.case import Case, Example, loader_of
+from benchmarks.coverage.case import Case, Example
+from benchmarks.coverage.caught import caught
 
 SAMPLES, PARTS = 8, 2
 
@@ -55,35 +56,12 @@ class Images(torch.utils.data.Dataset):
         return (image if self.transform is None else self.transform(image)), index % 3
 
 
-class _Found(BaseException):
-    pass
-
-
 def made(path: Path) -> Example:
     """Run the script up to its ``fit``."""
-    found: dict[str, Any] = {}
-
-    class Trainer:
-        def __init__(self, **_: Any) -> None:
-            pass
-
-        def fit(self, model: Any = None, train_dataloaders: Any = None, **_: Any) -> None:
-            found.update(model=model, loader=train_dataloaders)
-            raise _Found
-
     replaced = [
         mock.patch.object(torchvision.datasets, n, Images) for n in ("CIFAR10", "VOCDetection", "VOCSegmentation")
     ]
-    with mock.patch.object(pl, "Trainer", Trainer), mock.patch.object(sys, "argv", [str(path)]):
-        for one in replaced:
-            one.start()
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except _Found:
-            pass
-        finally:
-            for one in replaced:
-                one.stop()
-    loader = found["loader"]
-    samples = [loader.dataset[i] for i in range(SAMPLES)]
-    return Example(found["model"], loader_of(samples, loader.collate_fn), SAMPLES, PARTS)
+    with contextlib.ExitStack() as stack:
+        for one in (*replaced, mock.patch.object(sys, "argv", [str(path)])):
+            stack.enter_context(one)
+        return caught(lambda: runpy.run_path(str(path), run_name="__main__"), SAMPLES, PARTS)

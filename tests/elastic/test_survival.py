@@ -25,7 +25,7 @@ def test_the_other_group_trains_as_if_it_had_been_alone_from_there_on(rank: int,
 
 @pytest.mark.slow
 def test_what_was_stopped_while_it_wrote_does_not_replace_what_others_have_written_since(tmp_path: Path) -> None:
-    check(Death(0, "writing", "SIGSTOP"), tmp_path, pipelines=2, timeout_s=5.0)
+    check(Death(0, "writing", "SIGSTOP"), tmp_path, pipelines=2, timeout_s=8.0)
 
 
 @pytest.mark.slow
