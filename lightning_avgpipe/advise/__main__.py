@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from lightning_avgpipe.advise.request import Request
+from lightning_avgpipe.utils.script import add_script, at_least_one, report_of
 
 __all__ = ["main"]
 
@@ -22,12 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 if there is advice, otherwise 1.
     """
     options = _parser().parse_args(arguments)
-    command = ["-m", options.script] if options.module else [options.script]
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "advice.txt"
-        request = Request(tuple(options.devices), tuple(options.megabits), str(report))
-        code = subprocess.call([sys.executable, *command, *options.arguments], env=request.environment())
-        advice = report.read_text() if report.exists() else None
+    devices, megabits = tuple(options.devices), tuple(options.megabits)
+    advice, code = report_of(options, lambda report: Request(devices, megabits, report).environment())
     if advice is not None:
         print(advice)
         return 0
@@ -48,21 +42,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a training script until its first batch has trained, and predict from the measured costs of "
         "its units what a batch takes with ddp, one pipeline and parallel models, on more devices like this one.",
     )
-    parser.add_argument("--devices", type=_positive, nargs="+", default=[2, 4, 8], help="how many (default: 2 4 8)")
+    parser.add_argument("--devices", type=at_least_one, nargs="+", default=[2, 4, 8], help="how many (default: 2 4 8)")
     parser.add_argument(
         "--megabits", type=_rate, nargs="+", default=[100, 1000, 10000],
         help="per second, of each link between two of them (default: 100 1000 10000)",
     )  # fmt: skip
-    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("script", help="that trains with AvgPipeStrategy or strategy='avgpipe', on several stages")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    add_script(parser, "AvgPipeStrategy or strategy='avgpipe', on several stages")
     return parser
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 def _rate(text: str) -> float:

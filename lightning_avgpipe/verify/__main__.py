@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
+from lightning_avgpipe.utils.script import add_script, at_least_one, report_of
 from lightning_avgpipe.verify.request import REPORT, STEPS
 
 __all__ = ["main"]
@@ -22,12 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 if what was compared is equal, 1 if not, or if nothing was compared.
     """
     options = _parser().parse_args(arguments)
-    command = ["-m", options.script] if options.module else [options.script]
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.txt"
-        environment = {**os.environ, STEPS: str(options.steps), REPORT: str(report)}
-        code = subprocess.call([sys.executable, *command, *options.arguments], env=environment)
-        verdict = report.read_text() if report.exists() else None
+    verdict, code = report_of(options, lambda report: {**os.environ, STEPS: str(options.steps), REPORT: report})
     if verdict is not None and code == 0:
         print(verdict)
         return 0
@@ -50,18 +43,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a training script, and in its first optimizer steps each batch also plainly, in one process; "
         "compare losses, gradients, weights, buffers and logged values by name; end.",
     )
-    parser.add_argument("--steps", type=_count, default=2, metavar="N", help="optimizer steps to verify (default: 2)")
-    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("script", help="that trains with AvgPipeStrategy or strategy='avgpipe'")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument(
+        "--steps", type=at_least_one, default=2, metavar="N", help="optimizer steps to verify (default: 2)"
+    )
+    add_script(parser, "AvgPipeStrategy or strategy='avgpipe'")
     return parser
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 if __name__ == "__main__":
