@@ -23,18 +23,21 @@ from lightning_avgpipe.utils.objects import is_open
 __all__ = ["ALL", "Use", "uses"]
 
 ALL: Any = object()
-_KNOWN = (3, 11)
+_KNOWN = ((3, 11), (3, 12), (3, 13))
+_MARKS_METHODS = sys.version_info >= (3, 12)  # an attribute that will be called is one bit of its instruction
 _LISTS, _DICTS = (list, deque), (dict, OrderedDict, defaultdict)
 _COLLECTIONS = (*_LISTS, *_DICTS, set)
 # Methods of these that tell nothing of what they hold.
 _ONLY_WRITE = frozenset(("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "update"))
-_PUSH = frozenset(("LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE", "LOAD_GLOBAL", "PUSH_NULL"))
-_NOTHING = frozenset(("NOP", "EXTENDED_ARG", "CACHE", "PRECALL", "KW_NAMES"))
+_PUSH = (
+    "LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE", "LOAD_GLOBAL", "PUSH_NULL",
+)  # fmt: skip
+_NOTHING = ("NOP", "EXTENDED_ARG", "CACHE", "PRECALL", "KW_NAMES")
 _TAKE = {
     "BINARY_OP": 2, "COMPARE_OP": 2, "CONTAINS_OP": 2, "IS_OP": 2, "UNARY_NOT": 1, "UNARY_NEGATIVE": 1,
-    "UNARY_POSITIVE": 1, "UNARY_INVERT": 1,
+    "UNARY_POSITIVE": 1, "UNARY_INVERT": 1, "TO_BOOL": 1,
 }  # fmt: skip
-_BUILD = frozenset(("BUILD_LIST", "BUILD_TUPLE", "BUILD_SET", "BUILD_STRING"))
+_BUILD = ("BUILD_LIST", "BUILD_TUPLE", "BUILD_SET", "BUILD_STRING")
 
 
 class Use(NamedTuple):
@@ -80,66 +83,121 @@ def uses(code: types.CodeType, last: int, held: Any) -> list[Use]:
         In order. What is not understood, jumps among it, counts as a use; so does all of it under versions of Python
         whose instructions are others.
     """
-    if sys.version_info[:2] != _KNOWN:
+    if sys.version_info[:2] not in _KNOWN:
         return [Use(last, held, ALL)]
-    found: list[Use] = []
-    stack: list[_Slot | None] = [_Slot(held)]
+    walk = _Walk(held)
+    for instruction, following in itertools.pairwise(_after(code, last)):
+        step = _STEPS.get(instruction.opname)
+        if step is None:
+            walk.take(instruction, walk.stack)
+            break
+        step(walk, instruction, following.opname)
+        if not any(slot is not None and not slot.constant for slot in walk.stack):
+            break
+    return walk.found
 
-    def pop(number: int = 1) -> Sequence[_Slot | None]:
-        stack[:0] = [None] * (number - len(stack))
-        taken = stack[len(stack) - number :]
-        del stack[len(stack) - number :]
+
+class _Walk:
+    """Follows instructions with what is known of the stack.
+
+    Attributes:
+        stack: its top is last; below lies what was there before, of which nothing is known.
+        found: uses so far.
+    """
+
+    def __init__(self, held: Any) -> None:
+        self.stack: list[_Slot | None] = [_Slot(held)]
+        self.found: list[Use] = []
+
+    def pop(self, number: int = 1) -> Sequence[_Slot | None]:
+        """Take so many from the top."""
+        self._reach(number)
+        taken = self.stack[len(self.stack) - number :]
+        del self.stack[len(self.stack) - number :]
         return taken
 
-    def take(offset: int, slots: Sequence[_Slot | None]) -> None:
-        found.extend(s.use(offset) for s in slots if s is not None and not s.constant)
+    def take(self, at: dis.Instruction, slots: Sequence[_Slot | None]) -> None:
+        """An instruction uses what was there."""
+        self.found.extend(s.use(at.offset) for s in slots if s is not None and not s.constant)
 
-    for instruction, following in itertools.pairwise(_after(code, last)):
-        name, number, offset = instruction.opname, instruction.arg or 0, instruction.offset
-        if name in _NOTHING:
-            continue
-        if name in _PUSH:
-            stack += [None] * (name == "LOAD_GLOBAL" and number & 1)
-            stack.append(_Slot(instruction.argval, constant=True) if name == "LOAD_CONST" else None)
-        elif name == "COPY":
-            stack.append(stack[-number] if number <= len(stack) else None)
-        elif name == "SWAP":
-            stack[:0] = [None] * (number - len(stack))
-            stack[-1], stack[-number] = stack[-number], stack[-1]
-        elif name == "POP_TOP":
-            pop()
-        elif name == "LOAD_METHOD" and stack and type(getattr(stack[-1], "held", None)) in _COLLECTIONS:
-            stack += [pop()[0]._replace(method=instruction.argval), None]  # type: ignore[union-attr]
-        elif name == "LOAD_METHOD":
-            take(offset, pop())
-            stack += [None, None]
-        elif name == "LOAD_ATTR":
-            stack.append(_part(offset, pop()[0], _attributes, instruction.argval, found))
-        elif name == "STORE_ATTR":
-            take(offset, pop(2)[:1])
-        elif name == "BINARY_SUBSCR":
-            container, key = pop(2)
-            known = key is not None and key.constant
-            take(offset, [key])
-            stack.append(_part(offset, container, _items if known else _nothing, key and key.held, found))
-        elif name == "STORE_SUBSCR":
-            value, _, key = pop(3)
-            take(offset, (value, key))
-        elif name == "CALL":
-            method, this, *given = pop(number + 2)
-            take(offset, given)
-            if method is None or method.method not in _ONLY_WRITE or following.opname != "POP_TOP":
-                take(offset, (method, this))
-            stack.append(None)
-        elif name in _TAKE or name in _BUILD:
-            take(offset, pop(_TAKE.get(name, number)))
-            stack.append(None)
+    def _reach(self, number: int) -> None:
+        self.stack[:0] = [None] * (number - len(self.stack))
+
+    def nothing(self, at: dis.Instruction, following: str) -> None:
+        """Nothing changes."""
+
+    def push(self, at: dis.Instruction, following: str) -> None:
+        """Something new, two things in some instructions."""
+        two = at.opname == "LOAD_FAST_LOAD_FAST" or (at.opname == "LOAD_GLOBAL" and (at.arg or 0) & 1)
+        self.stack += [None] * (2 if two else 1)
+
+    def constant(self, at: dis.Instruction, following: str) -> None:
+        self.stack.append(_Slot(at.argval, constant=True))
+
+    def copy(self, at: dis.Instruction, following: str) -> None:
+        self._reach(at.arg or 0)
+        self.stack.append(self.stack[-(at.arg or 0)])
+
+    def swap(self, at: dis.Instruction, following: str) -> None:
+        number = at.arg or 0
+        self._reach(number)
+        self.stack[-1], self.stack[-number] = self.stack[-number], self.stack[-1]
+
+    def drop(self, at: dis.Instruction, following: str) -> None:
+        self.pop()
+
+    def attribute(self, at: dis.Instruction, following: str) -> None:
+        (whole,) = self.pop()
+        if not (at.opname == "LOAD_METHOD" or (_MARKS_METHODS and (at.arg or 0) & 1)):
+            self.stack.append(_part(at.offset, whole, _attributes, at.argval, self.found))
+        elif whole is not None and type(whole.held) in _COLLECTIONS:
+            self.stack += [whole._replace(method=at.argval), None]
         else:
-            take(offset, stack)
-            break
-        if not any(slot is not None and not slot.constant for slot in stack):
-            break
-    return found
+            self.take(at, [whole])
+            self.stack += [None, None]
+
+    def set_attribute(self, at: dis.Instruction, following: str) -> None:
+        value, _ = self.pop(2)
+        self.take(at, [value])
+
+    def item(self, at: dis.Instruction, following: str) -> None:
+        container, key = self.pop(2)
+        known = key is not None and key.constant
+        self.take(at, [key])
+        self.stack.append(_part(at.offset, container, _items if known else _nothing, key and key.held, self.found))
+
+    def set_item(self, at: dis.Instruction, following: str) -> None:
+        value, _, key = self.pop(3)
+        self.take(at, (value, key))
+
+    def call(self, at: dis.Instruction, following: str) -> None:
+        if at.opname == "CALL_KW":
+            self.pop()  # names
+        method, this, *given = self.pop((at.arg or 0) + 2)
+        self.take(at, given)
+        if method is None or method.method not in _ONLY_WRITE or following != "POP_TOP":
+            self.take(at, (method, this))
+        self.stack.append(None)
+
+    def combine(self, at: dis.Instruction, following: str) -> None:
+        self.take(at, self.pop(_TAKE.get(at.opname, at.arg or 0)))
+        self.stack.append(None)
+
+
+_STEPS: dict[str, Callable[[_Walk, dis.Instruction, str], None]] = {
+    **dict.fromkeys(_NOTHING, _Walk.nothing),
+    **dict.fromkeys(_PUSH, _Walk.push),
+    **dict.fromkeys((*_TAKE, *_BUILD), _Walk.combine),
+    **dict.fromkeys(("LOAD_METHOD", "LOAD_ATTR"), _Walk.attribute),
+    **dict.fromkeys(("CALL", "CALL_KW"), _Walk.call),
+    "LOAD_CONST": _Walk.constant,
+    "COPY": _Walk.copy,
+    "SWAP": _Walk.swap,
+    "POP_TOP": _Walk.drop,
+    "STORE_ATTR": _Walk.set_attribute,
+    "BINARY_SUBSCR": _Walk.item,
+    "STORE_SUBSCR": _Walk.set_item,
+}
 
 
 def _part(
