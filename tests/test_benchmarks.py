@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,19 @@ def test_plans_for_unequal_links_are_predicted_by_sleeps_and_rates_alone() -> No
     assert spp.strategies(setting)["pipedream"] == {"split_points": ["units.4"], "costs": "flops", "replicas": [2, 2]}
     alone_s = spp.UNITS * (spp.FORWARD_S + spp.BACKWARD_S) * spp.MICROBATCHES
     slowest, parameters = 12.5e6, spp.UNITS * spp.PARAMETER_BYTES
-    found = spp.predicted_s(setting, spp.costs(), [0], [[0, 1, 2, 3]])
-    assert found == pytest.approx(alone_s / 4 + 2 * 3 / 4 * parameters / slowest)
+    reduced_s = 2 * 3 / 4 * parameters / slowest
+    found = spp.predicted_s(setting, spp.costs(), [0], [[0, 1, 2, 3]], of_ddp=False)
+    # the first bucket has five of eight units, and begins while the other three compute
+    assert found == pytest.approx(alone_s / 4 - 3 * spp.BACKWARD_S + reduced_s)
+    # that of ddp has one, and the second, of seven, begins after the backward
+    found = spp.predicted_s(setting, spp.costs(), [0], [[0, 1, 2, 3]], of_ddp=True)
+    assert found == pytest.approx(alone_s / 4 + reduced_s * 7 / 8)
     # without replicas it is the simulator of schedules
     begins, message_s = [0, 2, 4, 6], spp.MESSAGE_BYTES / 125e6
     costs = StageCosts.uniform(4, 2 * spp.FORWARD_S, 2 * spp.BACKWARD_S, message_s)
-    equal = spp.predicted_s(spp.SETTINGS["slow device"], spp.costs(), begins, [[3], [2], [1], [0]])
+    equal = spp.predicted_s(
+        replace(spp.SETTINGS["slow device"], slow=-1), spp.costs(), begins, [[3], [2], [1], [0]], of_ddp=False
+    )
     schedule = build("advance_forward", 4, spp.MICROBATCHES, spp.ADVANCE)
     assert equal == pytest.approx(simulate(schedule, costs).iteration_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -50,16 +51,16 @@ def capture(
     while True:
         batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
         make = partial(Recorder, module, units, device, foresight, ignore)
-        recorder = make([*tree.tensors(batch), *Objects(batch).tensors])
-        try:
-            graph = _record(recorder, make, step, run, batch)
-        except Exception as error:
-            error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
-            raise
+        with contextlib.closing(make([*tree.tensors(batch), *Objects(batch).tensors])) as recorder:
+            try:
+                graph = _record(recorder, make, step, run, batch)
+            except Exception as error:
+                error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
+                raise
+            before, foresight = foresight, recorder.foresight
         # whether an operation on a tensor changes state must be known before the tensor is first changed
-        if recorder.foresight == foresight:
+        if foresight == before:
             return graph
-        foresight = recorder.foresight
 
 
 def _record(
@@ -121,10 +122,11 @@ def _lasting(
     lasts = recorder.assignments.created() or recorder.mutations.holders() or of_units
     again = _once_more(make, run, spare) if lasts else None
     if again is not None:
-        of_units &= set(again.mutations.of_units())
-        made = recorder.assignments.created() - again.assignments.assigned()
-        attributes = tuple(key for key in attributes if key not in made)
-        recorder.mutations.keep(again.mutations.found())
+        with contextlib.closing(again):
+            of_units &= set(again.mutations.of_units())
+            made = recorder.assignments.created() - again.assignments.assigned()
+            attributes = tuple(key for key in attributes if key not in made)
+            recorder.mutations.keep(again.mutations.found())
     recorder.pinned += recorder.mutations.pinned(recorder.assignments)
     recorder.pinned += recorder.shared.pinned(recorder.mutations.once)
     return attributes, of_units
@@ -143,6 +145,7 @@ def _once_more(
         with again.state.changes, again.assignments.watched(), again.following(), watching(again.calls):
             run(*args)
     except Exception:  # of any type: it is the user's code
+        again.close()
         return None
     return again
 

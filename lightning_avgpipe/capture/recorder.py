@@ -340,6 +340,12 @@ class Recorder(StepTracer):
     def _draws_on_host(self, unit: str) -> bool:
         return any(f"{path}.".startswith(f"{unit}.") for path in self.watch.host_drawing)
 
+    def close(self) -> None:
+        """Forget everything. It and its parts know each other, and what it has seen, all activations of a step, would
+        stay until the garbage collector comes by, which may be many captures later.
+        """
+        vars(self).clear()
+
     @property
     def foresight(self) -> Foresight:
         """What has been found out."""

@@ -404,19 +404,22 @@ def _put(obj: Any, state: _State) -> None:
 
 
 def _mapped(fn: Callable[[Tensor], Tensor], items: Any) -> Any:
-    def of(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            return fn(item)
-        if not isinstance(item, tuple):
-            return item
-        new = tuple(map(of, item))
-        if all(a is b for a, b in zip(item, new, strict=True)):
-            return item
-        return type(item)._make(new) if hasattr(item, "_make") else new
-
     if items is None:
         return None
-    return {key: of(item) for key, item in items.items()} if isinstance(items, dict) else type(items)(map(of, items))
+    if isinstance(items, dict):
+        return {key: _with_mapped(fn, item) for key, item in items.items()}
+    return type(items)(_with_mapped(fn, item) for item in items)
+
+
+def _with_mapped(fn: Callable[[Tensor], Tensor], item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return fn(item)
+    if not isinstance(item, tuple):
+        return item
+    new = tuple(_with_mapped(fn, part) for part in item)
+    if all(a is b for a, b in zip(item, new, strict=True)):
+        return item
+    return type(item)._make(new) if hasattr(item, "_make") else new
 
 
 def _same(one: Any, other: Any) -> bool:

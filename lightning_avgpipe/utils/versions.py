@@ -14,7 +14,7 @@ __all__ = ["RANGES", "SECOND", "TESTED_PYTHON", "check_second", "check_versions"
 RANGES = {"torch": ">=2.6,<2.16", "lightning": ">=2.5,<2.7"}
 SECOND = "pytorch-lightning"  # has the versions of lightning
 PYTHON = ">=3.11"
-TESTED_PYTHON = (3, 11)
+TESTED_PYTHON = ((3, 11), (3, 12), (3, 13))
 
 
 def check_versions() -> None:
@@ -30,11 +30,9 @@ def check_versions() -> None:
         # where there is no package of the first name, the second will do
         other = name == "lightning" and _version(name) is None and _version(SECOND) is not None
         _check(SECOND if other else name, wanted)
-    if sys.version_info[:2] != TESTED_PYTHON:
-        warnings.warn(
-            f"lightning_avgpipe is tested with Python {'.'.join(map(str, TESTED_PYTHON))}, and this is {python}",
-            stacklevel=2,
-        )
+    if sys.version_info[:2] not in TESTED_PYTHON:
+        tested = ", ".join(".".join(map(str, version)) for version in TESTED_PYTHON)
+        warnings.warn(f"lightning_avgpipe is tested with Python {tested}, and this is {python}", stacklevel=2)
 
 
 def check_second() -> None:

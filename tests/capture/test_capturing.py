@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -320,3 +322,37 @@ def test_a_parametrization_without_gradients_can_be_captured() -> None:
         graph = graph_of(module, lambda x: module.b(module.a(x)), torch.randn(3, 4))
     assert names(graph) == ["a", "b"]
     assert graph.nodes[0].flops == 2 * 3 * 4 * 4 + 3 * 4
+
+
+class Remembers(nn.Module):
+    """Two layers; it is known of what they gave whether anybody still has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.given: list[weakref.ref[Tensor]] = []
+
+    def training_step(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y = self.b(h)
+        self.given = [weakref.ref(h), weakref.ref(y)]
+        return y.square().mean()
+
+
+def test_nothing_of_what_a_step_computed_stays_behind_not_even_for_the_garbage_collector() -> None:
+    module = Remembers()
+    gc.collect()
+    gc.disable()
+    try:
+        seen: list[weakref.ref[Tensor]] = []
+
+        def run(x: Tensor) -> Tensor:
+            loss = module.training_step(x)
+            seen.extend(module.given)
+            return loss
+
+        graph = capture("training_step", run, (torch.randn(3, 4),), module, ("a", "b"))
+        assert names(graph)[:2] == ["a", "b"] and len(seen) >= 2
+        assert [ref() for ref in seen] == [None] * len(seen)
+    finally:
+        gc.enable()

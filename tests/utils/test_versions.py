@@ -18,7 +18,7 @@ def test_the_ranges_are_those_of_the_package() -> None:
     assert {f"{name}{wanted}" for name, wanted in versions.RANGES.items()} <= set(PROJECT["dependencies"])
     assert PROJECT["requires-python"] == versions.PYTHON
     claimed = {line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line}
-    assert claimed == {".".join(map(str, versions.TESTED_PYTHON))}
+    assert claimed == {".".join(map(str, version)) for version in versions.TESTED_PYTHON}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,6 @@ def test_an_old_python_is_refused_and_a_new_one_is_said_to_be_untested(monkeypat
     monkeypatch.setattr(sys, "version_info", (3, 10, 13))
     with pytest.raises(ImportError, match=r"needs Python >=3\.11, and this is 3\.10\.13"):
         versions.check_versions()
-    monkeypatch.setattr(sys, "version_info", (3, 13, 0))
-    with pytest.warns(UserWarning, match=r"tested with Python 3\.11, and this is 3\.13\.0"):
+    monkeypatch.setattr(sys, "version_info", (3, 99, 0))
+    with pytest.warns(UserWarning, match=r"tested with Python 3\.11, .*, and this is 3\.99\.0"):
         versions.check_versions()
