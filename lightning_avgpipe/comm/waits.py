@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from lightning_avgpipe.utils.device import port_of
 
 __all__ = ["GivenUpError", "Waits"]
 
+_log = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
 _POLL_S = 0.5  # between two looks at the clock; whatever happens wakes the wait
 
@@ -34,6 +36,8 @@ class Waits:
         device: on which this process computes.
         patience_s: how much longer, in seconds, a wait for other groups of processes may take: first should know who
             is nearer to what is wrong.
+        silent_s: the first wait that takes longer, in seconds, says in the log what it is for, then the first that
+            takes twice as long, and so on.
 
     Attributes:
         monitor: as given.
@@ -47,11 +51,13 @@ class Waits:
         timeout_s: float,
         device: torch.device = _HOST,
         patience_s: float = 0.0,
+        silent_s: float = 60.0,
     ) -> None:
         self.monitor = monitor
         self.timeout_s = timeout_s
         self._arrivals = arrivals
         self._patience_s = patience_s
+        self._silent_s = silent_s
         self._port = port_of(device)
         self._thread: threading.Thread | None = None
 
@@ -101,6 +107,12 @@ class Waits:
                 raise PeerError(f"{waiting}, but {failure}{monitor.account().text}") from failure
             now = time.monotonic()
             waited_s, looked = waited_s + min(now - looked, 2 * _POLL_S), now
+            if self._silent_s < waited_s < limit_s:
+                self._silent_s *= 2
+                _log.warning(
+                    "%s, for %.0f s by now; it gives up when nothing moves between processes for %g s (timeout=...)",
+                    waiting, waited_s, limit_s,
+                )  # fmt: skip
             if waited_s > limit_s:
                 account = monitor.account()
                 waited_s = 0.0 if monitor.defers else min(waited_s, account.idle_s, arrivals.idle_s())

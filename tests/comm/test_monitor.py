@@ -180,3 +180,14 @@ def test_a_wait_in_which_bytes_flow_is_not_silence(moves: str, watching: Watchin
         Waits(arrivals, monitor, 0.5).until(lambda: False, "waits")
     thread.join()
     assert time.monotonic() - begin >= 1.0
+
+
+def test_a_long_wait_says_what_it_is_for(watching: Watching, caplog: pytest.LogCaptureFixture) -> None:
+    waits, begin = Waits(Arrivals(), watching(0, dist.HashStore()), 60.0, silent_s=0.4), time.monotonic()
+    waits.until(lambda: time.monotonic() - begin > 0.6, "waits for the input of F0")
+    (record,) = caplog.records
+    assert re.fullmatch(
+        r"rank 0 \(stage 1\) waits for the input of F0, for \d+ s by now; it gives up when nothing moves between "
+        r"processes for 60 s \(timeout=\.\.\.\)",
+        record.getMessage(),
+    )
