@@ -116,15 +116,15 @@ class ThrottledWire(Wire):
     """A wire that is busy for as long as one of the wanted rate would be.
 
     Attributes:
-        link: held by whoever sends on it; the wires of several pipelines share one.
+        line: held by whoever sends on it; the wires of several pipelines share one.
     """
 
     bytes_per_s = 0.0
-    link: threading.Lock
+    line: threading.Lock
     sends_at_once = False
 
     def send(self, tensor: Tensor, ready: torch.cuda.Event | None, pieces: int = 1, tag: int = 0) -> None:
-        with self.link:
+        with self.line:
             time.sleep(tensor.numel() * tensor.element_size() / self.bytes_per_s)
         super().send(tensor, ready, pieces, tag)
 
@@ -135,7 +135,7 @@ class ThrottledGroups(ProcessGroups):
     wire_type = ThrottledWire
 
     def __init__(self, *args: Any) -> None:
-        self._links: dict[Any, threading.Lock] = defaultdict(threading.Lock)
+        self._lines: dict[Any, threading.Lock] = defaultdict(threading.Lock)
         super().__init__(*args)
 
     def wire(self, route: Route, arrivals: Arrivals) -> Wire:
@@ -143,7 +143,7 @@ class ThrottledGroups(ProcessGroups):
         assert isinstance(wire, ThrottledWire)
         # of a direction of a hop, whichever the pipeline
         what = replace(route.what, pipeline=0) if isinstance(route.what, Edge) else route.what
-        wire.link = self._links[what, route.source, route.target]
+        wire.line = self._lines[what, route.source, route.target]
         return wire
 
 
