@@ -12,8 +12,10 @@ Regret is how much longer than the best setting's the time per batch of the pred
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
+import operator
 import random
 import statistics
 import sys
@@ -54,7 +56,8 @@ def random_profile(seed: int, in_turns: bool = False) -> Profile:
     def curve(seconds: float) -> Curve:
         shares = [rng.uniform(0.2, 1) for _ in range(4)]
         used = [min(1.0, fullness * rng.uniform(0.2, 1.8)) for _ in shares]
-        return Curve(tuple(seconds * share / sum(shares) for share in shares), tuple(used))
+        total = functools.reduce(operator.add, shares)  # sum() rounds otherwise from Python 3.12 on
+        return Curve(tuple(seconds * share / total for share in shares), tuple(used))
 
     stages = []
     for _ in range(num_stages):

@@ -116,15 +116,15 @@ class _Reached:
         before: Any = None  # the Python module whose attribute may come next
         line = code.co_firstlineno
         for instruction in dis.get_instructions(code):
-            line = instruction.starts_line or line
+            line = (instruction.positions and instruction.positions.lineno) or line
             name, operation = instruction.argval, instruction.opname
             module, before = before, None
-            if operation in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
+            if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"):
                 self.lines[name].add((code, line))
                 before = self._name(namespace, name)
-            elif operation in ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF"):
+            elif operation in ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"):
                 self.lines[name].add((code, line))
-            elif operation in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+            elif operation in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"):
                 self.lines[name].add((code, line))
                 if isinstance(module, types.ModuleType) and _is_own(module):
                     before = self._name(vars(module), name)
