@@ -170,11 +170,14 @@ class ParallelModels:
             steps: whether gradients are complete after it.
         """
         stage_map, rank = self._cluster.stage_map, self._cluster.rank
-        if self._cluster.replicas is None or not steps or self._configuration.num_pipelines > 1:
-            return []  # parallel models have their gradients under the same parameters
-        rows = {k: in_turn(schedules[0].rows[k], *stage_map.share(k, rank)) for k in self._cluster.stages}
+        if self._cluster.replicas is None or not steps:
+            return []
         sums = self._sums()
-        sums.watch(self._summed(1), rows)
+        if self._configuration.num_pipelines > 1:  # which have their gradients under the same parameters
+            sums.watch({}, {})
+        else:
+            rows = {k: in_turn(schedules[0].rows[k], *stage_map.share(k, rank)) for k in self._cluster.stages}
+            sums.watch(self._summed(1), rows)
         return [sums]
 
     def _sums(self) -> GradientSums:

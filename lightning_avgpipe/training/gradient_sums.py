@@ -96,7 +96,8 @@ class GradientSums(Observer):
         """An iteration begins that ends in a step. All replicas call it.
 
         Args:
-            named: parameters to be summed, by name; the same names, in the same order, in all replicas.
+            named: parameters to be summed, by name; the same names, in the same order, in all replicas. Others than
+                those of the last step are summed after the backward.
             rows: the actions of each stage on this process.
         """
         dealt = self._dealt if tuple(named) == self._names else ()
