@@ -263,8 +263,9 @@ def crossed(streams: int) -> list[Any]:
         x, y = torch.full((4,), 1.0 + rank, device=sim(rank)), torch.empty(4, device=sim(rank))
         there._stream = torch.Stream(device=sim(rank))
         back._stream = there._stream if streams == 1 else torch.Stream(device=sim(rank))
-        (back if rank else there).send([x], 1 - rank)
+        sent = (back if rank else there).send([x], 1 - rank)
         (there if rank else back).recv([y], 1 - rank).wait()
+        sent.wait()  # before the memory of x is let go
         return float(y.sum())
 
     return in_two_threads(work)
