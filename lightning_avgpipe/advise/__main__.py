@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from lightning_avgpipe.advise.request import Request
 from lightning_avgpipe.utils.script import add_script, at_least_one, report_of
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script until its first batch has trained, and print what its measured units let expect.

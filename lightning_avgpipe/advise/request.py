@@ -7,8 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-__all__ = ["Request"]
-
 _NAME = "AVGPIPE_ADVISE"
 
 

@@ -10,8 +10,6 @@ from lightning_avgpipe.planning.spp import partition
 from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.tuning.samples import SamplesFactor, samples_at
 
-__all__ = ["Way", "advice", "ways"]
-
 _BYTES_PER_S = 1e6 / 8  # of a megabit per second
 _ADVANCES = (1, 2, 3)
 _MODELS = (2, 4)

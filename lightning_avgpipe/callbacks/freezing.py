@@ -30,8 +30,6 @@ from lightning_avgpipe.utils.allowed import check, choice, directory, documented
 from lightning_avgpipe.utils.option_types import Count
 from lightning_avgpipe.utils.packages import adopted
 
-__all__ = ["AdaptiveFreezing", "by_gradient_norms", "by_schedule", "repeated_blocks"]
-
 _FEWEST_BLOCKS = 3
 _FINEST = 10_000  # alpha is a fraction with such a denominator: of 1/3 of 12 layers nobody expects 5
 

@@ -24,8 +24,6 @@ from lightning_avgpipe.utils.allowed import check, directory, documented, option
 from lightning_avgpipe.utils.option_types import Count
 from lightning_avgpipe.utils.packages import adopted
 
-__all__ = ["PipelineTimeline"]
-
 _ALLOWED = {
     "every_n_steps": whole(1, 1_000_000_000, 100),
     "dirpath": optional(directory(), "'timelines' in the trainer's default_root_dir"),

@@ -30,8 +30,6 @@ from lightning_avgpipe.utils.allowed import Allowed, check, choice, directory, d
 from lightning_avgpipe.utils.option_types import Count, Natural
 from lightning_avgpipe.utils.packages import adopted
 
-__all__ = ["AvgPipeTuner"]
-
 _FEWEST_BATCHES = 4
 _REFINED = 3  # iterations of each candidate that is tried
 _NAME = "avgpipe_tuning"

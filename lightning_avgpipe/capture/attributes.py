@@ -21,8 +21,6 @@ from lightning_avgpipe.utils.objects import Objects, Variable
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, address
 
-__all__ = ["Assignments", "Mutations", "is_compiled"]
-
 _MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}
 

@@ -14,8 +14,6 @@ from lightning_avgpipe.capture.graph import Leaf
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 
-__all__ = ["BatchUse", "leaf_names"]
-
 
 def leaf_names(batch: Any) -> tuple[str, ...]:
     """Names of the tensors of a batch; two batches with the same names are alike."""

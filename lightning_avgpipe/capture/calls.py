@@ -11,8 +11,6 @@ from lightning_avgpipe.capture.graph import Opened
 from lightning_avgpipe.capture.random_use import DrawWatch
 from lightning_avgpipe.capture.tracer import CallWatcher
 
-__all__ = ["Calls"]
-
 
 class Calls(CallWatcher):
     """Passes all calls on to the watch for draws.

@@ -20,8 +20,6 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.torch_compat import version_of
 
-__all__ = ["capture"]
-
 
 def capture(
     step: str,

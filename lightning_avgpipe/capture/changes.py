@@ -19,8 +19,6 @@ from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, untraced
 
-__all__ = ["Changes", "put_back"]
-
 
 class Changes(TorchDispatchMode):
     """Within this context changes of a module's parameters and buffers are noted; after it parameters are as before.

@@ -21,8 +21,6 @@ from torch import nn
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph, Opened
 
-__all__ = ["Closing", "closing"]
-
 
 @dataclass(frozen=True)
 class Closing:

@@ -19,8 +19,6 @@ from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["CostCache", "default_directory", "fingerprint"]
-
 _FORMAT = 1
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ from functools import cached_property
 
 from lightning_avgpipe.capture.graph import CallGraph
 
-__all__ = ["Costs", "Link", "value_bytes"]
-
 
 @dataclass(frozen=True)
 class Link:

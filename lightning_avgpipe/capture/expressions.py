@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 from lightning_avgpipe.utils.objects import is_open
 
-__all__ = ["ALL", "Use", "uses"]
-
 ALL: Any = object()
 _KNOWN = ((3, 11), (3, 12), (3, 13))
 _MARKS_METHODS = sys.version_info >= (3, 12)  # an attribute that will be called is one bit of its instruction

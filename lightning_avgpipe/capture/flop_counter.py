@@ -10,8 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_avgpipe.utils import tree
 
-__all__ = ["Flops", "recurrent_flops"]
-
 
 class Flops(FlopCounterMode):
     """Counts the operations of a unit as a whole.

@@ -24,8 +24,6 @@ from typing import Literal
 from lightning_avgpipe.capture.upkeep import Span, spans
 from lightning_avgpipe.utils.placeholder import Description
 
-__all__ = ["CallGraph", "Leaf", "Node", "Opened", "Value"]
-
 
 @dataclass(frozen=True)
 class Value:

@@ -12,8 +12,6 @@ from lightning_avgpipe.capture.provenance import Provenance
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.source import source_line
 
-__all__ = ["ANYWHERE", "HiddenTensors"]
-
 ANYWHERE = sys.maxsize  # in the place of the last node of a range
 Pin = tuple[int, int, str]  # no cut between these nodes, for this reason
 

@@ -40,8 +40,6 @@ from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.torch_compat import storage_id
 
-__all__ = ["measure", "reading_s"]
-
 _ROUNDS = 5  # runs of the step
 _TRIALS = 3  # of reading what is kept
 _PATIENCE_S = 2.0  # a longer measurement shows its progress

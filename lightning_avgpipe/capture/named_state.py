@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.changes import Changes
 from lightning_avgpipe.utils.torch_compat import address, untraced
 
-__all__ = ["Before", "NamedState", "trained_parameters"]
-
 # Full name, tensor, and what is needed to see whether it changes.
 Before = list[tuple[str, Tensor, Tensor]]
 

@@ -19,8 +19,6 @@ from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 
-__all__ = ["REGION_BACKWARD", "Execution", "Kept", "NodeTrial", "sums_of"]
-
 REGION_BACKWARD = 3.0  # forwards of a region: the forward once more, and a backward of two forwards
 _CALIBRATIONS = 20
 

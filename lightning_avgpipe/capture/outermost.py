@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.random_use import DrawWatch
 from lightning_avgpipe.capture.tracer import CallWatcher
 
-__all__ = ["Outermost"]
-
 
 class Outermost(CallWatcher):
     """Passes calls on to another watcher; the outermost modules bring their parameters to the device.

@@ -17,8 +17,6 @@ from torch import nn
 
 from lightning_avgpipe.utils.objects import Variable
 
-__all__ = ["outside", "places", "variable"]
-
 _LIBRARY = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")})
 # Wherever they are: packages of a user, of the system below a virtual environment, or on PYTHONPATH.
 _INSTALLED = frozenset(("site-packages", "dist-packages"))

@@ -15,8 +15,6 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, version_of
 
-__all__ = ["Provenance"]
-
 # What they give depends on the description of their arguments.
 _LIKE = frozenset(
     getattr(torch.ops.aten, name)

@@ -13,8 +13,6 @@ from typing import Any
 
 from lightning_avgpipe.utils import tree
 
-__all__ = ["Questions"]
-
 # Their results are as long as the numbers have it, ...
 _LENGTHS = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive"))
 # ... and so are those of these, given such a result.

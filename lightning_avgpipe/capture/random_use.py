@@ -16,8 +16,6 @@ from lightning_avgpipe.capture.tracer import CallWatcher
 from lightning_avgpipe.utils.random_streams import generators
 from lightning_avgpipe.utils.torch_compat import untraced
 
-__all__ = ["DrawWatch", "random_bits"]
-
 
 def random_bits(device: torch.device | None) -> tuple[bytes, ...]:
     """State of torch's generators that units and glue draw from; without an operation, since those are watched."""

@@ -33,8 +33,6 @@ from lightning_avgpipe.utils.placeholder import described
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import address, version_of
 
-__all__ = ["Foresight", "Recorder", "owned_tensors"]
-
 
 @dataclass(frozen=True)
 class Foresight:

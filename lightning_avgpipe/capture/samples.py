@@ -9,8 +9,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Sample", "Samples", "Sampling"]
-
 _CALLS = 2  # equal calls that are measured in one run of the step
 _REPETITIONS = 3
 _SHORT_S = 0.02  # repetitions of one call end after this time

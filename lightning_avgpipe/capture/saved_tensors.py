@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.utils.torch_compat import storage_id
 
-__all__ = ["SavedTensors", "tensors_of"]
-
 
 class SavedTensors:
     """Of one run of a step: values by their numbers, everything else in bytes.

@@ -15,8 +15,6 @@ from lightning_avgpipe.capture.hidden import ANYWHERE
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.source import source_line
 
-__all__ = ["Names", "SharedObjects"]
-
 _HEAP_TYPE = 1 << 9  # of a class's flags: it was made by Python code, and its methods can be replaced
 
 Names = frozenset[str] | None  # of attributes of an object; None: all that it holds

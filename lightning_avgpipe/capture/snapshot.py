@@ -19,8 +19,6 @@ from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced, version_of
 
-__all__ = ["Attributes", "attribute_values", "random_state", "unchanged", "untouched"]
-
 _REGISTRIES = (*REGISTRIES, "_non_persistent_buffers_set")
 _CONTAINERS = (list, dict, set, deque)
 _MISSING = object()

@@ -27,18 +27,6 @@ from torch.utils import checkpoint
 
 from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET
 
-__all__ = [
-    "DEVICE_QUESTIONS",
-    "METADATA",
-    "CallWatcher",
-    "StepTracer",
-    "function_name",
-    "intercepting",
-    "tensor_arguments",
-    "uncompiled",
-    "watching",
-]
-
 # fmt: off
 _METADATA_ATTRIBUTES = (
     "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr", "requires_grad",

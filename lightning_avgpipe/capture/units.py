@@ -10,8 +10,6 @@ from torch import nn
 
 from lightning_avgpipe.errors import PartitionError
 
-__all__ = ["Units", "divisible", "initial_units", "is_container", "refine", "split_units", "why_whole"]
-
 # Containers are not called by users (or only pass on what they hold), so they are opened from the start.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # These use their children where nobody sees it, or all of their parameters at once.

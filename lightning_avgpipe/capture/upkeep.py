@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_avgpipe.capture.graph import Node
 
-__all__ = ["Span", "spans"]
-
 
 @dataclass(frozen=True)
 class Span:

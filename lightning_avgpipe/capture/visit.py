@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["Visit"]
-
 
 class Visit:
     """Tensors are on a device within this context, and at home after it."""

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 
 from lightning_avgpipe.utils.packages import LIGHTNING
 
-__all__ = ["Activity"]
-
 _LINES = 3  # of user code, to say where a process is
 _LIBRARIES = {"torch", *LIGHTNING, "lightning_avgpipe", "threading"}
 

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = ["Agreement"]
-
 _POLL_S = 0.005
 
 

@@ -19,8 +19,6 @@ from torch.distributed import distributed_c10d as c10d
 from lightning_avgpipe.comm.lone_group import LoneGroup
 from lightning_avgpipe.errors import StepChangedError
 
-__all__ = ["alone", "own_group"]
-
 
 class _Here(threading.local):
     depth = 0

@@ -6,8 +6,6 @@ import math
 import threading
 import time
 
-__all__ = ["Arrivals"]
-
 
 class Arrivals:
     """Told of all that arrives in a process, from any thread.

@@ -10,8 +10,6 @@ import torch
 
 from lightning_avgpipe.comm.collectives import Collectives
 
-__all__ = ["measure_bandwidth", "rounds"]
-
 _SMALL = 64
 _LARGE = (256 * 1024, 2 * 1024**2, 16 * 1024**2)
 _LONG_S = 0.05  # a larger message is tried while it takes less

@@ -26,8 +26,6 @@ from lightning_avgpipe.comm.message import pack, unpack
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 
-__all__ = ["BatchSink", "BatchSource", "BatchStream", "Needs", "Passed"]
-
 # (batch, rank) -> names of the tensors that the rank needs; None: all
 Needs = Callable[[Any, int], frozenset[str] | None]
 

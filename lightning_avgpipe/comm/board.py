@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-__all__ = ["Answer", "Board", "sendable"]
-
 _LONGEST = 64 * 1024  # characters of a text
 
 

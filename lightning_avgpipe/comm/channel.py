@@ -32,8 +32,6 @@ from lightning_avgpipe.comm.transfer import begun, ended
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["Inbox", "MemoryChannel", "NetworkInbox", "NetworkOutbox", "Outbox", "Pair", "Traffic", "Wire"]
-
 _MOST_POSTED = 2  # structures that are received unannounced: a receive cannot be taken back, and holds its memory
 
 

@@ -13,8 +13,6 @@ import torch
 
 from lightning_avgpipe.utils.device import Moment, port_of
 
-__all__ = ["ClockOffset", "DeviceClock", "Stopwatch", "estimate_offset", "host_now"]
-
 host_now = time.perf_counter
 
 

@@ -29,8 +29,6 @@ from lightning_avgpipe.comm.transport import Transport
 from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.utils.patching import nothing
 
-__all__ = ["Cluster"]
-
 _PATIENCE_S = 10.0  # how much longer than each other groups wait for each other
 _DISCONNECTED_S = 3.0  # longest time that threads take to end when their connections are closed
 

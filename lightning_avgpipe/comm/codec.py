@@ -26,8 +26,6 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.message import Message
 
-__all__ = ["CAPACITY", "FrameReader", "FrameWriter", "Opened", "TensorForm", "as_bytes"]
-
 # A receive is posted for so many bytes before the size of the frame is known. On Linux gloo accepts a shorter one; its
 # transport elsewhere reads on until all have come, so frames are filled up there.
 _ACCEPTS_SHORTER = sys.platform == "linux"

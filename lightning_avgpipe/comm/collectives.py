@@ -15,8 +15,6 @@ from lightning_avgpipe.comm.network import Network
 from lightning_avgpipe.comm.routes import Party
 from lightning_avgpipe.comm.transfer import transfer
 
-__all__ = ["Collectives"]
-
 T = TypeVar("T")
 
 _CLOCK_ROUNDS = 16

@@ -24,8 +24,6 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import pack, unpack
 from lightning_avgpipe.comm.waits import Waits
 
-__all__ = ["ControlChannel", "ControlChannels"]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = ["DeviceLayout"]
-
 
 @dataclass(frozen=True)
 class DeviceLayout:

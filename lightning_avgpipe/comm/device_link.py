@@ -26,8 +26,6 @@ from torch import Tensor
 
 from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["DeviceLink"]
-
 _TAG = 0
 
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 from lightning_avgpipe.comm.activity import Activity
 
-__all__ = ["Guard"]
-
 _POLL_S = 0.2
 _LISTEN_S = 5.0, 30.0  # how long after a failure the main thread may go on with what it does, at least and at most
 _JOIN_S = 2.0

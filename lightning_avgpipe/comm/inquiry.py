@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from lightning_avgpipe.comm.board import Answer, Board
 
-__all__ = ["Account", "Inquiries"]
-
 _ANSWER_S = 1.5  # how long the others may take to say what they do
 _STORE_S = 3.0  # and the store, to pass it on
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-__all__ = ["enter", "name", "serve", "start"]
-
 _PREFIX = "avgpipe/keeper"
 _READY = "ready"
 _POLL_S = 0.5

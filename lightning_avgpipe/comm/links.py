@@ -17,8 +17,6 @@ from lightning_avgpipe.comm.transport import Transport
 from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["measure_links"]
-
 _SMALL = 64
 _LARGE = (256 * 1024, 4 * 1024**2, 32 * 1024**2)
 _LONG_S = 0.02  # a larger message is tried while the round trip is shorter

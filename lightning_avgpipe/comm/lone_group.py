@@ -8,8 +8,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["LoneGroup"]
-
 Tensors = Sequence[Tensor]
 
 

@@ -35,8 +35,6 @@ from lightning_avgpipe.comm.waits import GivenUpError, Waits
 from lightning_avgpipe.errors import AvgPipeError, PeerError
 from lightning_avgpipe.utils.patching import nothing
 
-__all__ = ["LivingCollectives", "LivingReplicaGroup", "Meetings"]
-
 T = TypeVar("T")
 
 AVERAGING = "teams"  # those that average

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from lightning_avgpipe.comm.board import sendable
 from lightning_avgpipe.comm.stage_map import StageMap
 
-__all__ = ["Departure", "Membership"]
-
 _KEY = "departures"
 
 

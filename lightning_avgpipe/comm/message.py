@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lightning_avgpipe.utils import tree
 
-__all__ = ["Message", "pack", "unpack"]
-
 
 @dataclass(frozen=True)
 class Message:

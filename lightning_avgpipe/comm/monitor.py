@@ -26,8 +26,6 @@ from lightning_avgpipe.comm.requests import Requests
 from lightning_avgpipe.comm.rounds import Rounds
 from lightning_avgpipe.errors import PeerError, described
 
-__all__ = ["Monitor"]
-
 _POLL_S = 0.2  # between two looks at the board
 _ASKING_POLL_S = 0.05  # while answers are awaited
 _ACKNOWLEDGE_S = 3.0  # how long a failing process stays, so that the others can read why

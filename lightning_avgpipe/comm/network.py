@@ -11,8 +11,6 @@ from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import Inbox, Outbox
 from lightning_avgpipe.comm.routes import Party, Route
 
-__all__ = ["HostGroup", "Network"]
-
 
 class HostGroup(Protocol):
     """What collectives need of a process group of torch; ranks are those within the group.

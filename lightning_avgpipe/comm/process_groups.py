@@ -27,8 +27,6 @@ from lightning_avgpipe.comm.routes import Edge, Party, Route
 from lightning_avgpipe.utils.device import backends, first_options
 from lightning_avgpipe.utils.torch_compat import default_store
 
-__all__ = ["ProcessGroups"]
-
 _GRACE = timedelta(seconds=60)
 _NEVER_SENT = 2**30  # a tag of transfers; those of channels count from 0
 _HOST = "avgpipe_gloo"  # backend of groups on the host

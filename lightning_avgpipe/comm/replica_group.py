@@ -24,8 +24,6 @@ from torch import Tensor
 from lightning_avgpipe.comm.codec import as_bytes
 from lightning_avgpipe.comm.collectives import Collectives
 
-__all__ = ["ReplicaGroup"]
-
 _BUCKET_BYTES = 64 * 1024**2
 
 _Collective = Callable[[Tensor], Any]  # begins, on one tensor

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lightning_avgpipe.comm.board import Board
 
-__all__ = ["REQUEUE", "STOP", "Requests"]
-
 STOP, REQUEUE = "stop", "requeue"  # to end, and to save for a later start
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from lightning_avgpipe.errors import described
 
-__all__ = ["Rounds"]
-
 _LOCAL_S = 2.0  # longest wait for the thread
 _SILENT_S = 3.0  # a store that takes longer does not answer
 

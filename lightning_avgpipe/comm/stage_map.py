@@ -27,8 +27,6 @@ from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule.kinds import Placement
 
-__all__ = ["StageMap"]
-
 
 @dataclass(frozen=True)
 class StageMap:

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["begun", "ended", "transfer"]
-
 _PART_BYTES = 1024**2  # on a link of 10 Mbit/s one passes every second
 _PIECE_BYTES = 64 * 1024  # what is smaller is not worth a message of its own
 

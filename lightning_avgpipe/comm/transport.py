@@ -16,8 +16,6 @@ from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.comm.turns import TurnsInbox, TurnsOutbox
 from lightning_avgpipe.comm.waits import Waits
 
-__all__ = ["Ends", "Transport"]
-
 
 @dataclass(frozen=True)
 class Ends:

@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from lightning_avgpipe.comm.channel import Inbox, Outbox, Traffic
 from lightning_avgpipe.comm.message import Message
 
-__all__ = ["TurnsInbox", "TurnsOutbox"]
-
 
 class TurnsInbox:
     """Receives from several processes, in turns.

@@ -14,8 +14,6 @@ from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.errors import AvgPipeError, PeerError
 from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["GivenUpError", "Waits"]
-
 _log = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
 _POLL_S = 0.5  # between two looks at the clock; whatever happens wakes the wait

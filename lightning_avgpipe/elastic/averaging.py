@@ -31,8 +31,6 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.utils.patching import nothing
 
-__all__ = ["Averaging", "Elasticity", "OuterOptimizer", "average", "chunks", "wide"]
-
 # Makes the optimizer of the reference model from its parameters.
 OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = ["Checksums"]
-
 _FIRST = 2  # steps
 _SHOWN = 3  # names in a message
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -25,8 +25,6 @@ from lightning_avgpipe.utils.patching import nothing
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 from lightning_avgpipe.weights.belongings import Belongings, OptimizerStates
 
-__all__ = ["Ensemble"]
-
 
 class Ensemble:
     """Parallel models and what they need: replicas, the reference, and the optimizers of pipelines 1..N-1.

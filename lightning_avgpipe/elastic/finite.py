@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["first_nonfinite", "has_nonfinite", "may_have_nonfinite"]
-
 
 def may_have_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Whether one may be infinite or no number somewhere: 0 for surely not, in a tensor of no dimensions on a device.

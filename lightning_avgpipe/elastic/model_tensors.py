@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from lightning_avgpipe.elastic.replica import Placement, Replica, alike
 from lightning_avgpipe.weights.ownership import fill, vacate
 
-__all__ = ["ModelTensors"]
-
 
 class ModelTensors:
     """Tensors of models 1..N-1, of the reference, and of its buffers over groups; those of model 0 are the module's.

@@ -9,8 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["clone_optimizer", "follow", "parameters_in", "unwrapped"]
-
 _HOOKS = ("_hooks",)  # how the names of an optimizer's hooks end
 
 

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 
-__all__ = ["States", "load_states", "states_of_group_0"]
-
 States = Mapping[int, Mapping[str, Any]]  # of an optimizer, by the position of a parameter among its parameters
 
 

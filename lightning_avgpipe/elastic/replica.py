@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.weights.slots import Slot, slots_for
 
-__all__ = ["Placement", "Replica", "alike", "leaf_like"]
-
 
 class Replica:
     """One parallel model's own tensors.

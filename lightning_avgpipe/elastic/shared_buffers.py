@@ -16,8 +16,6 @@ from lightning_avgpipe.elastic.averaging import wide
 from lightning_avgpipe.elastic.replica import alike
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = ["SharedBuffers", "deviation"]
-
 
 class SharedBuffers:
     """The buffers of the reference.

@@ -34,8 +34,6 @@ from torch import Tensor
 from lightning_avgpipe.elastic.averaging import chunks, wide
 from lightning_avgpipe.errors import ScheduleError
 
-__all__ = ["DEFAULT", "RULES", "StaggeredAveraging"]
-
 DEFAULT = "scaled"  # nothing is pending at a drain; as for samples to a goal see docs/parallel_pipelines.md
 
 

@@ -34,8 +34,6 @@ from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.placeholder import has_memory
 from lightning_avgpipe.utils.torch_compat import storage_id, untraced
 
-__all__ = ["DeviceMeter", "Footprint", "HostMeter", "Meter"]
-
 
 @dataclass(frozen=True)
 class Footprint:

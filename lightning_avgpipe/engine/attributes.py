@@ -22,8 +22,6 @@ from torch import nn
 from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.utils.objects import Objects
 
-__all__ = ["OwnAttributes"]
-
 _COLLECTIONS = (list, deque, set, dict)
 
 

@@ -18,8 +18,6 @@ from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.torch_compat import version_of
 
-__all__ = ["Constants"]
-
 
 @dataclass(frozen=True)
 class Constants:

@@ -30,8 +30,6 @@ from lightning_avgpipe.utils.placeholder import Absent, Description
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import address
 
-__all__ = ["Detour", "Entry", "Path", "Step"]
-
 # What a node gave: described, or what it wrote into objects too.
 Entry = Description | Parcel
 

@@ -18,8 +18,6 @@ from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.source import source_line
 
-__all__ = ["Exchange"]
-
 
 class Exchange:
     """Processes that run the same program, and share its values at the same places.

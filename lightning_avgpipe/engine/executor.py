@@ -26,8 +26,6 @@ from lightning_avgpipe.errors import StageError
 from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.schedule.rules import urgency
 
-__all__ = ["IterationContext", "Lane", "execute"]
-
 
 @dataclass
 class Lane:

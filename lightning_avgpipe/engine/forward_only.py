@@ -12,8 +12,6 @@ from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.freezing import num_frozen
 from lightning_avgpipe.planning.program import StageProgram
 
-__all__ = ["Freezing", "check_nothing_asks", "check_same"]
-
 
 class Freezing:
     """Follows which parameters of a step function are trained.

@@ -29,8 +29,6 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.errors import VerificationError
 from lightning_avgpipe.utils import tree
 
-__all__ = ["FrozenOutputs", "digests"]
-
 _log = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 256 * 1024**2

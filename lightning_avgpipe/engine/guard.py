@@ -18,8 +18,6 @@ from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.errors import MemoryShortage
 from lightning_avgpipe.utils.device import is_out_of_memory
 
-__all__ = ["MemoryGuard"]
-
 
 class MemoryGuard(Observer):
     """Watches over the actions of one iteration in this process."""

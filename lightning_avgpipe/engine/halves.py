@@ -29,8 +29,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
-__all__ = ["Watch", "WeightHalf", "input_half", "why_whole"]
-
 _Gradients = Sequence[Tensor | None]
 _TENSORS_ONLY = f"torch {torch.__version__}, whose backwards begin at tensors only"
 

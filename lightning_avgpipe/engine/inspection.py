@@ -25,8 +25,6 @@ from lightning_avgpipe.utils.placeholder import has_memory
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import storage_id
 
-__all__ = ["ForeignTensors", "Inspection", "leaves_of"]
-
 # From names of buffers that a step changes to what other models have, by name: parameters, and these buffers.
 ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
 

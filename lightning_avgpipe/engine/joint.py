@@ -19,8 +19,6 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import version_of
 
-__all__ = ["Joint", "Unit"]
-
 _INTERNALS = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, deque)
 

@@ -37,8 +37,6 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import generators
 from lightning_avgpipe.utils.source import source_line
 
-__all__ = ["Lockstep"]
-
 _Tensor: Any = Tensor  # whose descriptors are not typed
 _READ_GRADIENT = _Tensor.grad.__get__
 # What one process does to its own tensor, and the others need not hear of.

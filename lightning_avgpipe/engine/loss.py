@@ -9,8 +9,6 @@ import torch
 
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = ["loss_in", "trainable_loss"]
-
 
 def trainable_loss(result: Any) -> torch.Tensor:
     """The loss in what training_step returned for a micro-batch, from which a backward can start.

@@ -15,8 +15,6 @@ from lightning_avgpipe.engine.sample_layout import Expected, Seen, is_plain_list
 from lightning_avgpipe.errors import BatchError
 from lightning_avgpipe.utils import tree
 
-__all__ = ["MicroBatch", "batch_size", "fewest_samples", "mean", "merge", "split", "split_with", "whole"]
-
 
 @dataclass(frozen=True)
 class MicroBatch:

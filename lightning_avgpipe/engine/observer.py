@@ -13,8 +13,6 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Route
 from lightning_avgpipe.schedule import Action
 
-__all__ = ["Observer", "Observers", "Work"]
-
 
 @dataclass(frozen=True)
 class Work:

@@ -34,8 +34,6 @@ from lightning_avgpipe.weights.double import Double, check_repeatable
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
 
-__all__ = ["Outcome", "Pipeline", "RollingPipelines", "clear", "run_together"]
-
 
 @dataclass(frozen=True)
 class Keeping:

@@ -26,8 +26,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
 from lightning_avgpipe.utils.random_streams import RandomKey, host_stream, seed_all, stream
 
-__all__ = ["DRAWING_FUNCTIONS", "Drawing", "Draws"]
-
 # fmt: off
 DRAWING_FUNCTIONS = frozenset((
     "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout",

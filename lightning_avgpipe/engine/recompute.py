@@ -37,15 +37,6 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.random_streams import generators
 
-__all__ = [
-    "Observations",
-    "Surroundings",
-    "UnitRepeater",
-    "is_repeating",
-    "overwritten",
-    "scope",
-]
-
 
 def overwritten(program: StageProgram) -> frozenset[int]:
     """The received values that a stage changes in place, by themselves or by a value in the same memory."""

@@ -18,8 +18,6 @@ from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.schedule import Action, Activity, Span, Timeline, Transfer, peak_stash
 from lightning_avgpipe.utils.device import Moment
 
-__all__ = ["Recorder", "Recording", "assemble"]
-
 _Message = tuple[Edge, int]  # with the micro-batch
 
 

@@ -36,9 +36,6 @@ from lightning_avgpipe.utils.random_streams import RandomKey, host_stream, strea
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import address, version_of
 
-__all__ = ["Observe", "Repeat", "Replayed", "replay"]
-
-
 Observe = Callable[[Callable[..., Any], Any, Any], Any]
 Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
 

@@ -22,8 +22,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.torch_compat import address
 
-__all__ = ["Rewritten", "places"]
-
 
 def places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
     """Where a module registers these parameters and buffers: what is there may change."""

@@ -29,8 +29,6 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_avgpipe.errors import BatchError
 from lightning_avgpipe.utils import tree
 
-__all__ = ["WAY_OUT", "Expected", "Layout", "Seen", "is_plain_list", "is_square", "layout"]
-
 WAY_OUT = (
     "define split_batch(batch, num_microbatches) on the LightningModule, or pass it to the strategy as "
     "split_batch=...; it returns a list of at most num_microbatches smaller batches"

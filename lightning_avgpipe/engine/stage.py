@@ -39,8 +39,6 @@ from lightning_avgpipe.weights.double import Double
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters
 
-__all__ = ["Stage", "check_runnable"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.recompute import Observations, Surroundings
 from lightning_avgpipe.engine.task import Task
 
-__all__ = ["Gate", "Inputs", "Stash", "entered"]
-
 
 class Gate:
     """Where a received value enters the step, and its gradient comes out.

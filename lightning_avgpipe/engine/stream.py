@@ -26,8 +26,6 @@ from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.weights.store import WeightStore
 
-__all__ = ["Stream"]
-
 
 @dataclass(frozen=True)
 class _Joined(Task):

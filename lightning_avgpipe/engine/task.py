@@ -10,8 +10,6 @@ from torch import Tensor
 
 from lightning_avgpipe.utils.random_streams import RandomKey
 
-__all__ = ["Task"]
-
 
 @dataclass(frozen=True)
 class Task:

@@ -21,8 +21,6 @@ from lightning_avgpipe.engine.recording import Recorder
 from lightning_avgpipe.schedule import FORWARD, Kind
 from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["BusyRecorder", "Kernel", "KernelTrace", "sampling_device", "tracing_kernels"]
-
 _log = logging.getLogger(__name__)
 
 _SAMPLE_S = 0.02

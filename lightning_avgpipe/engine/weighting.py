@@ -16,8 +16,6 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent
 
-__all__ = ["LossWeight", "counts_for", "uneven_targets", "weighted"]
-
 # a function of a micro-batch, or the name of a leaf whose entries other than IGNORED are counted
 LossWeight = Callable[[Any], Any] | str
 

@@ -30,8 +30,6 @@ from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.random_streams import RandomKey
 
-__all__ = ["whole_backwards", "with_whole_backwards"]
-
 
 def with_whole_backwards(plan: Plan, schedule: Schedule, *rest: Any) -> Plan:
     """The plan with what :func:`whole_backwards` finds, which takes the same arguments, if the schedule splits any."""

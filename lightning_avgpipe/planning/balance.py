@@ -26,8 +26,6 @@ from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.memory import Memory, nbytes
 from lightning_avgpipe.planning.ranges import Ranges, evenest, least_bottleneck
 
-__all__ = ["Gap", "cut_at", "cut_balanced", "cut_like", "gaps", "scattered"]
-
 # Among partitions within this share of the best bottleneck the evenest with the least traffic is taken.
 _SLACK = 0.01
 _SHOWN = 3  # reasons in an error

@@ -10,8 +10,6 @@ import numpy as np
 
 from lightning_avgpipe.planning.problem import Problem, Stage
 
-__all__ = ["least_bottlenecks"]
-
 _ROUNDING = 1e-9
 
 

@@ -6,8 +6,6 @@ from collections.abc import Collection, Sequence
 
 from lightning_avgpipe.capture.graph import CallGraph
 
-__all__ = ["backward_ends", "frozen_prefix", "num_frozen"]
-
 
 def num_frozen(graph: CallGraph, cuts: Sequence[int], trained: Collection[str]) -> int:
     """How many stages, from the first, send only values that ask for no gradient.

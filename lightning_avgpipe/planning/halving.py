@@ -23,8 +23,6 @@ from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.planning.turns import seconds_in_turns
 from lightning_avgpipe.schedule import Schedule, build, forward_only, with_replicas
 
-__all__ = ["Halving", "expected", "fewest", "processes_of"]
-
 _log = logging.getLogger(__name__)
 
 _ADVANCES = (0, 1, 2)  # of which training would find the fastest

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
 
-__all__ = ["Limit", "limits"]
-
 # A smaller part of the time is no reason for anything.
 _LEAST = 0.05
 

@@ -10,8 +10,6 @@ import torch
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["MemoryLimit", "limit_of", "parse_limit"]
-
 MemoryLimit = str | int | float | None
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 

@@ -15,19 +15,6 @@ from lightning_avgpipe.schedule import Schedule, in_turn, peak_stash
 from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy
 from lightning_avgpipe.schedule.versions import held as held_by
 
-__all__ = [
-    "ModelBytes",
-    "copies_of_weights",
-    "holdings",
-    "holdings_of_models",
-    "memory_of",
-    "model_bytes",
-    "state_copies",
-    "with_doubles",
-    "with_shards",
-    "with_versions",
-]
-
 _UNKNOWN_COPIES = 2  # as Adam
 _SINGLE_BYTES = 4
 

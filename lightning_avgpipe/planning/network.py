@@ -13,8 +13,6 @@ import numpy as np
 
 from lightning_avgpipe.errors import PartitionError
 
-__all__ = ["Matrix", "Network", "device_order"]
-
 Matrix = Sequence[Sequence[float]]
 
 

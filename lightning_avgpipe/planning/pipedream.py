@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 
-__all__ = ["PipeDreamPlan", "plan"]
-
 
 @dataclass(frozen=True)
 class PipeDreamPlan:

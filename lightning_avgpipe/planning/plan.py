@@ -13,8 +13,6 @@ from lightning_avgpipe.planning.memory import Memory, Need, nbytes
 from lightning_avgpipe.planning.ranges import Ranges
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 
-__all__ = ["Forecast", "Plan", "StagePlan", "format_seconds", "make_plan"]
-
 
 @dataclass(frozen=True)
 class StagePlan:

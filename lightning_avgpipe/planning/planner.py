@@ -45,8 +45,6 @@ from lightning_avgpipe.schedule.broadcast import without_relays
 from lightning_avgpipe.schedule.rules import trains
 from lightning_avgpipe.schedule.versions import POLICIES, WeightPolicy
 
-__all__ = ["Conditions", "Planner", "stage_costs"]
-
 _log = logging.getLogger(__name__)
 
 # Refining ends when the slowest stage is within this share of a perfect balance ...

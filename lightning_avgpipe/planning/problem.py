@@ -16,8 +16,6 @@ from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
 from lightning_avgpipe.schedule.costs import least_possible_s
 
-__all__ = ["BUCKET_BYTES", "Problem", "Stage"]
-
 BUCKET_BYTES = 4 * 1024**2
 """Of gradients that are all-reduced as one message while a backward computes, at least, but for the last message."""
 

@@ -9,8 +9,6 @@ from functools import cached_property
 from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.utils.placeholder import Description
 
-__all__ = ["StageProgram", "stage_programs"]
-
 
 @dataclass(frozen=True)
 class StageProgram:

@@ -20,8 +20,6 @@ from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.planning.memory import Memory, Need
 
-__all__ = ["Ranges", "evenest", "least_bottleneck"]
-
 # Times are rounded to this part of their sum, so that equal ones stay equal whatever they are added to.
 _GRAIN = 2.0**-40
 

@@ -16,8 +16,6 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import FORWARD, Action
 from lightning_avgpipe.schedule.kinds import GRAPH
 
-__all__ = ["Recompute", "chosen", "repeated"]
-
 
 @dataclass(frozen=True)
 class Recompute:

@@ -10,8 +10,6 @@ import numpy as np
 
 from lightning_avgpipe.errors import PartitionError
 
-__all__ = ["SppCosts"]
-
 
 @dataclass(frozen=True)
 class SppCosts:

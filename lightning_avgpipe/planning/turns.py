@@ -37,11 +37,6 @@ from lightning_avgpipe.schedule import (
 )
 from lightning_avgpipe.schedule.kinds import Direction
 
-__all__ = [
-    "least_in_turns_s", "plan_in_turns", "replayed_in_turns", "seconds_in_turns", "slowness_of", "timeline_in_turns",
-    "units_between",
-]  # fmt: skip
-
 _ALIKE = 1.25  # times as long as the fastest: devices within it count as alike
 _MOST_PLANS = 5_000  # of which each is looked at; beyond, those with SPP's least bottlenecks
 

@@ -16,8 +16,6 @@ from lightning_avgpipe.schedule.recipes import RECIPES, devices_of
 from lightning_avgpipe.schedule.trace import chrome_trace
 from lightning_avgpipe.schedule.versions import POLICIES, Place, held
 
-__all__ = ["main", "summary"]
-
 _COLUMNS = 100
 
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.kinds import GRAPH, Kind
 
-__all__ = ["Action", "Schedule"]
-
 
 class Action(NamedTuple):
     """What a stage does with one micro-batch.

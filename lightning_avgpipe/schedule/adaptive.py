@@ -23,8 +23,6 @@ from typing import Any
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.builders import warm_up
 
-__all__ = ["AdaptiveAdvance", "Decision", "Frozen", "IterationShape", "Measured", "Measuring", "Settling", "State"]
-
 DROPPED, WINDOW = 2, 8  # iterations after a change that do not count, and those that do
 LONGEST = 8 * WINDOW  # where noise would hide a gain, more iterations count
 LEAST_GAIN = 0.01  # of the time before

@@ -9,8 +9,6 @@ from lightning_avgpipe.schedule.builders import check_sizes, from_warm_up
 from lightning_avgpipe.schedule.costs import StageCosts, least_possible_s
 from lightning_avgpipe.schedule.simulator import simulate
 
-__all__ = ["first_advance", "stepped_warm_up", "uneven_steps"]
-
 # Relative; times that differ by less differ only in the order of their additions.
 _ROUNDING = 1e-12
 

@@ -20,8 +20,6 @@ from lightning_avgpipe.schedule.simulator import simulate
 from lightning_avgpipe.schedule.timeline import Timeline
 from lightning_avgpipe.schedule.versions import Place, WeightPolicy
 
-__all__ = ["forwards_by", "row_of_batch", "simulate_policy"]
-
 
 def forwards_by(place: Place, batch: int, known: int) -> int:
     """Forwards that a stage has run when a batch ends there, of so many known batches since the drain."""

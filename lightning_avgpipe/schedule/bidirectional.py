@@ -14,8 +14,6 @@ from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD
 from lightning_avgpipe.schedule.rules import Event, needs, results
 
-__all__ = ["chimera"]
-
 
 def chimera(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
     """Chimera: two copies of the model, in opposite directions; each fills what the other leaves idle.

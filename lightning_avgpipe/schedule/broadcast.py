@@ -23,8 +23,6 @@ from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.kinds import BACKWARD, DOUBLE_FORWARD, FORWARD, GRAPH
 from lightning_avgpipe.schedule.simulator import simulate
 
-__all__ = ["Broadcast", "leaves_of", "without_relays"]
-
 
 def without_relays(schedule: Schedule) -> Schedule:
     """The same where no value passes a stage: then that is 1F1B."""

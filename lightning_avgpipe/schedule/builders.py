@@ -23,18 +23,6 @@ from lightning_avgpipe.schedule.forward_only import num_forward_only
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
 from lightning_avgpipe.schedule.rules import Event, course, courses, in_words, needs, results, trains, turns_of, urgency
 
-__all__ = [
-    "NAMES",
-    "ZERO_BUBBLE",
-    "check",
-    "check_sizes",
-    "formula",
-    "from_warm_up",
-    "in_turn",
-    "warm_up",
-    "with_replicas",
-]
-
 NAMES = ("advance_forward", "1f1b", "afab", "forward")
 LOOPED = ("interleaved", "bfs", "zbv", "dualpipev")  # of several stages on each process, see ``recipes``
 ZERO_BUBBLE = {

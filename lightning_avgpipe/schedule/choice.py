@@ -13,8 +13,6 @@ from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.recipes import RECIPES, build, devices_of
 from lightning_avgpipe.schedule.simulator import simulate
 
-__all__ = ["SAFEST", "fastest"]
-
 SAFEST = "1f1b"  # needs least memory
 _SPLIT = ("zb_h1", "zb_h2", "zbv", "dualpipev")
 _LEAST_GAIN = 0.01  # of the time of a simpler schedule

@@ -23,8 +23,6 @@ from lightning_avgpipe.schedule.kinds import (
 )
 from lightning_avgpipe.schedule.timeline import Timeline
 
-__all__ = ["Costs", "Pieces", "StageCosts", "least_possible_s"]
-
 Pieces = tuple[tuple[float, float], ...]  # of an action: seconds, and the share of its device that it uses, 0..1
 
 

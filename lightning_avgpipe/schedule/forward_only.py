@@ -17,8 +17,6 @@ from lightning_avgpipe.schedule.actions import Schedule
 from lightning_avgpipe.schedule.kinds import COURSES
 from lightning_avgpipe.schedule.rules import trains
 
-__all__ = ["forward_only", "num_forward_only"]
-
 
 def forward_only(schedule: Schedule, stages: int) -> Schedule:
     """The same schedule where so many stages, from the first, run forwards only.

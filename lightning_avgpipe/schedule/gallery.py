@@ -13,8 +13,6 @@ from lightning_avgpipe.schedule.recipes import RECIPES, build
 from lightning_avgpipe.schedule.simulator import simulate
 from lightning_avgpipe.schedule.timeline import Timeline
 
-__all__ = ["BEGIN", "END", "gallery", "text", "written"]
-
 BEGIN, END = "<!-- the gallery begins -->", "<!-- the gallery ends -->"
 _DEVICES, _MICROBATCHES = 4, 8
 

@@ -16,8 +16,6 @@ from collections.abc import Iterator, Sequence
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, Kind
 
-__all__ = ["breadth_first", "interleaved"]
-
 Place = tuple[int, Action]
 
 

@@ -18,20 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "BACKWARD",
-    "COURSES",
-    "DOUBLE_FORWARD",
-    "FORWARD",
-    "GRAPH",
-    "INPUT_GRADIENT",
-    "KINDS",
-    "WEIGHT_GRADIENT",
-    "Direction",
-    "Kind",
-    "Placement",
-]
-
 Placement = Literal[
     "loop", "v"
 ]  # of several stages on each process: stage k after k - 1 on the next, or there and back

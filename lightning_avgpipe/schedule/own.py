@@ -10,8 +10,6 @@ from lightning_avgpipe.schedule.builders import check
 from lightning_avgpipe.schedule.kinds import KINDS
 from lightning_avgpipe.schedule.rules import check_can_run, trains
 
-__all__ = ["Builder", "Rows", "of_function", "parse"]
-
 Rows = Sequence[str | Sequence[Action]]
 Builder = Callable[[int, int], Schedule | Rows]
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "draw", "pixels", "require_matplotlib", "save"]
-
 # One for each kind of actions, in their order.
 _PALETTE = ("#4c84c4", "#5fa65a", "#3f9c93", "#a3b53f", "#b07aa1", "#76665c")
 COLOURS = dict(zip((kind.name for kind in KINDS), _PALETTE, strict=False)) | {

@@ -15,8 +15,6 @@ from lightning_avgpipe.schedule.interleaved import breadth_first, interleaved
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.vshaped import dualpipev, zbv
 
-__all__ = ["RECIPES", "TRAINING", "Recipe", "build", "devices_of"]
-
 
 @dataclass(frozen=True)
 class Recipe:

@@ -9,23 +9,6 @@ from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.kinds import COURSES, DOUBLE_FORWARD, FORWARD, GRAPH, Direction, Kind
 
-__all__ = [
-    "Event",
-    "check_can_run",
-    "check_hosted",
-    "course",
-    "courses",
-    "in_words",
-    "needs",
-    "peak_stash",
-    "receiver",
-    "results",
-    "sender",
-    "trains",
-    "turns_of",
-    "urgency",
-]
-
 _STEP: dict[Direction | None, int] = {"forward": 1, "backward": -1, None: 0}
 
 Event = tuple[int, Kind | Direction, int]  # a stage has run this kind on a micro-batch, or has been sent this message

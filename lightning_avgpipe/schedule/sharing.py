@@ -16,8 +16,6 @@ from lightning_avgpipe.schedule.costs import Pieces
 from lightning_avgpipe.schedule.kinds import Direction, Kind
 from lightning_avgpipe.schedule.rules import urgency
 
-__all__ = ["InTurns", "Sharing", "SideBySide", "SimulatedLane", "SimulatedLink"]
-
 _ROUNDING = 1e-12
 
 

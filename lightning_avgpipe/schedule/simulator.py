@@ -28,8 +28,6 @@ from lightning_avgpipe.schedule.rules import peak_stash, receiver, sender, turns
 from lightning_avgpipe.schedule.sharing import InTurns, Sharing, SideBySide, SimulatedLane, SimulatedLink
 from lightning_avgpipe.schedule.timeline import Span, Timeline, Transfer
 
-__all__ = ["Simulation", "simulate"]
-
 
 def simulate(
     schedules: Schedule | Sequence[Schedule],

@@ -9,8 +9,6 @@ from typing import Literal
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.kinds import Direction
 
-__all__ = ["Activity", "Span", "Timeline", "Transfer"]
-
 
 @dataclass(frozen=True)
 class Span:

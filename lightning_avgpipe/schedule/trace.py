@@ -7,8 +7,6 @@ from typing import Any
 
 from lightning_avgpipe.schedule.timeline import Timeline
 
-__all__ = ["chrome_trace"]
-
 _MICROSECONDS = 1e6
 # Tracks in their order: of each lane, and of each device.
 _OF_LANES = {"action": "stage", "forward": "sends forward from stage", "backward": "sends backward from stage"}

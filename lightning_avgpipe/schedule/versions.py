@@ -35,8 +35,6 @@ from typing import Literal, NamedTuple
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.utils.allowed import check, choice, flag
 
-__all__ = ["POLICIES", "PipeOptim", "Place", "Use", "WeightPolicy", "held"]
-
 
 class Use(NamedTuple):
     """The weights that an action uses.

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind
 
-__all__ = ["dualpipev", "zbv"]
-
 
 def zbv(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
     """ZB-V: with equal forwards and halves no process is idle between its first action and its last.

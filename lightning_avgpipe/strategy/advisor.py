@@ -13,8 +13,6 @@ from lightning_avgpipe.advise.ways import advice
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning import Plan
 
-__all__ = ["Advisor"]
-
 
 class Advisor(Callback):
     """After the first batch.

@@ -31,8 +31,6 @@ from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets
 
-__all__ = ["hooks_with_results"]
-
 # Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
 _HOOKS = tuple(
     f"on_{stage}_{when}_end" for stage in ("train", "validation", "test", "predict") for when in ("batch", "epoch")

@@ -17,8 +17,6 @@ from lightning_avgpipe.strategy.iteration import Iterations
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.torch_compat import version_of
 
-__all__ = ["STEP", "AheadIterations", "Read"]
-
 STEP = "training_step"
 
 

@@ -44,8 +44,6 @@ from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.weights.store import WeightStore
 
-__all__ = ["AsynchronousIterations"]
-
 
 @dataclass(kw_only=True)
 class _Batch(Read):

@@ -20,8 +20,6 @@ from lightning_avgpipe.strategy.data import expected_now
 from lightning_avgpipe.strategy.options import SplitBatch
 from lightning_avgpipe.training.replicas import weighing
 
-__all__ = ["BatchSplitter"]
-
 _LOOKED_AT = 8  # batches of training in which ignored targets are looked for
 
 

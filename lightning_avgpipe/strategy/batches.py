@@ -16,8 +16,6 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.bundles import BundledLoader
 from lightning_avgpipe.strategy.data import Distributor
 
-__all__ = ["Batches"]
-
 
 class Batches:
     """Brings the reader's batches to every process of a group.

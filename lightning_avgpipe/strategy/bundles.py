@@ -22,8 +22,6 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_avgpipe.strategy.progress import retotal
 from lightning_avgpipe.utils.patching import nothing, replaced
 
-__all__ = ["BundledLoader", "bundling", "recount"]
-
 
 def _as_before() -> Callable[[], None]:
     return nothing

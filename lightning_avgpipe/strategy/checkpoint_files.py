@@ -29,8 +29,6 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import CheckpointError, ConfigurationError
 from lightning_avgpipe.utils.patching import nothing
 
-__all__ = ["LocalCheckpointIO", "choose_files", "is_sharded", "load_shards", "replacing", "save_shards"]
-
 # What Lightning's own strategies call these things: its tools read our folders, and we read theirs.
 _META = "meta.pt"
 _WEIGHTS = "model"

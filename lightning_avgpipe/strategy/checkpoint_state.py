@@ -29,8 +29,6 @@ from lightning_avgpipe.utils.patching import nothing
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
 from lightning_avgpipe.weights.on_demand import OnDemandGather
 
-__all__ = ["DividedState", "State", "WholeState", "take_origin"]
-
 _KEY = "AvgPipeStrategy"  # of what a checkpoint holds beside Lightning's own
 
 

@@ -34,23 +34,6 @@ from lightning_avgpipe.utils.packages import check_callbacks
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.options import Options
 
-__all__ = [
-    "backend",
-    "contents",
-    "groups",
-    "optimizers",
-    "overlapping",
-    "processes",
-    "same_checkpoint",
-    "same_options",
-    "schedule",
-    "split_points",
-    "stages",
-    "survival",
-    "trainer",
-    "whole",
-]
-
 
 def groups(given: Options, num_groups: int, device: torch.device) -> None:
     """Check that groups may die, if they may, and others go on."""

@@ -18,8 +18,6 @@ from lightning_avgpipe.schedule.builders import NAMES
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.options import Options
 
-__all__ = ["options", "sharing_later", "without_effect"]
-
 
 def options(given: Options) -> None:
     """Check those of the strategy's own arguments against each other that can be judged alone."""

@@ -8,8 +8,6 @@ import lightning.pytorch as pl
 from lightning_avgpipe.utils import upstream
 from lightning_avgpipe.utils.upstream import Private
 
-__all__ = ["NAMES", "check"]
-
 _TRAINER, _LOOPS, _FABRIC = f"{pl.__name__}.trainer", f"{pl.__name__}.loops", f"{fabric.__name__}.utilities"
 _DISTRIBUTED = f"{_FABRIC}.distributed"
 _LOGGING = f"{_TRAINER}.connectors.logger_connector.logger_connector._LoggerConnector"

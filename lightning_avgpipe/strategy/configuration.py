@@ -9,8 +9,6 @@ from typing import Any
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.options import Options
 
-__all__ = ["Configuration"]
-
 
 class Configuration:
     """Options that may change between two iterations of training.

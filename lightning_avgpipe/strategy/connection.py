@@ -22,8 +22,6 @@ from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.utils import parent
 from lightning_avgpipe.utils.device import backends, connects_hosts, device_backend, port_of
 
-__all__ = ["Connection"]
-
 T = TypeVar("T")
 
 

@@ -21,16 +21,6 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.torch_compat import version_of
 
-__all__ = [
-    "Distributor",
-    "batches_wanted",
-    "beneath",
-    "expected_batches",
-    "expected_now",
-    "has_transfer_hooks",
-    "mirror",
-]
-
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 

@@ -24,8 +24,6 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.patching import replaced
 
-__all__ = ["check_alike", "sharing"]
-
 
 @contextlib.contextmanager
 def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:

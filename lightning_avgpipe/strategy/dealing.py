@@ -21,8 +21,6 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.bundles import BundledLoader, recount
 from lightning_avgpipe.strategy.data import beneath
 
-__all__ = ["Dealing", "deal"]
-
 
 def deal(shares: Sequence[Sequence[int]], begins: Sequence[int], number: int, groups: int) -> list[int]:
     """What is left, in the order of the shares, and the part of it of one of the groups that are left.

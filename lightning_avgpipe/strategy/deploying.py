@@ -29,8 +29,6 @@ from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.store import WeightStore
 
-__all__ = ["announce", "deploy", "give_back", "memory_per_stage", "sharing_stages"]
-
 _USELESS = 0.9  # a stage with more of the time leaves nothing to gain from the others
 _MOST = 0.9  # of a device's memory, where nobody says what a stage may use
 

@@ -16,8 +16,6 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.objects import Objects, Variable
 from lightning_avgpipe.utils.patching import replaced
 
-__all__ = ["Foresight", "Progress", "as_it_will_be"]
-
 # What is known of the trainer only when the batch before has ended.
 _NOT_YET = (
     "optimizers", "lr_scheduler_configs", "callback_metrics", "logged_metrics", "progress_bar_metrics", "is_last_batch",

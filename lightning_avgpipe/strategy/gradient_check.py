@@ -15,8 +15,6 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.finite import first_nonfinite, has_nonfinite, may_have_nonfinite
 from lightning_avgpipe.errors import NonFiniteError
 
-__all__ = ["GradientCheck", "Models", "OneModel"]
-
 
 class Models(Protocol):
     """The models that a group of processes trains."""

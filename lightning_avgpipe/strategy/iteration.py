@@ -39,8 +39,6 @@ from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.verify import Verifier
 from lightning_avgpipe.weights.initialisation import on_meta
 
-__all__ = ["Finish", "Iterations", "Works"]
-
 Works = Sequence[Sequence[MicroBatch]]  # micro-batches, by pipeline
 Finish = Callable[[int, int, Any], Tensor | None]  # (pipeline, micro-batch, result) -> what the backward begins with
 

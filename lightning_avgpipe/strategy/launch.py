@@ -25,8 +25,6 @@ from lightning_avgpipe.utils.torch_compat import default_store
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
-__all__ = ["connecting", "launcher", "register", "store"]
-
 # name -> start_method, beside the strategy's own name; as in ddp
 _START_METHODS = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
 

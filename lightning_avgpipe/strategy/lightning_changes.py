@@ -32,17 +32,6 @@ from lightning_avgpipe.training.loss_scale import scaling_together
 from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.patching import nothing, replaced
 
-__all__ = [
-    "clipping",
-    "known_at_epoch_end",
-    "observing",
-    "optimizing",
-    "rolling",
-    "scaling",
-    "several_processes",
-    "showing_reference",
-]
-
 # Hooks between the steps of an epoch, and at its end, that may look at weights.
 _HOOKS_BETWEEN_STEPS = (
     *(f"on_train_{what}_{when}" for what in ("batch", "epoch") for when in ("start", "end")),

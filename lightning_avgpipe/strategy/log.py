@@ -23,8 +23,6 @@ from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.utils.patching import nothing, replaced
 
-__all__ = ["BatchValues", "StepLog", "SyncedLoggerConnector", "local_metrics"]
-
 
 class BatchValues:
     """What a metric object's ``forward`` would have returned for the whole batch.

@@ -15,8 +15,6 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.iteration import Iterations
 from lightning_avgpipe.strategy.log import SyncedLoggerConnector
 
-__all__ = ["PipelineOptimization"]
-
 
 class _PipelineClosure(Closure):
     """Runs forwards and backwards as the schedule mixes them."""

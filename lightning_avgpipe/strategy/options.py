@@ -37,8 +37,6 @@ from lightning_avgpipe.utils.allowed import (
 )
 from lightning_avgpipe.utils.durations import DURATION
 
-__all__ = ["ALLOWED", "MEMORY", "Options", "SplitBatch"]
-
 _MICROBATCHES_PER_STAGE = 4
 
 SplitBatch = Callable[[Any, int], Sequence[Any]]

@@ -28,8 +28,6 @@ from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.gradient_sums import GradientSums
 from lightning_avgpipe.utils.patching import replaced
 
-__all__ = ["ParallelModels", "check_number"]
-
 
 class ParallelModels:
     """The models of a group in one run of the trainer, N of them. With one model nothing here does anything.

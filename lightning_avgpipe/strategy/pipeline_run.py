@@ -46,8 +46,6 @@ from lightning_avgpipe.strategy.survivors import Survivors
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.verify import Subject, Verifier, request
 
-__all__ = ["PipelineRun"]
-
 _STEPS = {
     RunningStage.TRAINING: "training_step",
     RunningStage.SANITY_CHECKING: "validation_step",

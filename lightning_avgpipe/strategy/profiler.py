@@ -22,8 +22,6 @@ from lightning_avgpipe.tuning import Curve, Device, HopProfile, OtherSize, Profi
 from lightning_avgpipe.tuning.trials import Budget, busy_curve, durations, trial_sizes
 from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["Profiler"]
-
 _LONGEST_S = 120.0  # after so long no further iteration is begun
 _FEWEST = 2  # iterations that a setting runs at least
 _SAMPLED_S = 2.0  # of the device's utilisation; the driver looks back over up to a second

@@ -6,8 +6,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import convert_inf
 
-__all__ = ["retotal"]
-
 
 def retotal(trainer: pl.Trainer) -> None:
     """Show the trainer's number of batches of the epoch that runs; a bar of another kind asks when it likes."""

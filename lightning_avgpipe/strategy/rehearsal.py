@@ -45,8 +45,6 @@ from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.patching import nothing, replaced
 
-__all__ = ["Rehearsal", "rehearsing"]
-
 _BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
 _TIMES = 3  # a step is timed; the first makes its states
 

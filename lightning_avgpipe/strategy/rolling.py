@@ -49,8 +49,6 @@ from lightning_avgpipe.strategy.iteration import Finish, Works
 from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
 
-__all__ = ["RollingIterations"]
-
 
 @dataclass(kw_only=True)
 class _Iteration(Read):

@@ -18,8 +18,6 @@ from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
 from lightning_avgpipe.strategy.parallel_models import check_number
 
-__all__ = ["PassthroughRun", "Run"]
-
 Own = Callable[..., Any]  # Lightning's own method of the same name
 
 

@@ -57,8 +57,6 @@ from lightning_avgpipe.schedule.versions import POLICIES, WeightPolicy
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["Decisions", "ScheduleControl"]
-
 _log = logging.getLogger(__name__)
 
 # Of advances, by shape, and measured peaks, by stage; None if there is nothing new.

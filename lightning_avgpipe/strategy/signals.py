@@ -18,8 +18,6 @@ from lightning_avgpipe.comm.requests import REQUEUE, STOP
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.utils.patching import replaced
 
-__all__ = ["ending_together", "saving_what_is_whole"]
-
 
 @contextlib.contextmanager
 def ending_together(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Callable[[str], None]]:

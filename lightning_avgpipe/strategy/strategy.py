@@ -51,8 +51,6 @@ from lightning_avgpipe.verify import request
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import to_host
 
-__all__ = ["AvgPipeStrategy"]
-
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 

@@ -15,8 +15,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_avgpipe.comm.cluster import Cluster
 
-__all__ = ["Succession"]
-
 
 class Succession:
     """Of a run of the trainer.

@@ -11,8 +11,6 @@ from lightning_avgpipe.strategy.dealing import Dealing
 from lightning_avgpipe.strategy.succession import Succession
 from lightning_avgpipe.utils import parent
 
-__all__ = ["Survivors"]
-
 
 class Survivors:
     """Of a run of the trainer.

@@ -6,8 +6,6 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.errors import StepChangedError
 
-__all__ = ["agree_on_trained"]
-
 _SHOWN = 3  # names in a message
 
 

@@ -19,8 +19,6 @@ from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import give_up, take_back
 
-__all__ = ["averaging_parts"]
-
 
 @contextlib.contextmanager
 def averaging_parts(trainer: pl.Trainer, module: nn.Module, deployment: Deployment) -> Iterator[None]:

@@ -29,8 +29,6 @@ from lightning_avgpipe.strategy.log import BatchValues, SyncedLoggerConnector, l
 from lightning_avgpipe.training.gradient_norm import norms_over_stages
 from lightning_avgpipe.utils.patching import replaced
 
-__all__ = ["WholeSteps", "why_whole"]
-
 # Hooks of the LightningModule in which it may call its submodules or look at their weights.
 _HOOKS = (
     *(

@@ -29,8 +29,6 @@ from lightning_avgpipe.strategy.run import Own
 from lightning_avgpipe.strategy.whole import WholeSteps
 from lightning_avgpipe.weights.by_size import divide_by_size
 
-__all__ = ["WholeRun"]
-
 
 class WholeRun:
     """A run of the trainer that all processes go through in lockstep.

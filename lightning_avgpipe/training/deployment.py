@@ -48,8 +48,6 @@ from lightning_avgpipe.utils.torch_compat import address
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.store import WeightStore
 
-__all__ = ["Deployment"]
-
 
 class Deployment:
     """Plans the stages of a module, and moves parameters and optimizer states to where the plan wants them.

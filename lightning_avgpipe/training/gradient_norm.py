@@ -13,8 +13,6 @@ from torch.nn.utils import clip_grad
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.utils.patching import replaced
 
-__all__ = ["global_norm", "norms_over_stages"]
-
 
 @contextlib.contextmanager
 def norms_over_stages(parameters: Sequence[Tensor], cluster: Cluster) -> Iterator[None]:

@@ -28,8 +28,6 @@ from lightning_avgpipe.planning.problem import BUCKET_BYTES
 from lightning_avgpipe.schedule import BACKWARD, WEIGHT_GRADIENT, Action
 from lightning_avgpipe.utils.torch_compat import version_of
 
-__all__ = ["GradientSums"]
-
 _DENSE, _SPARSE, _LATE = 0, 1, 2
 
 Named = Mapping[str, nn.Parameter]

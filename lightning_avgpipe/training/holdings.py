@@ -20,8 +20,6 @@ from lightning_avgpipe.weights.on_demand import OnDemandGather
 from lightning_avgpipe.weights.ownership import Owners, answering, owners_of
 from lightning_avgpipe.weights.relocation import Relocation, holders
 
-__all__ = ["Holdings"]
-
 
 class Holdings:
     """Moves what belongs to a module to where plans want it, and remembers who has what.

@@ -8,8 +8,6 @@ from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 
-__all__ = ["check_movable"]
-
 Key = tuple[str, str]  # path of a module, name of the attribute; or nothing and the full name of a variable
 
 

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.utils.patching import replaced
 
-__all__ = ["scaling_together"]
-
 
 @contextlib.contextmanager
 def scaling_together(

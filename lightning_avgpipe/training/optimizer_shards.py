@@ -26,8 +26,6 @@ from lightning_avgpipe.elastic.optimizer_clone import clone_optimizer, unwrapped
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.patching import replaced
 
-__all__ = ["OptimizerShards", "check_separable", "shards"]
-
 _TRIED_STEPS = 3
 
 

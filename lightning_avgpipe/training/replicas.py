@@ -24,8 +24,6 @@ from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import PartitionError
 
-__all__ = ["check_shared", "weighing"]
-
 
 def check_shared(graph: CallGraph, cuts: Sequence[int], stage_map: StageMap) -> None:
     """Look whether stages whose replicas take micro-batches in turns can do what a step wants of them.

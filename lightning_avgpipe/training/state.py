@@ -18,16 +18,6 @@ from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.weights.relocation import gather, holders
 
-__all__ = [
-    "full_ensemble_state",
-    "full_optimizer_state",
-    "full_state_dict",
-    "load_ensemble_state",
-    "named_optimizer_state",
-    "own_state_dict",
-    "scattered_owners",
-]
-
 
 def full_state_dict(module: nn.Module, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
     """On rank 0 the state dict of the whole module; elsewhere the module's own, with what it lacks on meta."""

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from lightning_avgpipe.tuning.scaling import Loads
 
-__all__ = ["least_s"]
-
 
 def least_s(num_microbatches: int, num_pipelines: int, loads: Loads, devices: Sequence[int]) -> float:
     """No order of actions takes less: one micro-batch's way through the pipeline, and work that nothing else replaces.

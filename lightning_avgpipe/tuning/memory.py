@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from lightning_avgpipe.tuning.profile import Profile
 from lightning_avgpipe.tuning.setting import Setting
 
-__all__ = ["Needed", "memory_at"]
-
 
 @dataclass(frozen=True)
 class Needed:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw"]
-
 _CELL_INCHES, _MARGIN_INCHES = 0.55, 1.6
 _DPI = 100
 _GIB = 2**30

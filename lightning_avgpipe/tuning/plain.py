@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from lightning_avgpipe.errors import TuningError
 
-__all__ = ["from_json", "to_json"]
-
 T = TypeVar("T")
 
 

@@ -19,8 +19,6 @@ from lightning_avgpipe.tuning.scaling import Load, Loads, loads_at
 from lightning_avgpipe.tuning.setting import Setting
 from lightning_avgpipe.tuning.steady import rolling_iteration_s, steady_iteration_s
 
-__all__ = ["PREDICTORS", "Corrected", "Paper", "Prediction", "Predictor", "Simulator"]
-
 
 @dataclass(frozen=True)
 class Prediction:

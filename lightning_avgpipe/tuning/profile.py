@@ -17,8 +17,6 @@ from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning import Link
 from lightning_avgpipe.tuning import plain
 
-__all__ = ["Curve", "Device", "HopProfile", "OtherSize", "Profile", "StageMemory", "StageProfile"]
-
 _FORMAT = 1
 
 

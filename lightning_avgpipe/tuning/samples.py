@@ -6,8 +6,6 @@ import itertools
 import math
 from collections.abc import Mapping
 
-__all__ = ["MEASURED", "SamplesFactor", "samples_at"]
-
 MEASURED: Mapping[int, float] = {1: 1.0, 2: 1.2, 4: 1.7}
 """Medians of nine trainings with ``outer_lr="auto"``, by N: ``python benchmarks/statistical_efficiency.py``."""
 

@@ -13,8 +13,6 @@ from lightning_avgpipe.schedule.kinds import Direction
 from lightning_avgpipe.tuning.profile import Curve, Profile, StageProfile
 from lightning_avgpipe.tuning.setting import Setting
 
-__all__ = ["Load", "Loads", "loads_at", "update_s"]
-
 _PIECES = 8  # of a curve, at most; more take time and change little
 
 

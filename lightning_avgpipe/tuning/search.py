@@ -16,8 +16,6 @@ from lightning_avgpipe.tuning.profile import Profile
 from lightning_avgpipe.tuning.samples import SamplesFactor, samples_at
 from lightning_avgpipe.tuning.setting import Setting
 
-__all__ = ["ADVANCES", "Candidate", "Result", "candidates", "microbatch_counts", "search"]
-
 ADVANCES = (0, 1, 2, 4, 8)
 _FORMAT = 1
 _ROUNDING = 1e-9  # relative; times that differ by less differ only in the order of their additions

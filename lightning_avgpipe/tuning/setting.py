@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.schedule import builders
 
-__all__ = ["TUNED", "Setting"]
-
 TUNED = ("advance_forward", "1f1b", "afab")  # schedules whose time and memory are predicted
 
 

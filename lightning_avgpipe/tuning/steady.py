@@ -17,8 +17,6 @@ from lightning_avgpipe.schedule.simulator import Simulation, simulate
 from lightning_avgpipe.tuning.scaling import Loads
 from lightning_avgpipe.tuning.setting import Setting
 
-__all__ = ["rolling_iteration_s", "steady_iteration_s"]
-
 _EVEN = 4  # backwards of a lane that tell whether its pace is even
 _ROUNDING = 1e-9  # of a period
 _ROLLING = 8  # iterations, of which those in the middle count

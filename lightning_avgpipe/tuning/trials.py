@@ -13,8 +13,6 @@ from lightning_avgpipe.tuning.scaling import update_s
 from lightning_avgpipe.tuning.search import Candidate, Result
 from lightning_avgpipe.tuning.setting import Setting
 
-__all__ = ["Budget", "best", "busy_curve", "durations", "per_batch_s", "refined", "trial_sizes"]
-
 _ENOUGH = 16  # micro-batches that leave a device under-used, at least, ...
 _PER_STAGE = 8  # ... and so many per stage: with more, what an action costs whatever its size is most of it
 _WARM_UP = 2

@@ -11,21 +11,6 @@ from typing import Any, TypeVar
 
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = [
-    "Allowed",
-    "Table",
-    "check",
-    "choice",
-    "directory",
-    "documented",
-    "either",
-    "flag",
-    "names",
-    "number",
-    "optional",
-    "whole",
-]
-
 Class = TypeVar("Class", bound=type)
 _SHOWN = 100  # characters of a value
 

@@ -12,8 +12,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["fresh"]
-
 _PREFIX = "avgpipe/attempt"
 _POLL_S = 0.05
 

@@ -15,20 +15,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "AcceleratorPort",
-    "DevicePort",
-    "Event",
-    "Moment",
-    "all_generators",
-    "backends",
-    "connects_hosts",
-    "device_backend",
-    "first_options",
-    "is_out_of_memory",
-    "port_of",
-]
-
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")
 _HOST_BACKEND = "gloo"
 _HOST_ALLOCATOR = "DefaultCPUAllocator"  # of torch, which raises a RuntimeError

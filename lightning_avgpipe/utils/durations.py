@@ -8,8 +8,6 @@ from typing import Any
 
 from lightning_avgpipe.utils.allowed import Allowed
 
-__all__ = ["DURATION", "PATTERN", "duration"]
-
 _UNITS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _LEAST, _MOST = timedelta(milliseconds=1), timedelta(days=365)
 _NUMBER = r"\d+(?:\.\d+)?"

@@ -19,8 +19,6 @@ from lightning_avgpipe.utils import opaque as opaque_contents
 from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.torch_compat import version_of
 
-__all__ = ["Change", "Objects", "Variable", "is_open"]
-
 # What holds no values of a step, and leads to everything else. Of the standard library, and of Lightning,
 # only containers are opened.
 _CLOSED = (

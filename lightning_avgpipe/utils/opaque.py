@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["contents", "is_opaque", "is_same", "put"]
-
 _LARGEST = 2**26  # bytes of an array that steps may change
 
 

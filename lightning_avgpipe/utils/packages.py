@@ -24,8 +24,6 @@ from typing import Any
 
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = ["FIRST", "LIGHTNING", "OTHER", "SHARED", "adopt", "adopted", "check_callbacks", "check_plugins", "install"]
-
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")  # where code is Lightning's, not the user's
 OTHER = "pytorch_lightning"
 # What the modules lightning_avgpipe.X are for.

@@ -23,8 +23,6 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects, is_open
 from lightning_avgpipe.utils.placeholder import TensorMeta
 
-__all__ = ["Packer", "Parcel"]
-
 
 class Parcel(NamedTuple):
     """What a call gave.

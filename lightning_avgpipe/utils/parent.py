@@ -21,8 +21,6 @@ from typing import Any
 
 from lightning_avgpipe.errors import PeerError
 
-__all__ = ["deaths", "end_at_exit", "end_with_this_process", "needing_starter", "started", "starting"]
-
 _POLL_S = 0.5
 _END_S = 10.0  # how long processes of a failed run may take to end by themselves
 _VARIABLE = "AVGPIPE_STARTER"

@@ -14,8 +14,6 @@ from lightning_avgpipe.errors import AbsentValueError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.source import source_line
 
-__all__ = ["Absent", "Constant", "Description", "Spec", "TensorMeta", "described"]
-
 
 class TensorMeta(NamedTuple):
     """Description of a tensor: enough to answer ``x.shape``, ``x.dtype`` and the like."""

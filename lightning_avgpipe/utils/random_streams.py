@@ -14,8 +14,6 @@ import torch
 
 from lightning_avgpipe.utils.device import port_of
 
-__all__ = ["RandomKey", "generators", "host_stream", "seed_all", "stream"]
-
 
 @dataclass(frozen=True)
 class RandomKey:

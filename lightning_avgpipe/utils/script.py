@@ -9,8 +9,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-__all__ = ["add_script", "at_least_one", "report_of"]
-
 
 def add_script(parser: argparse.ArgumentParser, trains: str) -> None:
     """Arguments that name a script, and those of it.

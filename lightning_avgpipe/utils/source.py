@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["source_line"]
-
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = (str(Path(torch.__file__).resolve().parent), _PACKAGE)
 

@@ -14,11 +14,6 @@ from torch.utils import checkpoint
 from lightning_avgpipe.utils import upstream
 from lightning_avgpipe.utils.upstream import Private
 
-__all__ = [
-    "CHECKPOINT_BRACKET", "GRADIENT_HOOKS", "NAMES", "REGISTRIES", "address", "check", "default_store", "is_mutable",
-    "storage_id", "targets", "untraced", "version_of",
-]  # fmt: skip
-
 # What brackets a region in torch.utils.checkpoint: newer versions of torch call it otherwise.
 CHECKPOINT_BRACKET = "_checkpoint_without_reentrant_generator"
 CHECKPOINT_BRACKET += "_impl" if hasattr(checkpoint, f"{CHECKPOINT_BRACKET}_impl") else ""

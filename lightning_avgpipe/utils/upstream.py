@@ -13,8 +13,6 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-__all__ = ["Private", "check", "problem"]
-
 
 @dataclass(frozen=True)
 class Private:

@@ -9,8 +9,6 @@ from importlib import metadata
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-__all__ = ["RANGES", "SECOND", "TESTED_PYTHON", "check_second", "check_versions"]
-
 RANGES = {"torch": ">=2.6,<2.16", "lightning": ">=2.5,<2.7"}
 SECOND = "pytorch-lightning"  # has the versions of lightning
 PYTHON = ">=3.11"

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from lightning_avgpipe.utils.script import add_script, at_least_one, report_of
 from lightning_avgpipe.verify.request import REPORT, STEPS
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script; every AvgPipeStrategy in it verifies, and the script ends after the first that has.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["advice"]
-
 _STATE = (
     "the step reads or changes something outside of parameters, buffers and attributes (a global, a list or object "
     "that was made elsewhere)"

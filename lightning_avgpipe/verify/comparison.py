@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Difference", "first_difference", "how_different", "rounding", "usual_size"]
-
 _ROUNDINGS = 100  # of the type, relative to the norm, where the order of a sum is not that of one process
 _COARSEST = 0.05
 

@@ -18,8 +18,6 @@ from torchmetrics import Metric
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 
-__all__ = ["duplicate", "named_instead"]
-
 _CONTAINERS = (list, dict, set, tuple, deque)
 _SHARED = (Dataset, DataLoader, Sampler, pl.LightningDataModule, pl.Callback, pl.Trainer)
 

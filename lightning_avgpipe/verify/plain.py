@@ -27,8 +27,6 @@ from lightning_avgpipe.utils.patching import nothing
 from lightning_avgpipe.verify.plain_draws import drawing_as_promised
 from lightning_avgpipe.verify.state import attributes, clone
 
-__all__ = ["Outcome", "PlainRun", "notify_zero_grad"]
-
 
 @dataclass(frozen=True)
 class Outcome:

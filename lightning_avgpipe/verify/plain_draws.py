@@ -21,8 +21,6 @@ from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watchin
 from lightning_avgpipe.engine.randomness import DRAWING_FUNCTIONS
 from lightning_avgpipe.utils.random_streams import generators, host_stream
 
-__all__ = ["drawing_as_promised"]
-
 _Call = tuple[str, int]  # of a module: its path, and the how-manieth call it is
 
 

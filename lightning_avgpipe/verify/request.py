@@ -15,8 +15,6 @@ from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.verify.subject import Subject
 from lightning_avgpipe.verify.verifier import Verifier
 
-__all__ = ["REPORT", "STEPS", "end_of_run", "nothing_to_verify", "refuse", "verifier"]
-
 STEPS = "AVGPIPE_VERIFY"  # of the environment: optimizer steps, and the run ends after them
 REPORT = "AVGPIPE_VERIFY_REPORT"  # the file that gets the verdict
 

@@ -18,8 +18,6 @@ from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.verify.comparison import how_different
 
-__all__ = ["aliases", "attributes", "clone", "put"]
-
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)

@@ -15,8 +15,6 @@ from lightning_avgpipe.elastic.optimizer_clone import clone_optimizer, parameter
 from lightning_avgpipe.verify.comparison import Difference, first_difference
 from lightning_avgpipe.verify.state import clone
 
-__all__ = ["Clipping", "PlainStep", "StepNotes"]
-
 
 @dataclass(frozen=True)
 class Clipping:

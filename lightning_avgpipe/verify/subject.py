@@ -14,8 +14,6 @@ from lightning_avgpipe.engine.weighting import LossWeight
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.deployment import Deployment
 
-__all__ = ["Subject"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:

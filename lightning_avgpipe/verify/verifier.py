@@ -33,8 +33,6 @@ from lightning_avgpipe.verify.state import aliases, attributes, clone, put
 from lightning_avgpipe.verify.stepped import Clipping, PlainStep, StepNotes
 from lightning_avgpipe.verify.subject import Subject
 
-__all__ = ["Verifier"]
-
 Finish = Callable[[int, int, Any], Tensor | None]
 
 

@@ -13,8 +13,6 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.weights.ownership import fill, give_up
 from lightning_avgpipe.weights.relocation import Relocation
 
-__all__ = ["Belongings", "ModuleTensors", "OptimizerStates", "relocate"]
-
 
 class Belongings(Protocol):
     """One kind of what is held by name."""

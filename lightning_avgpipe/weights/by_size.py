@@ -15,8 +15,6 @@ from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.memory import Need, nbytes
 from lightning_avgpipe.planning.plan import Plan, StagePlan
 
-__all__ = ["SizePlan", "divide_by_size"]
-
 _ABOVE_BEST = 1.2  # the largest stage may be so much larger, if modules then stay in one piece
 
 

@@ -14,8 +14,6 @@ from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.weights.slots import Slot, slots_for
 from lightning_avgpipe.weights.tied import parameters_of
 
-__all__ = ["Double", "check_repeatable"]
-
 
 class Double:
     """What the forwards of a stage use and change: its parameters, and the buffers that it changes.

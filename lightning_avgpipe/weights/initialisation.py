@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.random_streams import RandomKey, stream
 
-__all__ = ["Origin", "on_meta"]
-
 
 def on_meta(module: nn.Module) -> bool:
     """Whether any parameter or buffer has no contents here."""

@@ -28,8 +28,6 @@ from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.ownership import Owners, take_back
 from lightning_avgpipe.weights.relocation import Relocation, holders
 
-__all__ = ["OnDemandGather"]
-
 
 class OnDemandGather:
     """Knows which process holds what, and brings it to where it is needed.

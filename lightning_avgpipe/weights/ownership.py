@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Owners", "answering", "fill", "give_up", "owners_of", "take_back", "to_host", "vacate"]
-
 # Full name -> the ranks that hold it; the first answers for it.
 Owners = Mapping[str, tuple[int, ...]]
 

@@ -24,8 +24,6 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 
 from lightning_avgpipe.errors import ConfigurationError
 
-__all__ = ["Source", "check_predictable", "direction", "predicted", "sources"]
-
 _State = Mapping[str, Any]
 
 

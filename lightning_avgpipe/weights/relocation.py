@@ -26,8 +26,6 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import Message, pack, unpack
 from lightning_avgpipe.weights.ownership import Owners
 
-__all__ = ["Arrival", "Relocation", "gather", "holders"]
-
 _BUCKET_BYTES = 64 * 1024**2
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Slot", "slots_for"]
-
 _REGISTERS = ("_parameters", "_buffers")
 _INTERNALS = frozenset(vars(nn.Module()))
 _DEPTH = 4  # of containers within each other

@@ -32,8 +32,6 @@ from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 from lightning_avgpipe.weights.prediction import check_predictable, predicted, sources
 from lightning_avgpipe.weights.slots import Slot, slots_for
 
-__all__ = ["WeightStore"]
-
 Weights = dict[str, nn.Parameter]
 
 

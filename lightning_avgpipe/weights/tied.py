@@ -26,8 +26,6 @@ from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 
-__all__ = ["TiedParameters", "copied_parameters", "parameters_of"]
-
 
 def parameters_of(program: StageProgram) -> tuple[str, ...]:
     """The parameters that a stage uses."""
