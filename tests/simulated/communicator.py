@@ -5,7 +5,8 @@
     send on rank 0      |-- waits for the receive --|-- data -->|      what is behind it on the stream waits
     receive on rank 1                 |-- waits ----|--> data --|
 
-The host goes on at once. Data travels over a group of the host, such as gloo's, or one between threads.
+The host goes on at once. Data travels over a group of the host, such as gloo's, or one between threads. What waits when
+a communicator is aborted ends without its data, and the stream goes on.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Communicator(dist.ProcessGroup):
         self._name = ""
         self._stream: Any = None
         self._counts: Counter[tuple[int, int]] = Counter()  # of transfers from one rank to another
+        self._lock = threading.Lock()
+        self._waiting: list[Any] = []  # transfers
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Any:
         (tensor,) = tensors
@@ -105,6 +108,16 @@ class Communicator(dist.ProcessGroup):
     def barrier(self, opts: Any) -> Any:
         return self._host.barrier(opts)
 
+    def abort(self) -> None:
+        """Let nobody wait any longer for what is under way; as a backend of torch.distributed is asked for it."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for transfer in waiting:
+            transfer.finish()
+
+    def _get_backend(self, device: torch.device) -> Communicator:
+        return self
+
     def getBackendName(self) -> str:
         return NAME
 
@@ -134,14 +147,24 @@ class Communicator(dist.ProcessGroup):
         # only its address: whoever puts something on a stream keeps it until the stream is done
         memory, nbytes = tensor.data_ptr(), tensor.nbytes
 
+        with self._lock:
+            self._waiting.append(transfer)
+
+        def end(error: str = "") -> None:
+            with self._lock:
+                if transfer not in self._waiting:
+                    return  # it was aborted
+                self._waiting.remove(transfer)
+            transfer.finish(error)
+
         def work() -> None:
             try:
                 transfer.wait_for_turn()
                 data = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(memory), dtype=torch.uint8)
                 exchange(data)
-                transfer.finish()
+                end()
             except Exception as error:  # for those who wait for it
-                transfer.finish(f"{type(error).__name__}: {error}")
+                end(f"{type(error).__name__}: {error}")
 
         threading.Thread(target=work, name=f"simulated {what}", daemon=True).start()
         return _Work(self._stream.record_event(), tensor.device)

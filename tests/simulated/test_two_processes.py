@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lightning_avgpipe.comm.arrivals import Arrivals
+from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.routes import Edge, Route
+from lightning_avgpipe.utils.device import port_of
 from tests.models import MLP
 from tests.processes import free_port
-from tests.simulated import device
+from tests.simulated import communicator, device
 from tests.simulated.process import SimulatedProcess
 from tests.simulated.test_training import fit
 
@@ -62,3 +69,33 @@ def test_further_pipelines_take_no_streams(pair: list[SimulatedProcess]) -> None
     """There are 32; of those that share one each would wait for what the others wait for."""
     one, four = (both(pair, fitted, {"num_pipelines": count}) for count in (1, 4))
     assert [streams for *_, streams in four] == [streams for *_, streams in one]
+
+
+def given_up() -> list[float]:
+    """What is on a device whose stream waits for a message that never comes, once the connections are given up."""
+    rank, limit = int(os.environ["LOCAL_RANK"]), timedelta(seconds=60)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
+    place = torch.device(device.NAME, rank)
+    port, network = port_of(place), ProcessGroups(rank, place, limit, communicator.NAME)
+    port.enter_thread()
+    route = Route(Edge(0, 0, "forward"), 0, 1)
+    try:
+        network.open()
+        network.connect(route)
+        numbers, wire = torch.ones(4, device=place), network.wire(route, Arrivals())
+        assert wire.link is not None
+        if rank == 1:
+            with port.on_stream(wire.stream):
+                wire.link.receive(torch.empty(4, device=place).view(torch.uint8))
+                arrived = port.event()
+            port.current_stream().wait_event(arrived)
+        network.disconnect()
+        dist.monitored_barrier()  # nobody's connection breaks because the other one has ended
+        return numbers.tolist()
+    finally:
+        network.close()
+        dist.destroy_process_group()
+
+
+def test_a_device_waits_no_longer_for_a_message_when_connections_are_given_up(pair: list[SimulatedProcess]) -> None:
+    assert both(pair, given_up) == [[1.0] * 4, [1.0] * 4]
