@@ -302,5 +302,5 @@ def _clock_shift(run: BusyRecording, trace: KernelTrace) -> float | None:
 
 
 def _device(device: torch.device) -> Device:
-    port = port_of(device)
-    return Device(port.name, int(limit_of(1.0, device, 1)), in_turns=not port.runs_ahead)
+    # also on an accelerator: the executor puts the actions of all lanes on one stream
+    return Device(port_of(device).name, int(limit_of(1.0, device, 1)), in_turns=True)

@@ -137,7 +137,7 @@ class Device:
     Attributes:
         name: for people, and to notice a profile from elsewhere.
         memory: bytes.
-        in_turns: whether lanes run one action at a time, as on a CPU, instead of side by side.
+        in_turns: whether lanes run one action at a time, as the executor has them, instead of side by side.
     """
 
     name: str

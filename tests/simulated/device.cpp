@@ -585,6 +585,12 @@ at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef size) {
 at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
+at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
+                        c10::SymIntArrayRef stride) {
+  return at::native::set_storage_cpu_(self, std::move(source), offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size),
+                                      C10_AS_INTARRAYREF_SLOW(stride));
+}
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) { return at::native::set_(self, std::move(source)); }
 bool same_kind(const at::Tensor&, const at::Tensor&) { return true; }
 
 template <class Each>
@@ -700,6 +706,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", at::native::unfold);
   m.impl("_reshape_alias", reshape_alias);
   m.impl("resize_", resize_);
+  m.impl("set_.source_Storage", set_whole_storage);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar);

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_avgpipe import AvgPipeTuner
 from tests.models import MLP, ConvNet, loader
 from tests.simulated import device
 from tests.simulated.accelerator import SimulatedAccelerator
@@ -86,3 +87,16 @@ def test_no_wait_per_micro_batch_and_two_at_most(
     simulated: Simulated, kind: type, options: dict[str, Any], expected: dict[tuple[str, str], float]
 ) -> None:
     assert simulated(waits_with, kind, options, 2, 8) == [expected, expected]
+
+
+def tuned() -> tuple[bool, list[str]]:
+    """Whether the tuner takes lanes of one process to run in turns, and what was found."""
+    tuner = AvgPipeTuner()
+    with device.reported() as report:
+        fit(True, MLP, {}, {"callbacks": [tuner]}, 4)
+    assert tuner.result is not None
+    return tuner.result.profile.device.in_turns, list(report.errors)
+
+
+def test_the_tuner_expects_nothing_side_by_side_of_lanes_that_share_a_stream(simulated: Simulated) -> None:
+    assert simulated(tuned) == (True, [])
