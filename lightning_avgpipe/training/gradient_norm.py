@@ -32,7 +32,7 @@ def norms_over_stages(parameters: Sequence[Tensor], cluster: Cluster) -> Iterato
         total = global_norm(gradients, parameters, cluster, float(norm_type))
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the norm of the gradients of all stages is {total.item()}, which cannot be clipped")
-        return total
+        return total.to(cluster.device, non_blocking=True)  # which torch would wait for
 
     with replaced(clip_grad, "_get_total_norm", total_norm):
         yield

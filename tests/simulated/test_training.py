@@ -47,10 +47,12 @@ def test_weights_are_those_of_the_host(simulated: Simulated, strategy: dict[str,
     assert not errors
 
 
-def waits(count: int, kind: type, strategy: dict[str, Any], options: dict[str, Any]) -> Counter[tuple[str, str]]:
-    """How often, by file of the package and function, the main thread waits in so many iterations."""
+def waits(
+    count: int, kind: type, strategy: dict[str, Any], options: dict[str, Any], devices: int = 1
+) -> Counter[tuple[str, str]]:
+    """How often, by file of the package and function, the main thread waits during so many batches."""
     with device.reported() as report:
-        fit(True, kind, strategy, options, count)
+        fit(True, kind, strategy, options, count, devices)
     places: Counter[tuple[str, str]] = Counter()
     for wait, found in report.waits.items():
         if wait.thread == "MainThread":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from tests.models import MLP
 from tests.processes import free_port
 from tests.simulated import communicator, device
 from tests.simulated.process import SimulatedProcess
-from tests.simulated.test_training import fit
+from tests.simulated.test_training import fit, waits
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +43,21 @@ def both(pair: list[SimulatedProcess], function: Any, *args: Any) -> list[Any]:
     return [process.end() for process in pair]
 
 
-def fitted(strategy: dict[str, Any]) -> tuple[dict[str, list[float]], list[str], tuple[int, int]]:
+class Tied(MLP):
+    """The first and the last layer share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[8].weight = self.layers[0].weight
+
+
+def fitted(
+    strategy: dict[str, Any], kind: type = MLP, options: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[dict[str, list[float]], list[str], tuple[int, int]]:
     """Numbers of the weights, what was found, and how many streams of each priority were taken."""
     before = latest_streams()
     with device.reported() as report:
-        weights = fit(True, MLP, {"num_microbatches": 4, **strategy}, {}, devices=2)
+        weights = fit(True, kind, {"num_microbatches": 4, **strategy}, dict(options), devices=2)
     taken = [(after - first) % 32 for first, after in zip(before, latest_streams(), strict=True)]
     # tensors would be shared with the test's process, which has no such device
     return {name: tensor.tolist() for name, tensor in weights.items()}, list(report.errors), (taken[0], taken[1])
@@ -65,6 +76,44 @@ def test_weights_are_those_of_the_host(pair: list[SimulatedProcess], strategy: d
         assert [name for name, tensor in expected.items() if tensor.tolist() != weights[name]] == []
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_tied_weights_that_are_clipped_are_those_of_the_host(pair: list[SimulatedProcess], count: int) -> None:
+    strategy, clips = {"num_pipelines": count}, {"gradient_clip_val": 0.1}
+    expected = fit(False, Tied, {"num_microbatches": 4, **strategy}, clips)
+    for weights, errors, _ in both(pair, fitted, strategy, Tied, clips):
+        assert not errors
+        for name, tensor in expected.items():  # sums over processes round otherwise than those within one
+            torch.testing.assert_close(torch.tensor(weights[name]), tensor)
+
+
+def counted(count: int, strategy: dict[str, Any], options: dict[str, Any]) -> dict[tuple[str, str], int]:
+    """How often the main thread waits in so many iterations; see :func:`waits`."""
+    return dict(waits(count, MLP, strategy, options, devices=2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ({}, {("training/gradient_norm.py", "global_norm"): 1}),
+        # each model is clipped for itself
+        (
+            {"num_pipelines": 2},
+            {("strategy/gradient_check.py", "_check"): 1, ("training/gradient_norm.py", "global_norm"): 2},
+        ),
+    ],
+    ids=str,
+)
+def test_no_wait_per_micro_batch_where_gradients_are_clipped(
+    pair: list[SimulatedProcess], strategy: dict[str, Any], expected: dict[tuple[str, str], int]
+) -> None:
+    iterations = 4 // strategy.get("num_pipelines", 1)
+    for count in (2, 8):
+        given = {"num_microbatches": count, **strategy}, {"gradient_clip_val": 0.1}
+        few, many = (both(pair, counted, batches, *given) for batches in (8, 12))
+        for less, more in zip(few, many, strict=True):
+            assert {place: (n - less[place]) / iterations for place, n in more.items() if n != less[place]} == expected
+
+
 def test_further_pipelines_take_no_streams(pair: list[SimulatedProcess]) -> None:
     """There are 32; of those that share one each would wait for what the others wait for."""
     one, four = (both(pair, fitted, {"num_pipelines": count}) for count in (1, 4))
@@ -74,6 +123,8 @@ def test_further_pipelines_take_no_streams(pair: list[SimulatedProcess]) -> None
 def given_up() -> list[float]:
     """What is on a device whose stream waits for a message that never comes, once the connections are given up."""
     rank, limit = int(os.environ["LOCAL_RANK"]), timedelta(seconds=60)
+    if dist.is_initialized():  # by a trainer, which leaves it
+        dist.destroy_process_group()
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
     place = torch.device(device.NAME, rank)
     port, network = port_of(place), ProcessGroups(rank, place, limit, communicator.NAME)

@@ -140,6 +140,7 @@ def test_an_accelerator_is_asked_through_torchs_module_for_it(monkeypatch: pytes
     module.mem_get_info.return_value = (30, 100)
     module.memory_reserved.return_value = 50
     event.elapsed_time.return_value = 250.0
+    event.query.return_value = False
     module.Event.return_value = event
     module.utilization.return_value = 50
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
