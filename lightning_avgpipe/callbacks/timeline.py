@@ -68,7 +68,7 @@ class PipelineTimeline(Callback):
                 f"PipelineTimeline records the stages of a pipeline, but the strategy is "
                 f"{type(trainer.strategy).__name__}; use Trainer(strategy='avgpipe'), or remove the callback"
             )
-        policy = trainer.strategy.weight_policy
+        policy = trainer.strategy.options.weight_policy
         if policy != "flush":
             raise ConfigurationError(
                 f"PipelineTimeline with weight_policy={policy!r}: batches overlap on the stages, so none can be drawn "

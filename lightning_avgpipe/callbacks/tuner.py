@@ -147,7 +147,7 @@ class AvgPipeTuner(Callback):
                 f"AvgPipeTuner tunes a pipeline, but the strategy is {type(strategy).__name__}; use "
                 "Trainer(strategy='avgpipe'), or remove the callback"
             )
-        if strategy.shares_stages:
+        if strategy.options.shares_stages:
             raise ConfigurationError(
                 "AvgPipeTuner measures one process for each stage, but with a list of replicas a stage has several; "
                 "remove the callback"
@@ -167,21 +167,21 @@ class AvgPipeTuner(Callback):
                 "AvgPipeTuner: with one device and one stage there is nothing to pipeline, and everything is as with "
                 "strategy='auto'; use more devices, or AvgPipeStrategy(num_stages=2) on one, or remove the callback"
             )
-        if strategy.schedule not in TUNED:
+        if strategy.options.schedule not in TUNED:
             raise ConfigurationError(
                 f"AvgPipeTuner predicts {', '.join(map(repr, TUNED))}, but the strategy has schedule="
-                f"{strategy.schedule!r}; use one of these, or remove the callback"
+                f"{strategy.options.schedule!r}; use one of these, or remove the callback"
             )
         if self._reusable(strategy):
             self._apply(strategy)
             return
-        if strategy.overrides:
-            given = ", ".join(f"{name}={value!r}" for name, value in strategy.overrides.items())
+        if strategy.options.overrides:
+            given = ", ".join(f"{name}={value!r}" for name, value in strategy.options.overrides.items())
             raise ConfigurationError(
                 "AvgPipeTuner chooses num_pipelines, num_microbatches and advance, but the strategy was given "
                 f"{given}; remove that, or the callback"
             )
-        if strategy.rolling and self._refine:
+        if strategy.options.rolling and self._refine:
             raise ConfigurationError(
                 f"AvgPipeTuner(refine={self._refine}) times iterations one by one, but with rolling=True they overlap; "
                 "use refine=0, or rolling=False"

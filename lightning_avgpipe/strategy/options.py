@@ -40,6 +40,10 @@ from lightning_avgpipe.utils.durations import DURATION
 _MICROBATCHES_PER_STAGE = 4
 
 SplitBatch = Callable[[Any, int], Sequence[Any]]
+ScheduleName = Literal[
+    "advance_forward", "1f1b", "afab", "zb_h1", "zb_h2", "interleaved", "bfs", "zbv", "dualpipev", "broadcast", "auto"
+]
+PolicyName = Literal["flush", "stash", "2bw", "spectrain", "spectrain_stashed", "pipeoptim", "none"]
 
 
 def _is_memory(value: Any) -> bool:

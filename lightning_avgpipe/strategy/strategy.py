@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -37,8 +38,9 @@ from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor, batches_wanted, has_transfer_hooks, mirror
 from lightning_avgpipe.strategy.data_sharding import check_alike, sharing
-from lightning_avgpipe.strategy.options import ALLOWED, Options, SplitBatch
+from lightning_avgpipe.strategy.options import ALLOWED, Options, PolicyName, ScheduleName, SplitBatch
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
+from lightning_avgpipe.strategy.reconfiguration import check_changes
 from lightning_avgpipe.strategy.run import PassthroughRun, Run
 from lightning_avgpipe.strategy.signals import ending_together, saving_what_is_whole
 from lightning_avgpipe.strategy.whole import why_whole
@@ -244,20 +246,7 @@ class AvgPipeStrategy(ParallelStrategy):
         processes_per_device: Count = 1,
         min_groups: Count | None = None,
         num_microbatches: Count | Literal["auto"] = "auto",
-        schedule: Literal[
-            "advance_forward",
-            "1f1b",
-            "afab",
-            "zb_h1",
-            "zb_h2",
-            "interleaved",
-            "bfs",
-            "zbv",
-            "dualpipev",
-            "broadcast",
-            "auto",
-        ]
-        | Callable[[int, int], Any] = "advance_forward",
+        schedule: ScheduleName | Callable[[int, int], Any] = "advance_forward",
         advance: Natural | Literal["auto"] = "auto",
         split_points: list[str] | None = None,
         costs: Literal["measured", "flops"] = "measured",
@@ -276,8 +265,7 @@ class AvgPipeStrategy(ParallelStrategy):
         outer_optimizer: OuterOptimizer | None = None,
         average_every: Count = 1,
         rolling: bool = False,
-        weight_policy: Literal["flush", "stash", "2bw", "spectrain", "spectrain_stashed", "pipeoptim", "none"]
-        | PipeOptim = "flush",
+        weight_policy: PolicyName | PipeOptim = "flush",
         save_replicas: bool = True,
         save_distributed_checkpoint: bool = False,
         on_nonfinite: Literal["auto", "raise", "skip"] | None = "auto",
@@ -290,24 +278,13 @@ class AvgPipeStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        given = dict(locals())
         super().__init__(
             accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
         )  # fmt: skip
-        options = Options(
-            num_stages=num_stages, num_pipelines=num_pipelines, replicas=replicas, planner=planner, bandwidth=bandwidth,
-            shard_optimizer_states=shard_optimizer_states,
-            processes_per_device=processes_per_device, min_groups=min_groups, num_microbatches=num_microbatches,
-            schedule=schedule, advance=advance, split_points=split_points,
-            costs=costs, costs_cache=costs_cache, memory_limit=memory_limit, recompute=recompute,
-            loss_reduction=loss_reduction, loss_weight=loss_weight, split_batch=split_batch, reader=reader,
-            send_batch=send_batch, verify_copies=verify_copies, verify=verify, alpha=alpha, outer_lr=outer_lr,
-            outer_optimizer=outer_optimizer, average_every=average_every, rolling=rolling,
-            weight_policy=weight_policy, save_replicas=save_replicas,
-            save_distributed_checkpoint=save_distributed_checkpoint, on_nonfinite=on_nonfinite,
-            start_method=start_method, process_group_backend=process_group_backend,
-            timeout=_DEFAULT_TIMEOUT if timeout is None else duration(timeout),
-        )  # fmt: skip
+        given["timeout"] = _DEFAULT_TIMEOUT if timeout is None else duration(timeout)
+        options = Options(**{field.name: given[field.name] for field in fields(Options)})
         self.num_nodes = 1
         self.tuner: Callable[[Any], bool] | None = None
         self._configuration = Configuration(options)
@@ -343,9 +320,9 @@ class AvgPipeStrategy(ParallelStrategy):
     def device_layout(self) -> DeviceLayout:
         """Of all processes on devices."""
         devices = len(self.parallel_devices) if self.parallel_devices is not None else 1
-        replicas, of_stages = self._options.replicas, self._options.stage_replicas
+        replicas, of_stages = self.options.replicas, self.options.stage_replicas
         replicas = replicas if isinstance(replicas, int) else 1
-        return DeviceLayout(devices, self.num_nodes, self._options.processes_per_device, replicas, of_stages)
+        return DeviceLayout(devices, self.num_nodes, self.options.processes_per_device, replicas, of_stages)
 
     @property
     def num_processes(self) -> int:
@@ -399,7 +376,7 @@ class AvgPipeStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         checks.processes(self.num_stages, self.device_layout)
         StageMap.on(self.device_layout, self.num_stages)
-        self._launcher = launch.launcher(self, self._options.start_method)
+        self._launcher = launch.launcher(self, self.options.start_method)
         if self.passthrough and self.undivided:
             rank_zero_info(
                 "AvgPipeStrategy: with one device, one stage and one micro-batch there is nothing to pipeline; "
@@ -442,35 +419,21 @@ class AvgPipeStrategy(ParallelStrategy):
     # -- what was asked for --------------------------------------------------------------------------------------------
 
     @property
-    def _options(self) -> Options:
+    def options(self) -> Options:
+        """All of them; ``reconfigure`` may change some."""
         return self._configuration.options
 
     @property
     def num_stages(self) -> int:
         """K."""
-        wanted = self._options.num_stages
-        automatic = len(self._options.stage_replicas) or self.device_layout.devices_of_replica
+        wanted = self.options.num_stages
+        automatic = len(self.options.stage_replicas) or self.device_layout.devices_of_replica
         return automatic if wanted == "auto" else wanted
-
-    @property
-    def schedule(self) -> str | Callable[[int, int], Any]:
-        """The schedule of training: its name, or the function that builds it."""
-        return self._options.schedule
 
     @property
     def num_pipelines(self) -> int:
         """N, which ``reconfigure`` may change."""
-        return self._options.num_pipelines
-
-    @property
-    def rolling(self) -> bool:
-        """Whether several pipelines do not wait for each other at the end of a batch."""
-        return self._options.rolling
-
-    @property
-    def weight_policy(self) -> str | PipeOptim:
-        """Which weights a micro-batch uses."""
-        return self._options.weight_policy
+        return self.options.num_pipelines
 
     @property
     def num_models(self) -> int:
@@ -478,39 +441,14 @@ class AvgPipeStrategy(ParallelStrategy):
         return self.num_pipelines * self.num_groups // self.replicas
 
     @property
-    def timeout(self) -> timedelta:
-        """Longest wait for another process."""
-        return self._options.timeout
-
-    @property
-    def processes_per_device(self) -> int:
-        """Groups that share the same devices, each with processes of its own."""
-        return self._options.processes_per_device
-
-    @property
     def replicas(self) -> int:
         """Groups that train the same models, each on its share of the data."""
         return self.device_layout.replicas
 
     @property
-    def shares_stages(self) -> bool:
-        """Whether processes may share the micro-batches of a stage."""
-        return self._options.shares_stages
-
-    @property
-    def save_replicas(self) -> bool:
-        """Whether checkpoints hold parallel models besides their reference."""
-        return self._options.save_replicas
-
-    @property
     def save_distributed_checkpoint(self) -> bool:
         """Whether each process writes its own part of a checkpoint."""
-        return self._options.save_distributed_checkpoint
-
-    @property
-    def overrides(self) -> dict[str, Any]:
-        """What ``reconfigure`` would change that is not as by default."""
-        return self._options.overrides
+        return self.options.save_distributed_checkpoint
 
     @property
     def passthrough(self) -> bool:
@@ -519,12 +457,12 @@ class AvgPipeStrategy(ParallelStrategy):
         Then nothing is captured, split, replaced or refused: all is as with Lightning's strategy for one device.
         """
         one_model = self.device_layout.world_size == self.num_pipelines == 1
-        return one_model and (self.undivided or (self.whole is not None and not self._options.splits))
+        return one_model and (self.undivided or (self.whole is not None and not self.options.splits))
 
     @property
     def undivided(self) -> bool:
         """Whether one stage and one micro-batch are all there is."""
-        return self.num_stages == 1 and not self._options.splits and not self._options.recompute
+        return self.num_stages == 1 and not self.options.splits and not self.options.recompute
 
     @property
     def whole(self) -> str | None:
@@ -538,7 +476,7 @@ class AvgPipeStrategy(ParallelStrategy):
         super().connect(model)
         self._run, self._begun = None, False
         self._before = WholeState(
-            model, self._connection, self.save_distributed_checkpoint, self._options.shard_optimizer_states
+            model, self._connection, self.save_distributed_checkpoint, self.options.shard_optimizer_states
         )
         if not self.passthrough and model._trainer is not None:  # a run; a strategy may also be given a module to save
             saving = saving_what_is_whole(model.trainer, self._connection, lambda: self._begun)
@@ -555,7 +493,7 @@ class AvgPipeStrategy(ParallelStrategy):
             reset_seed()  # as ddp; in one process too, so that it draws what several draw
         self.set_world_ranks()
         assert self.cluster_environment is not None and self.lightning_module is not None
-        layout, options, trainer = self.device_layout, self._options, self.lightning_module.trainer
+        layout, options, trainer = self.device_layout, self.options, self.lightning_module.trainer
         cluster = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
         if self.world_size == 1:
             self._connection.open(self.cluster_environment, options)
@@ -586,7 +524,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self._run.setup(super().setup)
 
     def _make_run(self, trainer: pl.Trainer) -> Run:
-        module, options, fitting = self.lightning_module, self._options, trainer.state.fn == TrainerFn.FITTING
+        module, options, fitting = self.lightning_module, self.options, trainer.state.fn == TrainerFn.FITTING
         assert module is not None and self._before is not None
         why = self.whole
         if why is not None:
@@ -618,7 +556,7 @@ class AvgPipeStrategy(ParallelStrategy):
         """Build the optimizers, over all parameters: what they hold of other stages goes when the plan is made."""
         super().setup_optimizers(trainer)
         if not self.passthrough and self.lightning_module is not None:
-            checks.optimizers(self.lightning_module, self.optimizers, self._options.shard_optimizer_states)
+            checks.optimizers(self.lightning_module, self.optimizers, self.options.shard_optimizer_states)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -805,34 +743,10 @@ class AvgPipeStrategy(ParallelStrategy):
             "num_pipelines": num_pipelines, "num_microbatches": num_microbatches, "advance": advance,
             "num_stages": num_stages, "split_points": split_points,
         }  # fmt: skip
-        wanted, module = self._configuration.wanted(changes), self.lightning_module
-        if self.whole is not None:
-            raise ConfigurationError(f"reconfigure: {type(module).__name__} {self.whole}; its steps run whole")
-        if self.passthrough and module is not None:
-            raise ConfigurationError(
-                "reconfigure: with one device, one stage, one micro-batch and one pipeline this run began as with "
-                "strategy='auto', and has no pipeline to change; begin with 2 or more of stages, micro-batches or "
-                "pipelines"
-            )
-        if self._options.min_groups is not None:
-            raise ConfigurationError(
-                "reconfigure with min_groups: a group that dies meanwhile would leave the others between two "
-                "configurations; begin with the one that you want"
-            )
-        stays = self._options.shares_stages or self._options.shard_optimizer_states
-        if stays and (num_stages is not None or split_points is not None):
-            sharded = " with their parts of the optimizer states" * self._options.shard_optimizer_states
-            raise ConfigurationError(
-                f"reconfigure: replicas={self._options.replicas!r} stay where they are{sharded}, and so do their "
-                "stages; begin with the stages that you want"
-            )
-        if module is not None:
-            checks.trainer(module.trainer, self.world_size, wanted.num_pipelines)
-            stages = self.num_stages if num_stages is None else num_stages
-            checks.overlapping(module.trainer, wanted, stages, self.num_groups, tuned=False)
-            checks.stages(stages, self.num_stages, self.device_layout)
-            checks.schedule(self._options, stages, self.device_layout.group_size(stages))
-            checks.split_points(module, wanted.split_points, stages)
+        check_changes(
+            changes, self._configuration, self.lightning_module, self.device_layout, self.num_stages, self.num_groups,
+            self.passthrough,
+        )  # fmt: skip
         self._configuration.ask(changes)
         if self._configuration.in_iteration:
             return

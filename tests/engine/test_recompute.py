@@ -320,7 +320,7 @@ def test_two_processes_repeat_to_the_same_weights(tmp_path: Path) -> None:
             assert all(torch.equal(state[name], value) for name, value in plain.items())
 
 
-def test_evaluation_repeats_nothing() -> None:
+def test_evaluation_keeps_nothing_to_repeat() -> None:
     torch.manual_seed(1)
     model = MLP()
     batch = MLP.example(8)
@@ -332,9 +332,11 @@ def test_evaluation_repeats_nothing() -> None:
     accumulate(expected, batch, 4)
     for (name, a), b in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad), name
-    stage = engine.pipeline._stages["training_step"][0]
-    engine.evaluate(batch)
-    assert not stage._repeats and not stage.stash
+    other = MLP.example(8)
+    kept = [weakref.ref(tensor) for tensor in other]
+    engine.evaluate(other)
+    del other
+    assert not any(tensor() is not None for tensor in kept)
 
 
 class Cache:

@@ -1,0 +1,67 @@
+"""A reconfiguration: what may be asked of the next iterations while training runs, and what may not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.strategy.configuration import Configuration
+from lightning_avgpipe.strategy.whole import why_whole
+
+
+def check_changes(
+    changes: Mapping[str, Any],
+    configuration: Configuration,
+    module: pl.LightningModule | None,
+    layout: DeviceLayout,
+    num_stages: int,
+    num_groups: int,
+    passthrough: bool,
+) -> None:
+    """Refuse changes that cannot come.
+
+    Args:
+        changes: option -> value, or None: as it is.
+        configuration: as it is now.
+        module: that is trained; None before it is known.
+        layout: of all processes on devices.
+        num_stages: K, as it is now.
+        num_groups: of processes.
+        passthrough: whether there is no pipeline.
+    Raises:
+        ConfigurationError: a change that cannot come.
+        PartitionError: a split point that is no submodule.
+    """
+    now, wanted = configuration.options, configuration.wanted(changes)
+    whole = None if module is None else why_whole(module)
+    if whole is not None:
+        raise ConfigurationError(f"reconfigure: {type(module).__name__} {whole}; its steps run whole")
+    if passthrough and module is not None:
+        raise ConfigurationError(
+            "reconfigure: with one device, one stage, one micro-batch and one pipeline this run began as with "
+            "strategy='auto', and has no pipeline to change; begin with 2 or more of stages, micro-batches or pipelines"
+        )
+    if now.min_groups is not None:
+        raise ConfigurationError(
+            "reconfigure with min_groups: a group that dies meanwhile would leave the others between two "
+            "configurations; begin with the one that you want"
+        )
+    moves = changes["num_stages"] is not None or changes["split_points"] is not None
+    if moves and (now.shares_stages or now.shard_optimizer_states):
+        sharded = " with their parts of the optimizer states" * now.shard_optimizer_states
+        raise ConfigurationError(
+            f"reconfigure: replicas={now.replicas!r} stay where they are{sharded}, and so do their stages; begin with "
+            "the stages that you want"
+        )
+    if module is not None:
+        checks.trainer(module.trainer, module.trainer.world_size, wanted.num_pipelines)
+        stages = num_stages if changes["num_stages"] is None else changes["num_stages"]
+        checks.overlapping(module.trainer, wanted, stages, num_groups, tuned=False)
+        checks.stages(stages, num_stages, layout)
+        checks.schedule(now, stages, layout.group_size(stages))
+        checks.split_points(module, wanted.split_points, stages)
