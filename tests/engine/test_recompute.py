@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,7 @@ def test_evaluation_keeps_nothing_to_repeat() -> None:
     kept = [weakref.ref(tensor) for tensor in other]
     engine.evaluate(other)
     del other
+    gc.collect()
     assert not any(tensor() is not None for tensor in kept)
 
 
