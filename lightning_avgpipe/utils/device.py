@@ -293,7 +293,9 @@ class AcceleratorPort(DevicePort):
         return int(self._torch.memory_allocated(self.device))
 
     def peak_bytes(self) -> int:
-        return int(self._torch.max_memory_allocated(self.device))
+        # with what was freed while other streams were using it, such as messages: nobody can have that either
+        found = self._torch.memory_stats(self.device).get("active_bytes.all.peak")
+        return int(self._torch.max_memory_allocated(self.device) if found is None else found)
 
     def reset_peak(self) -> None:
         self._torch.reset_peak_memory_stats(self.device)

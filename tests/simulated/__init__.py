@@ -14,9 +14,9 @@ Limits. Kernels run when they are called, so the host never runs ahead, and noth
 of memory are watched, not parts of them. What one thread of the host has waited for all threads know. There are no
 graphs, no autocast and no half-done kernels; what torch's kernels do on several streams of their own is not seen.
 
-So it cannot show: what a communicator does whose peer has died, since nothing here spins; memory that an allocator
-holds back for other streams, or loses between blocks; how long the host takes beside a kernel; whether a graph's
-addresses stay; how often autocast casts a weight.
+So it cannot show: memory that an allocator loses between blocks; how long the host takes beside a kernel; whether a
+graph's addresses stay; how often autocast casts a weight. Memory that is freed while another stream has it recorded is
+counted until the host knows that stream to be done, and used again before.
 
 The device cannot be taken from a process again, nor does autograd survive a fork beside it: tests run it in processes
 of their own (``tests/simulated/process.py``).

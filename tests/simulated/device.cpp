@@ -106,6 +106,11 @@ struct HostCopy {  // between pinned memory and a device: the host must leave th
   std::vector<char> bytes;
   at::Tensor keep;
 };
+struct Held {  // memory that was freed, and is nobody's before the host knows that other streams have come so far
+  int device;
+  size_t size;
+  std::vector<std::pair<Slot, uint64_t>> until;
+};
 struct Note {
   std::string kind, what;
 };
@@ -118,7 +123,8 @@ std::map<char*, Block> blocks_;
 std::map<std::pair<Slot, size_t>, std::vector<Free>> free_;
 std::vector<HostCopy> copies_;
 std::map<char*, size_t> pinned_;
-int64_t now_[kMaxDevices], peak_[kMaxDevices];
+std::vector<Held> held_;
+int64_t now_[kMaxDevices], peak_[kMaxDevices], active_peak_[kMaxDevices];
 int next_stream_[kMaxDevices][2];
 py::object* listener_ = nullptr;
 
@@ -237,6 +243,16 @@ void host_waits(Slot s, const std::string& why) {
 
 // -- memory: blocks are used again at once, by the stream that they belong to -----------------------------------------
 
+int64_t active(int device) {  // bytes that are allocated or held; with the lock
+  const auto known = [](const auto& tick) { return host_[tick.first] >= tick.second; };
+  const auto over = [&](const Held& held) { return std::all_of(held.until.begin(), held.until.end(), known); };
+  held_.erase(std::remove_if(held_.begin(), held_.end(), over), held_.end());
+  int64_t bytes = now_[device];
+  for (const auto& held : held_)
+    if (held.device == device) bytes += held.size;
+  return bytes;
+}
+
 void release(void* p) {
   if (p == nullptr) return;
   std::vector<Note> notes;
@@ -257,6 +273,11 @@ void release(void* p) {
           notes.push_back({"freed early", std::to_string(block.size) + " bytes of " + name_of(block.home) +
                                               " do not wait for " + access.what + " on " + name_of(s)});
     now_[block.device] -= block.size;
+    if (!block.recorded.empty()) {
+      Held held{block.device, block.size};
+      for (Slot s : block.recorded) held.until.emplace_back(s, clocks_[s][s]);
+      held_.push_back(std::move(held));
+    }
     if (until.empty()) std::memset(p, kPoison, block.capacity);
     free_[{block.home, block.capacity}].push_back({p, std::move(until)});
     blocks_.erase(it);
@@ -285,6 +306,7 @@ struct Allocator final : c10::Allocator {
       blocks_[p] = {device, home, size, capacity};
       now_[device] += size;
       peak_[device] = std::max(peak_[device], now_[device]);
+      active_peak_[device] = std::max(active_peak_[device], active(device));
     }
     return {p, p, &release, c10::Device(kSim, device)};
   }
@@ -759,7 +781,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", [](int device) { device_ = device; });
   m.def("allocated", [](int device) { return now_[device]; });
   m.def("peak", [](int device) { return peak_[device]; });
-  m.def("reset_peak", [](int device) { peak_[device] = now_[device]; });
+  m.def("active_peak", [](int device) { return active_peak_[device]; });
+  m.def("reset_peak", [](int device) {
+    Lock lock(mutex_);
+    peak_[device] = now_[device];
+    active_peak_[device] = active(device);
+  });
   m.def("default_generator", [](int device) { return hooks_.getDefaultGenerator(static_cast<c10::DeviceIndex>(device)); });
   m.def("put_transfer", &put_transfer);
   py::class_<Transfer>(m, "Transfer")

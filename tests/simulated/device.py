@@ -130,6 +130,7 @@ def _module() -> types.ModuleType:
         "mem_get_info": lambda device=None: (2**34 - backend.allocated(_index(device)), 2**34),
         "memory_allocated": lambda device=None: backend.allocated(_index(device)),
         "memory_reserved": lambda device=None: backend.allocated(_index(device)),
+        "memory_stats": lambda device=None: {"active_bytes.all.peak": backend.active_peak(_index(device))},
         "max_memory_allocated": lambda device=None: backend.peak(_index(device)),
         "reset_peak_memory_stats": lambda device=None: backend.reset_peak(_index(device)),
         "empty_cache": lambda: None,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.comm.routes import Party
+from lightning_avgpipe.utils.device import port_of
 from tests.simulated import device
 from tests.simulated.communicator import Communicator
 from tests.threads import Hub, Injector, MemoryGroup
@@ -156,6 +157,29 @@ def test_memory_that_another_stream_uses_is_freed_early(simulated: Simulated) ->
     assert simulated(freed, "recorded") == (set(), True)
     assert simulated(freed, "waited") == (set(), True)
     assert simulated(freed, "") == ({"freed early"}, True)
+
+
+def held_back(until_known: bool) -> tuple[int, int]:
+    """Peaks, as the project asks for them, of two tensors after each other: before, the first one was on a stream."""
+    port, stream = port_of(sim()), other_stream_after_now()
+    before = port.allocated_bytes()
+    port.reset_peak()
+    x = torch.ones(1024, device=sim())
+    stream.wait_event(torch.accelerator.current_stream(sim()).record_event())
+    with stream:
+        y = x + 1
+    x.record_stream(stream)
+    del x, y
+    first = port.peak_bytes() - before
+    if until_known:
+        port.synchronize()
+    torch.ones(2048, device=sim())
+    return first, port.peak_bytes() - before
+
+
+def test_memory_that_another_stream_uses_counts_until_the_host_knows_that_it_does_not(simulated: Simulated) -> None:
+    assert simulated(held_back, True) == (8192, 8192)
+    assert simulated(held_back, False) == (8192, 4096 + 8192)
 
 
 def copied_to_the_host(pinned: bool, waits: bool) -> tuple[bool, int]:

@@ -139,6 +139,7 @@ def test_an_accelerator_is_asked_through_torchs_module_for_it(monkeypatch: pytes
     module.default_generators = (torch.Generator(), generator)
     module.mem_get_info.return_value = (30, 100)
     module.memory_reserved.return_value = 50
+    module.max_memory_allocated.return_value = 60
     event.elapsed_time.return_value = 250.0
     event.query.return_value = False
     module.Event.return_value = event
@@ -147,6 +148,10 @@ def test_an_accelerator_is_asked_through_torchs_module_for_it(monkeypatch: pytes
     port = AcceleratorPort(second)
     assert port.generators == (torch.default_generator, generator)
     assert (port.free_bytes(), port.other_bytes()) == (30, 20)
+    module.memory_stats.return_value = {"active_bytes.all.peak": 70}
+    assert port.peak_bytes() == 70
+    module.memory_stats.return_value = {}
+    assert port.peak_bytes() == 60
     assert port.seconds(port.moment(), port.moment()) == 0.25
     event.synchronize.assert_called_once_with()
     event.record.assert_called_with(module.current_stream.return_value)
