@@ -253,23 +253,29 @@ class Wire:
         own = self._first_tag + tag
         return begun(lambda part: self._on_host.group.recv([part], self._on_host.peer, own), tensor, pieces)
 
+    def staged(self, tensors: Sequence[Tensor], ready: Any) -> Sequence[Tensor]:
+        """Those on an accelerator as bytes on the host, after an event, for which this waits once; others as given."""
+        if all(tensor.is_cpu for tensor in tensors) or self.stream is None:
+            return tensors
+        for tensor in tensors:
+            if not tensor.is_cpu:  # whoever made it may let go of it before it has been read
+                tensor.record_stream(self.stream)
+        with self.port.on_stream(self.stream):
+            self.stream.wait_event(ready)
+            there = [tensor if tensor.is_cpu else as_bytes(tensor).to("cpu", non_blocking=True) for tensor in tensors]
+            self.port.event().synchronize()
+        return there
+
     def send(self, tensor: Tensor, ready: Any, pieces: int = 1, tag: int = 0) -> None:
-        """Send a tensor, which is there after an event, if it is on an accelerator; or as it passes."""
-        if tensor.is_cpu or self.stream is None:
+        """Send a tensor, which is there after an event, if it is on an accelerator with a link; or as it passes."""
+        if tensor.is_cpu or self.link is None:
             passage = ready if isinstance(ready, Passage) else None
             self.send_host(as_bytes(tensor.cpu()), pieces, tag, passage)
             return
-        # whoever made it may let go of it before it has been read
         tensor.record_stream(self.stream)
         with self.port.on_stream(self.stream):
             self.stream.wait_event(ready)
-            flat = as_bytes(tensor)
-            if self.link is not None:
-                self.link.send(flat)
-                return
-            staged = flat.to("cpu", non_blocking=True)
-            self.port.event().synchronize()
-        self.send_host(staged, pieces, tag)
+            self.link.send(as_bytes(tensor))
 
     def post(self, form: TensorForm, pieces: int = 1, tag: int = 0) -> Posted:
         """Receive a tensor, as soon as it comes; where a device receives by itself, when it is asked for."""
@@ -423,7 +429,7 @@ class NetworkOutbox:
         if place is None:
             for part in first:
                 self._wire.send_host(part)
-            for tensor, _ in parts:
+            for tensor in self._wire.staged([tensor for tensor, _ in parts], ready):
                 self._wire.send(tensor, ready, message.segments, tag or 0)
             return
         # the frame may be awaited late: nobody behind this message waits for that

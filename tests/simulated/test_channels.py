@@ -192,6 +192,22 @@ def test_what_is_on_the_host_waits_for_no_device(simulated: Simulated) -> None:
     assert simulated(waits_for, "sim:0") == ([], "sim:1")
 
 
+def waits_over_the_host() -> tuple[list[float], int, list[str]]:
+    """What arrives of a message with several tensors, how often threads wait for the device, and what was found."""
+    with channel(between_devices=False) as (outbox, inbox, take), device.reported() as report:
+        tensors = tuple(torch.full((4,), float(n), device=sim()) for n in range(5))
+        outbox.put(Message(0, (*tensors, torch.full((4,), 5.0))))
+        del tensors
+        inbox.expect(1)
+        arrived = [tensor for tensor in take().tensors if tensor is not None]
+        waits = report.waits.total()
+        return [float(tensor.mean()) for tensor in arrived], waits, list(report.errors)
+
+
+def test_a_message_over_the_host_waits_once_for_the_device(simulated: Simulated) -> None:
+    assert simulated(waits_over_the_host) == ([0, 1, 2, 3, 4, 5], 1, [])
+
+
 def current_devices() -> set[int]:
     """Of the threads of a channel, when they work."""
     found = set()
