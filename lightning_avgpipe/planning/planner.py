@@ -23,25 +23,20 @@ from lightning_avgpipe.capture.samples import Samples
 from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units, why_whole
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
-from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix, num_frozen
+from lightning_avgpipe.planning.forecast import forecast_of, idle_share
+from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix
 from lightning_avgpipe.planning.halving import Halving, expected, fewest, processes_of
 from lightning_avgpipe.planning.limits import limits
-from lightning_avgpipe.planning.model_memory import copies_of_weights, memory_of, with_shards, with_versions
+from lightning_avgpipe.planning.model_memory import memory_of, with_shards, with_versions
 from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.recompute_policy import Recompute
-from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.planning.spp import SppPlan
 from lightning_avgpipe.planning.turns import plan_in_turns, units_between
 from lightning_avgpipe.schedule import (
     Schedule,
-    StageCosts,
     build,
-    forward_only,
-    simulate,
     with_replicas,
 )
-from lightning_avgpipe.schedule.asynchronous import simulate_policy
-from lightning_avgpipe.schedule.broadcast import without_relays
 from lightning_avgpipe.schedule.rules import trains
 from lightning_avgpipe.schedule.versions import POLICIES, WeightPolicy
 
@@ -243,7 +238,7 @@ class Planner:
         else:
             note = self._note(plan, costs, spared)
             plan = self._closed(what, plan, costs, memory)
-            plan = replace(plan, forecast=_forecast(plan, conditions.schedule, self.policy), note=note)
+            plan = replace(plan, forecast=forecast_of(plan, conditions.schedule, self.policy), note=note)
         plan = replace(plan, units=apart)
         return replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0]) if costs.kept else plan
 
@@ -282,7 +277,7 @@ class Planner:
         _log.info("planned %d units on %d devices in %.1f s", units.num_units, len(bandwidth), took_s)
         chosen, made, memory, linked = divided(found)
         plan = chosen._closed(step, made, linked, memory)
-        forecast = Forecast("spp", num_microbatches, found.makespan_s, _idle(units, found, num_microbatches, slow))
+        forecast = Forecast("spp", num_microbatches, found.makespan_s, idle_share(units, found, num_microbatches, slow))
         return replace(plan, forecast=forecast, devices=tuple(ranks for _, _, ranks in found.stages))
 
     def _fewest(
@@ -468,19 +463,6 @@ class Planner:
         return make_plan(graph, cuts, costs, sizes, memory, self.replicas)
 
 
-def _idle(units: SppCosts, plan: SppPlan, num_microbatches: int, slowness: Sequence[float]) -> float:
-    """The share of all devices' time in which they do not compute."""
-    busy_s, devices = 0.0, 0
-    for first, last, ranks in plan.stages:
-        of_one_s = float(units.busy_s[last + 1] - units.busy_s[first])
-        turns = [math.ceil((num_microbatches - j) / len(ranks)) for j in range(len(ranks))]
-        busy_s += of_one_s * sum(
-            n * (slowness[rank] if slowness else 1.0) for n, rank in zip(turns, ranks, strict=True)
-        )
-        devices += len(ranks)
-    return max(0.0, 1 - busy_s / (devices * plan.makespan_s))
-
-
 def _unevenness(plan: Plan) -> float:
     return sum(stage.share**2 for stage in plan.stages)
 
@@ -495,37 +477,3 @@ def _gains(plan: Plan, best: Plan) -> bool:
     """Finer units cost a little at every call, so they must be worth it: a faster pace, or a more even rest."""
     now, before = plan.slowest.share, best.slowest.share
     return now < before * _WORTH or (now <= before and _unevenness(plan) < _unevenness(best) * _WORTH)
-
-
-def stage_costs(plan: Plan, frozen: int = 0) -> StageCosts:
-    """What the simulator must know of the stages, in seconds if the plan was measured.
-
-    Args:
-        plan: of the stages.
-        frozen: how many of them, from the first, run forwards only by now.
-    """
-    hops = list(zip(plan.links, plan.stages[:-1], strict=True))
-    return StageCosts(
-        [stage.forward for stage in plan.stages],
-        [stage.backward * (stage.index >= frozen) for stage in plan.stages],
-        [link.per_byte * stage.boundary_bytes for link, stage in hops],
-        [link.per_byte * sum(v.nbytes for v in stage.sends if v.requires_grad) for link, stage in hops],
-        [link.latency for link, _ in hops],
-    )
-
-
-def _forecast(plan: Plan, schedule: Schedule | None, policy: WeightPolicy) -> Forecast | None:
-    """Simulate the schedule with the costs of the stages."""
-    if schedule is None:
-        return None
-    if not policy.drains and plan.num_stages > 1:
-        repeated = replace(policy, backward=None)  # what is repeated is in the costs already
-        count = schedule.num_microbatches
-        timeline = simulate_policy(repeated, stage_costs(plan), count, 2 + 4 * plan.num_stages)
-        copies = " ".join(map(str, copies_of_weights(policy, plan.num_stages, count)))
-        name = f"1f1b, weight_policy='{policy.name}' with {copies} copies of the weights"
-        return Forecast(name, count, timeline.steady_s, max(0.0, timeline.steady_bubble_fraction))
-    frozen = num_frozen(plan.graph, plan.cuts, plan.graph.trained) if trains(schedule.rows[-1]) else 0
-    schedule = without_relays(schedule) if frozen else schedule
-    timeline = simulate(forward_only(schedule, frozen), stage_costs(plan, frozen))
-    return Forecast(schedule.name, schedule.num_microbatches, timeline.iteration_s, timeline.bubble_fraction)

@@ -22,8 +22,10 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 from lightning_avgpipe.strategy.ahead import AheadIterations
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, local_metrics, looking_on
+from lightning_avgpipe.strategy.log import StepLog, looking_on
+from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
 from lightning_avgpipe.strategy.loop import PipelineOptimization
+from lightning_avgpipe.strategy.metric_objects import local_metrics
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment

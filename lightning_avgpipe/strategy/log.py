@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,79 +10,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_avgpipe.capture.snapshot import unchanged
 from lightning_avgpipe.capture.tracer import StepTracer
-from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.strategy.metric_objects import BatchValues
 from lightning_avgpipe.utils.patching import nothing, replaced
-
-
-class BatchValues:
-    """What a metric object's ``forward`` would have returned for the whole batch.
-
-    The metric itself sees micro-batches, and returns values for those. A copy of it, emptied before each batch, knows
-    the batch. (One with submodules, such as a wrapper of another metric, has no such copy.)
-
-    Attributes:
-        trained: whether training updates metric objects, as far as it has been captured.
-    """
-
-    def __init__(self) -> None:
-        self.trained = False
-        self._copies: dict[int, Metric] = {}
-        self._begun: set[int] = set()
-        self._returned: list[tuple[Any, Metric]] = []
-        self._split = False
-
-    def begin(self, num_microbatches: int) -> None:
-        """A batch begins."""
-        self._split = num_microbatches > 1
-        self._begun.clear()
-        self._returned.clear()
-
-    def add(self, metric: Metric, value: Any, args: Any, kwargs: Any) -> None:
-        """``metric(*args, **kwargs)`` has returned ``value`` for a micro-batch."""
-        if not self._split or next(metric.children(), None) is not None:
-            return
-        if id(metric) not in self._copies:
-            self._copies[id(metric)] = _empty_copy(metric)
-        same = self._copies[id(metric)]
-        if id(metric) not in self._begun:
-            self._begun.add(id(metric))
-            same.reset()
-        same.update(*args, **kwargs)
-        self._returned.append((value, metric))
-
-    def metric_of(self, value: Any) -> Metric | None:
-        """The metric that returned this very value in this batch."""
-        return next((metric for returned, metric in self._returned if returned is value), None)
-
-    def of(self, metric: Metric) -> Any:
-        """The batch's value, if ``metric`` was called in this batch; None if not."""
-        return self._copies[id(metric)].compute() if id(metric) in self._begun else None
-
-
-def _empty_copy(metric: Metric) -> Metric:
-    attributes = vars(metric)
-    held = {name: attributes[name] for name in (*metric._defaults, "_forward_cache", "_computed")}
-    # what it holds may be part of a graph, which cannot be copied
-    attributes.update({name: [] if isinstance(value, list) else _detached(value) for name, value in held.items()})
-    try:
-        same = copy.deepcopy(metric)
-    finally:
-        attributes.update(held)
-    vars(same).pop("forward", None)
-    return same
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else None
 
 
 def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable[..., Any]:
@@ -376,128 +312,3 @@ def _reduce(values: list[Any], sizes: list[float], reduce_fx: Any) -> Any:
         reduce_fx = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[reduce_fx.lower()]
         return reduce_fx(stacked, dim=0)
     return reduce_fx(stacked)
-
-
-@contextlib.contextmanager
-def local_metrics(
-    metrics: list[Metric], values: BatchValues, leaders: Collectives, training: Callable[[], bool]
-) -> Iterator[None]:
-    """Within this context metric objects live where the last stage is.
-
-    Of other processes they only know those where the last stages of other groups are: with these they compute what they
-    have seen in training, while evaluation is the same everywhere. Within a step they only look at values, wherever
-    they are called.
-
-    Args:
-        metrics: of the module.
-        values: told of what they return.
-        leaders: where the last stages of the groups are.
-        replicas: that share the micro-batches of the last stage in training, as of when it is called, and None where
-            this process is none of them; the first of them logs what all of them collect.
-        training: whether the trainer trains now.
-    """
-
-    def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return [other.to(tensor.device) for other in leaders.exchange_objects(tensor.detach().cpu())]
-
-    def seen(method: Callable[..., Any]) -> Callable[..., Any]:
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            values.trained |= training()
-            return method(*args, **kwargs)
-
-        return observed
-
-    saved = [(metric, dict(vars(metric))) for metric in metrics]
-    for metric in metrics:
-        metric.distributed_available_fn = lambda: leaders.world_size > 1 and training()
-        metric.dist_sync_fn = gather
-        object.__setattr__(metric, "update", seen(_observed(metric.update)))
-        object.__setattr__(metric, "forward", seen(_observed(_noted(metric, metric.forward, values))))
-    try:
-        yield
-    finally:
-        for metric, attributes in saved:
-            for name in ("forward", "update", "distributed_available_fn", "dist_sync_fn"):
-                if name in attributes:
-                    object.__setattr__(metric, name, attributes[name])
-                else:
-                    vars(metric).pop(name, None)
-
-
-def _observed(method: Callable[..., Any]) -> Callable[..., Any]:
-    def observe(*args: Any, **kwargs: Any) -> Any:
-        tracer = StepTracer.current()
-        if tracer is None and is_repeating():
-            raise AvgPipeError(
-                "a metric is called inside a submodule that is executed once more before its backward (recompute), "
-                "which would count twice; call it in the step, or do without recompute"
-            )
-        return method(*args, **kwargs) if tracer is None else tracer.observe(method, args, kwargs)
-
-    return observe
-
-
-def _noted(metric: Metric, forward: Callable[..., Any], values: BatchValues) -> Callable[..., Any]:
-    def note(*args: Any, **kwargs: Any) -> Any:
-        value = forward(*args, **kwargs)
-        values.add(metric, value, args, kwargs)
-        return value
-
-    return note
-
-
-class SyncedLoggerConnector(_LoggerConnector):
-    """A logger connector that on every rank knows the metrics of rank 0, where the loss is.
-
-    Callbacks decide by metrics (early stopping, the best checkpoint, its file name), and all ranks must decide alike.
-    """
-
-    def __init__(self, original: _LoggerConnector, cluster: Cluster) -> None:
-        super().__init__(original.trainer)
-        vars(self).update(vars(original))
-        self._original = original
-        self._cluster = cluster
-        self._synced: dict[str, Any] = {"callback": {}, "log": {}, "pbar": {}}
-
-    def detach(self) -> _LoggerConnector:
-        """The connector that this one replaced, with the state of this one."""
-        state = {name: value for name, value in vars(self).items() if name in vars(self._original)}
-        vars(self._original).update(state)
-        return self._original
-
-    def snapshot(self) -> Any:
-        """On rank 0, and where the last stages of other groups are, the metrics as of now."""
-        return super().metrics if self._cluster.hosts_last else None
-
-    def accept(self, metrics: Any) -> None:
-        """On the other ranks use rank 0's metrics from now on."""
-        self._synced = metrics
-        self._callback_metrics.update(metrics["callback"])  # here nothing is logged that would make it look there
-
-    def sync(self) -> None:
-        """Tell all ranks the metrics as of now, and those of before. Every rank calls it."""
-        snapshot = self.snapshot()  # for which metric objects may talk to those of other groups
-        (metrics, before), _ = self._cluster.control_channel.relay((snapshot, dict(self.callback_metrics)))
-        self.accept(metrics)
-        self._callback_metrics.update(before)
-
-    @property
-    def metrics(self) -> Any:
-        """Rank 0's metrics."""
-        return super().metrics if self._cluster.leads else self._synced
-
-    def update_eval_epoch_metrics(self) -> Any:
-        """Called by all ranks at the end of a validation dataloader, and of a validation."""
-        if not self.trainer.sanity_checking:
-            self.sync()
-        return super().update_eval_epoch_metrics()
-
-    def on_epoch_end(self) -> None:
-        """Called by all ranks at the end of every epoch."""
-        self.sync()
-        super().on_epoch_end()
-
-    def reset_results(self) -> None:
-        """Called by all ranks when a loop starts anew."""
-        super().reset_results()
-        self._synced = {"callback": {}, "log": {}, "pbar": {}}

@@ -31,9 +31,9 @@ from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.forecast import stage_costs
 from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.model_memory import holdings_of_models, with_doubles
-from lightning_avgpipe.planning.planner import stage_costs
 from lightning_avgpipe.schedule import (
     Action,
     Schedule,

@@ -25,7 +25,8 @@ from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.engine.lockstep import Lockstep
 from lightning_avgpipe.errors import AvgPipeError
-from lightning_avgpipe.strategy.log import BatchValues, SyncedLoggerConnector, local_metrics
+from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
+from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics
 from lightning_avgpipe.training.gradient_norm import norms_over_stages
 from lightning_avgpipe.utils.patching import replaced
 

@@ -28,7 +28,8 @@ from lightning_avgpipe.planning import Plan, cut_like
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, build
-from lightning_avgpipe.strategy.log import StepLog, local_metrics
+from lightning_avgpipe.strategy.log import StepLog
+from lightning_avgpipe.strategy.metric_objects import local_metrics
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.weights.ownership import give_up

@@ -1,0 +1,70 @@
+"""Forecasts: what an iteration of a plan will take, by simulation of its schedule with the costs of its stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_avgpipe.planning import Forecast, Plan
+from lightning_avgpipe.planning.freezing import num_frozen
+from lightning_avgpipe.planning.model_memory import copies_of_weights
+from lightning_avgpipe.planning.replicated_costs import SppCosts
+from lightning_avgpipe.planning.spp import SppPlan
+from lightning_avgpipe.schedule import (
+    Schedule,
+    StageCosts,
+    forward_only,
+    simulate,
+)
+from lightning_avgpipe.schedule.asynchronous import simulate_policy
+from lightning_avgpipe.schedule.broadcast import without_relays
+from lightning_avgpipe.schedule.rules import trains
+from lightning_avgpipe.schedule.versions import WeightPolicy
+
+
+def idle_share(units: SppCosts, plan: SppPlan, num_microbatches: int, slowness: Sequence[float]) -> float:
+    """The share of all devices' time in which they do not compute."""
+    busy_s, devices = 0.0, 0
+    for first, last, ranks in plan.stages:
+        of_one_s = float(units.busy_s[last + 1] - units.busy_s[first])
+        turns = [math.ceil((num_microbatches - j) / len(ranks)) for j in range(len(ranks))]
+        busy_s += of_one_s * sum(
+            n * (slowness[rank] if slowness else 1.0) for n, rank in zip(turns, ranks, strict=True)
+        )
+        devices += len(ranks)
+    return max(0.0, 1 - busy_s / (devices * plan.makespan_s))
+
+
+def stage_costs(plan: Plan, frozen: int = 0) -> StageCosts:
+    """What the simulator must know of the stages, in seconds if the plan was measured.
+
+    Args:
+        plan: of the stages.
+        frozen: how many of them, from the first, run forwards only by now.
+    """
+    hops = list(zip(plan.links, plan.stages[:-1], strict=True))
+    return StageCosts(
+        [stage.forward for stage in plan.stages],
+        [stage.backward * (stage.index >= frozen) for stage in plan.stages],
+        [link.per_byte * stage.boundary_bytes for link, stage in hops],
+        [link.per_byte * sum(v.nbytes for v in stage.sends if v.requires_grad) for link, stage in hops],
+        [link.latency for link, _ in hops],
+    )
+
+
+def forecast_of(plan: Plan, schedule: Schedule | None, policy: WeightPolicy) -> Forecast | None:
+    """Simulate the schedule with the costs of the stages."""
+    if schedule is None:
+        return None
+    if not policy.drains and plan.num_stages > 1:
+        repeated = replace(policy, backward=None)  # what is repeated is in the costs already
+        count = schedule.num_microbatches
+        timeline = simulate_policy(repeated, stage_costs(plan), count, 2 + 4 * plan.num_stages)
+        copies = " ".join(map(str, copies_of_weights(policy, plan.num_stages, count)))
+        name = f"1f1b, weight_policy='{policy.name}' with {copies} copies of the weights"
+        return Forecast(name, count, timeline.steady_s, max(0.0, timeline.steady_bubble_fraction))
+    frozen = num_frozen(plan.graph, plan.cuts, plan.graph.trained) if trains(schedule.rows[-1]) else 0
+    schedule = without_relays(schedule) if frozen else schedule
+    timeline = simulate(forward_only(schedule, frozen), stage_costs(plan, frozen))
+    return Forecast(schedule.name, schedule.num_microbatches, timeline.iteration_s, timeline.bubble_fraction)
