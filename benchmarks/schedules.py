@@ -36,10 +36,10 @@ from benchmarks import every_schedule, network
 from benchmarks.processes import add_options, connected, launch
 from benchmarks.rounds import record
 from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.channel import Wire
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.routes import Edge, Route
+from lightning_avgpipe.comm.wire import Wire
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.task import Task

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.channel import Inbox, MemoryChannel, Outbox, Traffic
+from lightning_avgpipe.comm.channel import Inbox, Outbox, Traffic
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.memory_channel import MemoryChannel
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap

@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 from lightning_avgpipe.comm.alone import own_group
 from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.channel import NetworkInbox, NetworkOutbox, Pair, Wire
 from lightning_avgpipe.comm.device_link import DeviceLink
+from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox
 from lightning_avgpipe.comm.routes import Edge, Party, Route
+from lightning_avgpipe.comm.wire import Pair, Wire
 from lightning_avgpipe.utils.device import backends, first_options
 from lightning_avgpipe.utils.torch_compat import default_store
 

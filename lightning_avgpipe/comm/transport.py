@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.channel import Inbox, MemoryChannel, Outbox
+from lightning_avgpipe.comm.channel import Inbox, Outbox
+from lightning_avgpipe.comm.memory_channel import MemoryChannel
 from lightning_avgpipe.comm.network import Network
 from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.comm.stage_map import StageMap

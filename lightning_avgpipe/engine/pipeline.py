@@ -13,8 +13,8 @@ from torch import nn
 from lightning_avgpipe.capture.batch_use import leaf_names
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import intercepting
-from lightning_avgpipe.comm.channel import MemoryChannel
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.memory_channel import MemoryChannel
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.forward_only import Freezing

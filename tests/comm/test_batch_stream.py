@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lightning_avgpipe.comm.batch_stream import BatchSink, BatchSource
-from lightning_avgpipe.comm.channel import MemoryChannel, Traffic
+from lightning_avgpipe.comm.channel import Traffic
 from lightning_avgpipe.comm.control import ControlChannel, ControlChannels
+from lightning_avgpipe.comm.memory_channel import MemoryChannel
 from tests.threads import alone
 
 HOST = torch.device("cpu")

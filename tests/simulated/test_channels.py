@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.channel import NetworkInbox, NetworkOutbox, Pair, Wire
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_link import DeviceLink
 from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox
 from lightning_avgpipe.comm.routes import Edge, Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.wire import Pair, Wire
 from tests.simulated import device
 from tests.simulated.communicator import Communicator
 from tests.threads import LIMIT_S, TIMEOUT, Hub, Injector, MemoryGroup, MemoryNetwork
