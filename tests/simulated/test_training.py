@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_avgpipe import AvgPipeTuner
@@ -45,6 +47,47 @@ def test_weights_are_those_of_the_host(simulated: Simulated, strategy: dict[str,
     differ, errors = simulated(compared, MLP, {"num_microbatches": 4, **strategy}, {"gradient_clip_val": 0.1})
     assert not differ
     assert not errors
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"num_pipelines": 4},
+        {"num_pipelines": 2, "rolling": True},
+        {"weight_policy": "stash"},
+        {"weight_policy": "spectrain"},
+        {"schedule": "zb_h1"},
+        {"verify": 2},
+    ],
+    ids=str,
+)
+def test_weights_of_other_schedules_and_policies_are_those_of_the_host(
+    simulated: Simulated, strategy: dict[str, Any]
+) -> None:
+    assert simulated(compared, MLP, {"num_microbatches": 4, **strategy}, {}, 8) == ([], [])
+
+
+def resumed(folder: Path) -> tuple[list[str], list[str]]:
+    """Names of weights that differ from those of one run after half of it was resumed, and what was found."""
+
+    def trained(epochs: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
+        torch.manual_seed(4)
+        module, strategy = MLP("adamw"), {"num_microbatches": 4, "num_pipelines": 2}
+        keeps = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        runner = pipeline(
+            strategy=strategy, accelerator=SimulatedAccelerator(), max_epochs=epochs, callbacks=[keeps],
+            enable_checkpointing=True,
+        )  # fmt: skip
+        runner.fit(module, loader(MLP, 32, 8), ckpt_path=ckpt_path)
+        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+
+    with device.reported() as report:
+        whole, rest = trained(2), trained(2, str(folder / "epoch=0.ckpt"))
+    return [name for name, tensor in whole.items() if not torch.equal(tensor, rest[name])], list(report.errors)
+
+
+def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(simulated: Simulated, tmp_path: Path) -> None:
+    assert simulated(resumed, tmp_path) == ([], [])
 
 
 def waits(

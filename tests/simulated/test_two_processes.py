@@ -68,7 +68,16 @@ def latest_streams() -> list[int]:
     return [torch.Stream(device=f"{device.NAME}:{device._index()}", priority=p).stream_id for p in (0, -1)]
 
 
-@pytest.mark.parametrize("strategy", [{"num_pipelines": 2, "recompute": True}, {"num_stages": 4}], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"num_pipelines": 2, "recompute": True},
+        {"num_stages": 4},
+        {"num_pipelines": 2, "rolling": True},
+        {"weight_policy": "stash"},
+    ],
+    ids=str,
+)
 def test_weights_are_those_of_the_host(pair: list[SimulatedProcess], strategy: dict[str, Any]) -> None:
     expected = fit(False, MLP, {"num_microbatches": 4, **strategy}, {})
     for weights, errors, _ in both(pair, fitted, strategy):
