@@ -109,7 +109,7 @@ class Bench:
             model, cluster, Planner(model, NUM_STAGES, [split_point]), lambda: [self.optimizer]
         )
         self.deployment.prepare(STEP, self._step, [args], True, build("1f1b", NUM_STAGES, 1))
-        self.pipelines = self.deployment.parallel(1)
+        self.pipelines = self.deployment.models.train(1)
         self.iterations = 0
 
     def _step(self, *args: Any) -> Any:
@@ -123,12 +123,12 @@ class Bench:
 
     def resize(self, num_pipelines: int) -> None:
         """Have so many pipelines from now on."""
-        self.pipelines = self.deployment.parallel(num_pipelines)
+        self.pipelines = self.deployment.models.train(num_pipelines)
 
     def iterate(self, schedule: Schedule) -> None:
         """A batch for each pipeline, their optimizers' steps, and the averaging."""
         self.iterations += 1
-        count, ensemble = len(self.pipelines), self.deployment.ensemble
+        count, ensemble = len(self.pipelines), self.deployment.models.ensemble
         self.optimizer.zero_grad()
         if ensemble is not None:
             ensemble.clear_gradients()

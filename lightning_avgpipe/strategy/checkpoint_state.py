@@ -192,7 +192,7 @@ class DividedState:
     def load_weights(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the weights that this process has; parallel models begin anew, from these."""
         if self._deployment is not None:
-            self._deployment.dissolve(average=False)
+            self._deployment.models.dissolve(average=False)
         self._before.load_weights(own, checkpoint, strict)
 
     def load_optimizers(self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
@@ -208,7 +208,7 @@ class DividedState:
         self.seed = ours.get("seed", self.seed)
         if self._schedule_control is not None:
             self._schedule_control.load_state_dict(ours.get("advance"))
-        self._deployment.load_models_later(ours.get("ensemble", {}))
+        self._deployment.models.load_later(ours.get("ensemble", {}))
 
 
 def take_origin(module: nn.Module, cluster: Cluster, seed: int, before: State) -> Origin | None:

@@ -246,8 +246,8 @@ class Iterations:
             try:
                 outcomes = run_together(pipelines, step, schedules, tasks, [*summing, *self.observers])
             finally:
-                if self.deployment.ensemble is not None:
-                    self.deployment.ensemble.place(0)
+                if self.deployment.models.ensemble is not None:
+                    self.deployment.models.ensemble.place(0)
         if training and finish is not None:
             self.deployment.pipeline.share_kept(step, known, schedules[0])
         with context():  # which may decide what a number is

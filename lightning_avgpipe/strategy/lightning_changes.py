@@ -132,12 +132,12 @@ def showing_reference(trainer: pl.Trainer, models: ParallelModels, deployment: D
     )  # fmt: skip
 
     def on_evaluation_model_eval() -> None:
-        deployment.show_reference(True)
+        deployment.models.show_reference(True)
         begin()
 
     def on_evaluation_model_train() -> None:
         end()
-        deployment.show_reference(False)
+        deployment.models.show_reference(False)
 
     @functools.wraps(clip)
     def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -94,7 +94,7 @@ class ParallelModels:
 
     @property
     def _ensemble(self) -> Ensemble | None:
-        return self._deployment.ensemble
+        return self._deployment.models.ensemble
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -106,17 +106,17 @@ class ParallelModels:
         """Those that run a step function, which is prepared, on so many batches. Every process calls it."""
         deployment = self._deployment
         if step != "training_step":
-            deployment.show_reference(True)
+            deployment.models.show_reference(True)
             return [deployment.pipeline]
         self._finish_averaging()
-        deployment.show_reference(False)
-        if deployment.ensemble is not None:
-            deployment.ensemble.check_checksums()
-        saved = deployment.saved_models
-        pipelines = deployment.parallel(self._configuration.num_pipelines)
+        deployment.models.show_reference(False)
+        if deployment.models.ensemble is not None:
+            deployment.models.ensemble.check_checksums()
+        saved = deployment.models.num_saved
+        pipelines = deployment.models.train(self._configuration.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
             self._tell_restart(saved)
-        deployment.show_reference(False)
+        deployment.models.show_reference(False)
         self._fed = max(self._fed, count)
         return pipelines[:count]
 
@@ -157,7 +157,7 @@ class ParallelModels:
         count = sum(fed)
         self.skipped = frozenset(n for n in range(count) if not trained[n])
         self._fed = max(self._fed, count)
-        replicas.copy([t for n in range(num_pipelines) for t in self._deployment.changed_by_steps(n)])
+        replicas.copy([t for n in range(num_pipelines) for t in self._deployment.models.changed_by_steps(n)])
         return count
 
     def summing(self, schedules: Sequence[Schedule], steps: bool) -> list[Observer]:
@@ -326,7 +326,7 @@ class ParallelModels:
         """
         ensemble = self._ensemble
         if number is None:
-            return self._deployment.showing_reference()
+            return self._deployment.models.showing_reference()
         check_number(number, 1 if ensemble is None else ensemble.size)
         if ensemble is None:
             return contextlib.nullcontext()
@@ -337,7 +337,7 @@ class ParallelModels:
     def trying(self) -> Iterator[None]:
         """Within this context steps are on trial, of which nothing remains."""
         fed = self._fed
-        with self._deployment.trying():
+        with self._deployment.models.trying():
             try:
                 yield
             finally:

@@ -274,7 +274,7 @@ class PipelineRun:
 
     def _iterated(self) -> None:
         if self._survivors is not None:
-            ensemble = self.deployment.ensemble
+            ensemble = self.deployment.models.ensemble
             self._survivors.end_iteration(self.configuration.num_pipelines, ensemble is None or not ensemble.steps)
         self.end_iteration()
 

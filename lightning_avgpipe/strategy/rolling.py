@@ -137,7 +137,7 @@ class RollingIterations(AheadIterations):
             step: steps the optimizers of a pipeline.
         """
         iteration, self._now = self._now, None
-        ensemble = self.deployment.ensemble
+        ensemble = self.deployment.models.ensemble
         if iteration is None or ensemble is None:  # nothing was trained
             return
         try:
@@ -176,7 +176,7 @@ class RollingIterations(AheadIterations):
 
     @property
     def _pipelines(self) -> list[Pipeline]:
-        return self.deployment.pipelines
+        return self.deployment.models.pipelines
 
     # -- an iteration ------------------------------------------------------------------------------------------------
 
@@ -231,14 +231,14 @@ class RollingIterations(AheadIterations):
         return True
 
     def _begin_turns(self) -> None:
-        assert self.deployment.ensemble is not None
-        self.deployment.ensemble.begin_turns()
+        assert self.deployment.models.ensemble is not None
+        self.deployment.models.ensemble.begin_turns()
         self._foresight.begin(self.deployment.pipeline.graph(_STEP))
         self._trained = self._trained_now
 
     def _rolls(self, iteration: _Iteration) -> bool:
         """Whether nobody wants to see this iteration alone, and the stages are there."""
-        ensemble = self.deployment.ensemble
+        ensemble = self.deployment.models.ensemble
         return (
             self._checked
             and _STEP in self.deployment.pipeline.steps
@@ -277,12 +277,12 @@ class RollingIterations(AheadIterations):
 
     def _end(self, iteration: _Iteration, n: int) -> None:
         """Run until a pipeline has ended."""
-        assert iteration.outcomes is not None and self.deployment.ensemble is not None
+        assert iteration.outcomes is not None and self.deployment.models.ensemble is not None
         if n == len(iteration.outcomes):
             try:
                 iteration.outcomes.append(self._rolling.finish(n))
             finally:
-                self.deployment.ensemble.place(0)
+                self.deployment.models.ensemble.place(0)
         skipped = len(iteration.outcomes[n].skipped) == len(iteration.works[n])
         if self.schedule_control.frozen and self.cluster.group.world_size > 1:
             skipped = self.cluster.control_channel.publish(skipped)  # no gradient tells the first stages
@@ -326,14 +326,14 @@ class RollingIterations(AheadIterations):
 
     def _buffers(self, n: int) -> dict[str, Tensor]:
         """What a step of one model writes into, beside its parameters."""
-        assert self.deployment.ensemble is not None
-        return self.deployment.ensemble.buffers(n, self.deployment.pipeline.graph(_STEP).changed)
+        assert self.deployment.models.ensemble is not None
+        return self.deployment.models.ensemble.buffers(n, self.deployment.pipeline.graph(_STEP).changed)
 
     def _clear(self, n: int) -> None:
         """Clear the gradients of one model."""
-        assert self.deployment.ensemble is not None
+        assert self.deployment.models.ensemble is not None
         if n:
-            self.deployment.ensemble.clear_gradients(n)
+            self.deployment.models.ensemble.clear_gradients(n)
         else:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()
@@ -345,7 +345,7 @@ class RollingIterations(AheadIterations):
             for n in begun:  # its messages are on their way
                 self._rolling.finish(n)
         self._rolling.clear()
-        ensemble = self.deployment.ensemble
+        ensemble = self.deployment.models.ensemble
         if ensemble is not None and begun:
             ensemble.place(0)
             for n in begun:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.capture.units import divisible
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.averaging import Elasticity
-from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.whole_backwards import with_whole_backwards
@@ -34,17 +32,15 @@ from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.training.holdings import Holdings
 from lightning_avgpipe.training.kept import check_movable
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
+from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.training.replicas import check_shared
 from lightning_avgpipe.training.state import (
     full_ensemble_state,
     full_state_dict,
-    load_ensemble_state,
     own_state_dict,
 )
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.placeholder import Absent
-from lightning_avgpipe.utils.torch_compat import address
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.store import WeightStore
 
@@ -68,7 +64,7 @@ class Deployment:
         weights: as given.
         pipeline: runs the step functions that are prepared; with parallel models, number 0, and evaluations.
         plan: None before the first step.
-        ensemble: the parallel models, from the first step of training on; None if there is one model.
+        models: that train, each with a pipeline.
         replans: whether the next step of training that begins with cleared gradients may make another plan.
         holdings: what each process has.
         shards: which replica steps which parameters; None: each steps all.
@@ -92,11 +88,9 @@ class Deployment:
         versions = {} if weights is None else {"training_step": weights}
         self.pipeline = Pipeline(cluster, module, planner.recompute, weights=versions)
         self.plan: Plan | None = None
-        self.ensemble: Ensemble | None = None
-        self._pipelines = [self.pipeline]
-        self._elasticity = elasticity or Elasticity()
-        self._observers = observers
-        self._saved_ensemble: Mapping[str, Any] | None = None
+        self.models = ParallelPipelines(
+            module, cluster, self.pipeline, optimizers, elasticity or Elasticity(), observers, planner.recompute
+        )
         self._module = module
         self._cluster = cluster
         self._planner = planner
@@ -111,7 +105,6 @@ class Deployment:
         self._placement = cluster.stage_map.placement
         self._halving: Halving | None = None
         self._due = False  # a plan is made with the step that begins
-        self._has_trained = False
 
     def needed_elsewhere(self) -> frozenset[tuple[str, str]]:
         """Path of a module and name of the attributes that steps read on other processes, and of buffers there."""
@@ -180,8 +173,8 @@ class Deployment:
         lacks = any(isinstance(leaf, Absent) for batch in batches for leaf in tree.tensors(batch))
         self._due = not int(self._cluster.world.sum(torch.tensor(int(lacks))))
         if self._due:
-            if self.ensemble is not None:
-                self.ensemble.begin_relocation()
+            if self.models.ensemble is not None:
+                self.models.ensemble.begin_relocation()
             wanted = replace(self._given, num_stages=self._planner.num_stages, placement=self._placement)
             self._cluster.rearrange(wanted)
         return self._due
@@ -248,15 +241,16 @@ class Deployment:
         if plan is None:
             return False
         placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
-        if self._final and self.plan is not None and self._has_trained:
-            models = 1 if self.ensemble is None else self.ensemble.size
+        if self._final and self.plan is not None and self.models.has_trained:
+            models = 1 if self.models.ensemble is None else self.models.ensemble.size
             check_movable(self.plan, plan, self._arranged, placed, models)
         self._cluster.rearrange(placed)
         check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         begins_alike = not self._final
         self.pipeline.unload()
-        self.plan, self._final, self.replans, self._pipelines = plan, final, False, [self.pipeline]
+        self.plan, self._final, self.replans = plan, final, False
+        self.models.only_first()
         self._arranged = self._cluster.stage_map
         self._place()
         if begins_alike:
@@ -293,129 +287,14 @@ class Deployment:
 
     def _place(self) -> None:
         assert self.plan is not None
-        self.holdings.place(self.plan, self._final, [] if self.ensemble is None else self.ensemble.belongings)
-
-    # -- parallel models ---------------------------------------------------------------------------------------------
-
-    def parallel(self, num_pipelines: int) -> list[Pipeline]:
-        """N pipelines for a step of training, which is prepared. Every process calls it."""
-        self._has_trained = True
-        if num_pipelines == self._cluster.stage_map.num_teams == 1:
-            self.dissolve()
-            self._saved_ensemble = None
-            return self._pipelines
-        begins = self.ensemble is None
-        if self.ensemble is None:
-            assert self.plan is not None
-            self.ensemble = Ensemble(
-                self._module,
-                self._optimizers,
-                self._elasticity,
-                self._observers,
-                self._cluster.replica_group,
-                self.plan.graph.changed,
-                self._written(),
-            )
-        ensemble = self.ensemble
-        stale = ensemble.follow() | ensemble.resize(num_pipelines)
-        self._load_ensemble()
-        if stale or begins or len(self._pipelines) < num_pipelines:
-            self._cluster.transport.widen(num_pipelines)
-            self.pipeline.place = partial(ensemble.place, 0)
-            others = [
-                Pipeline(
-                    self._cluster,
-                    self._module,
-                    self._planner.recompute,
-                    n,
-                    partial(ensemble.place, n),
-                    partial(ensemble.foreign_tensors, n),
-                )
-                for n in range(1, num_pipelines)
-            ]
-            self._pipelines = [self.pipeline, *others]
-            for pipeline in others:
-                pipeline.load_like(self.pipeline, "training_step")
-            ensemble.place(0)
-        return self._pipelines
-
-    @property
-    def pipelines(self) -> list[Pipeline]:
-        """Those of the parallel models, by number."""
-        return self._pipelines
-
-    def _written(self) -> list[Tensor]:
-        """Tensors in attributes and variables that training writes into, beside parameters and buffers."""
-        keys = self.pipeline.graph("training_step").written
-        found = Objects(variable(self._module, *key) for key in keys).tensors
-        named = {address(t) for t in (*self._module.parameters(), *self._module.buffers())}
-        return [t for t in found if address(t) not in named and t.is_leaf and not t.requires_grad]
-
-    def changed_by_steps(self, number: int) -> list[Tensor]:
-        """What steps of training themselves change in one model: buffers, and parameters, as far as they are here."""
-        changed = sorted(self.pipeline.graph("training_step").changed)
-        if self.ensemble is not None:
-            named = self.ensemble.tensors(number)
-        else:
-            named = {name: t.detach() for name, t in (*self._module.named_parameters(), *self._module.named_buffers())}
-        return [named[name] for name in changed if name in named and not named[name].is_meta]
-
-    @property
-    def saved_models(self) -> int | None:
-        """How many parallel models wait to be loaded; None unless a checkpoint has been loaded since they began."""
-        return None if self._saved_ensemble is None else len(self._saved_ensemble.get("models", ()))
-
-    def load_models_later(self, saved: Mapping[str, Any]) -> None:
-        """Load parallel models when they begin to train; if it is another number, they start from the reference."""
-        self._saved_ensemble = saved
-
-    def _load_ensemble(self) -> None:
-        assert self.ensemble is not None
-        if self._saved_ensemble is not None and self.saved_models == self.ensemble.total:
-            load_ensemble_state(self.ensemble, self._saved_ensemble)
-        self._saved_ensemble = None
-
-    def ensemble_state(self) -> dict[str, Any] | None:
-        """On rank 0 what parallel models have of their own; None if there is one model. Every process calls it."""
-        if self.ensemble is None:
-            return None
-        return full_ensemble_state(self.ensemble, self._cluster, self.holdings.answers)
-
-    def dissolve(self, average: bool = True) -> None:
-        """Go on with one model: the reference, after a last averaging if that is wanted. Every process calls it."""
-        if self.ensemble is not None:
-            self.ensemble.dissolve(average)
-        self.ensemble = self.pipeline.place = None
-        self._pipelines = [self.pipeline]
+        self.holdings.place(
+            self.plan, self._final, [] if self.models.ensemble is None else self.models.ensemble.belongings
+        )
 
     def abandon(self) -> None:
         """Go on with one model after a failure, without waiting for anybody."""
         self._forget_kept()
-        if self.ensemble is not None:
-            self.ensemble.abandon()
-        self.dissolve(average=False)
-
-    @contextlib.contextmanager
-    def showing_reference(self, reference: bool = True) -> Iterator[None]:
-        """Within this context the module has the weights of the reference, or those of pipeline 0."""
-        with contextlib.nullcontext() if self.ensemble is None else self.ensemble.showing_reference(reference):
-            yield
-
-    def show_reference(self, reference: bool) -> None:
-        """From now on the module has the weights of the reference, or those of pipeline 0."""
-        if self.ensemble is not None:
-            self.ensemble.show_reference(reference)
-
-    @contextlib.contextmanager
-    def trying(self) -> Iterator[None]:
-        """Within this context parallel models come and go on trial; after it saved ones wait to be loaded as before."""
-        before = self._saved_ensemble, self._has_trained
-        self._saved_ensemble = None
-        try:
-            yield
-        finally:
-            self.dissolve(average=False)
-            self._saved_ensemble, self._has_trained = before
+        self.models.abandon()
 
     # -- copies of parameters -----------------------------------------------------------------------------------------
 
@@ -425,7 +304,7 @@ class Deployment:
         Args:
             number: of one pipeline; None: all.
         """
-        for pipeline in self._pipelines if number is None else self._pipelines[number : number + 1]:
+        for pipeline in self.models.pipelines if number is None else self.models.pipelines[number : number + 1]:
             pipeline.copies("training_step").sum_gradients()
 
     @property
@@ -435,8 +314,8 @@ class Deployment:
 
     def verify_copies(self) -> None:
         """Check that what several stages use is the same on all of them. Every process calls it."""
-        with self.showing_reference(False):
-            for pipeline in self._pipelines:
+        with self.models.showing_reference(False):
+            for pipeline in self.models.pipelines:
                 pipeline.copies("training_step").verify()
 
     def restore(self) -> None:
@@ -444,7 +323,7 @@ class Deployment:
 
         What began on meta is too large for that: each process keeps its own stages, on the host, and all buffers.
         """
-        self.dissolve()
+        self.models.dissolve()
         self.pipeline.unload()
         self._forget_kept()
         if self.plan is not None:
@@ -512,12 +391,18 @@ class Deployment:
 
         Of parallel models those of the reference.
         """
-        with self.showing_reference():
+        with self.models.showing_reference():
             if not whole:
                 return own_state_dict(self._module, self._cluster, self.holdings.answers)
             if self._cluster.group.world_size == 1 or self.plan is None or not self._cluster.gathers:
                 return self._module.state_dict()
             return full_state_dict(self._module, self._cluster, self.holdings.answers)
+
+    def ensemble_state(self) -> dict[str, Any] | None:
+        """On rank 0 what parallel models have of their own; None if there is one model. Every process calls it."""
+        if self.models.ensemble is None:
+            return None
+        return full_ensemble_state(self.models.ensemble, self._cluster, self.holdings.answers)
 
     def collected(self, copy: nn.Module) -> dict[str, Any]:
         """The state dict of a copy of the module that is divided as the module is; whole on rank 0.

@@ -42,7 +42,7 @@ class Sees(L.Callback):
         self.seen[hook] = state(module)
         with trainer.strategy.reference() as reference:
             self.seen[f"{hook} reference"] = state(reference)
-        if trainer.strategy.run.deployment.ensemble is not None:
+        if trainer.strategy.run.deployment.models.ensemble is not None:
             with trainer.strategy.parallel_model(0) as model:
                 self.seen[f"{hook} own"] = state(model)
         assert_equal(state(module), self.seen[hook])
@@ -232,7 +232,7 @@ def test_fewer_pipelines_keep_the_reference() -> None:
 
         def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
             if trainer.global_step == 2:
-                trainer.strategy.run.deployment.parallel(trainer.strategy.num_pipelines)
+                trainer.strategy.run.deployment.models.train(trainer.strategy.num_pipelines)
                 with trainer.strategy.reference() as reference:
                     self.references.append(state(reference))
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_avgpipe.engine.executor import Lane
-from lightning_avgpipe.training import deployment
+from lightning_avgpipe.training import parallel_pipelines
 from tests.elastic.models import OPTIMIZERS, Batches, Net, assert_equal, state, train
 from tests.models import MLP, loader
 from tests.trainers import pipeline, trainer
@@ -30,7 +30,7 @@ def every(count: int, n: int, samples: int = 48) -> Batches:
 
 
 def test_one_pipeline_is_plain_training_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deployment, "Ensemble", None)  # nothing is averaged, nor copied for it
+    monkeypatch.setattr(parallel_pipelines, "Ensemble", None)  # nothing is averaged, nor copied for it
     results = []
     for strategy in ({}, {"num_pipelines": 1, "alpha": 0.3, "outer_lr": 2.0}):
         model = net(optimizer="adamw")

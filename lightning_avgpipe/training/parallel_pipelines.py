@@ -1,0 +1,173 @@
+"""Parallel pipelines: one for each model that trains, and the ensemble that holds the models together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.capture.outside import variable
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.elastic.averaging import Elasticity
+from lightning_avgpipe.elastic.ensemble import Ensemble
+from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.planning.recompute_policy import Recompute
+from lightning_avgpipe.training.state import load_ensemble_state
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.torch_compat import address
+
+
+class ParallelPipelines:
+    """The pipelines that train the models of one process group; one, if there is one model.
+
+    Args:
+        module: that is trained.
+        cluster: with open channels.
+        first: pipeline number 0, which also evaluates.
+        optimizers: those that step the module, as of when it is called.
+        elasticity: how models are held together.
+        observers: modules that only look at values (metrics).
+        recompute: what is repeated before, or in, a backward.
+
+    Attributes:
+        ensemble: the parallel models, from the first step of training on; None if there is one model.
+        pipelines: by number of their models.
+        has_trained: whether a step of training has begun.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cluster: Cluster,
+        first: Pipeline,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        elasticity: Elasticity,
+        observers: Collection[nn.Module],
+        recompute: Recompute,
+    ) -> None:
+        self.ensemble: Ensemble | None = None
+        self.pipelines = [first]
+        self.has_trained = False
+        self._module = module
+        self._cluster = cluster
+        self._first = first
+        self._optimizers = optimizers
+        self._elasticity = elasticity
+        self._observers = observers
+        self._recompute = recompute
+        self._saved: Mapping[str, Any] | None = None
+
+    def train(self, num_pipelines: int) -> list[Pipeline]:
+        """N pipelines for a step of training, which is prepared. Every process calls it."""
+        self.has_trained = True
+        if num_pipelines == self._cluster.stage_map.num_teams == 1:
+            self.dissolve()
+            self._saved = None
+            return self.pipelines
+        begins = self.ensemble is None
+        if self.ensemble is None:
+            self.ensemble = Ensemble(
+                self._module,
+                self._optimizers,
+                self._elasticity,
+                self._observers,
+                self._cluster.replica_group,
+                self._first.graph("training_step").changed,
+                self._written(),
+            )
+        ensemble = self.ensemble
+        stale = ensemble.follow() | ensemble.resize(num_pipelines)
+        self._load()
+        if stale or begins or len(self.pipelines) < num_pipelines:
+            self._cluster.transport.widen(num_pipelines)
+            self._first.place = partial(ensemble.place, 0)
+            others = [
+                Pipeline(
+                    self._cluster,
+                    self._module,
+                    self._recompute,
+                    n,
+                    partial(ensemble.place, n),
+                    partial(ensemble.foreign_tensors, n),
+                )
+                for n in range(1, num_pipelines)
+            ]
+            self.pipelines = [self._first, *others]
+            for pipeline in others:
+                pipeline.load_like(self._first, "training_step")
+            ensemble.place(0)
+        return self.pipelines
+
+    def only_first(self) -> None:
+        """The plan is another: the other pipelines are made when they train next."""
+        self.pipelines = [self._first]
+
+    def _written(self) -> list[Tensor]:
+        """Tensors in attributes and variables that training writes into, beside parameters and buffers."""
+        keys = self._first.graph("training_step").written
+        found = Objects(variable(self._module, *key) for key in keys).tensors
+        named = {address(t) for t in (*self._module.parameters(), *self._module.buffers())}
+        return [t for t in found if address(t) not in named and t.is_leaf and not t.requires_grad]
+
+    def changed_by_steps(self, number: int) -> list[Tensor]:
+        """What steps of training themselves change in one model: buffers, and parameters, as far as they are here."""
+        changed = sorted(self._first.graph("training_step").changed)
+        if self.ensemble is not None:
+            named = self.ensemble.tensors(number)
+        else:
+            named = {name: t.detach() for name, t in (*self._module.named_parameters(), *self._module.named_buffers())}
+        return [named[name] for name in changed if name in named and not named[name].is_meta]
+
+    @property
+    def num_saved(self) -> int | None:
+        """How many parallel models wait to be loaded; None unless a checkpoint has been loaded since they began."""
+        return None if self._saved is None else len(self._saved.get("models", ()))
+
+    def load_later(self, saved: Mapping[str, Any]) -> None:
+        """Load parallel models when they begin to train; if it is another number, they start from the reference."""
+        self._saved = saved
+
+    def _load(self) -> None:
+        assert self.ensemble is not None
+        if self._saved is not None and self.num_saved == self.ensemble.total:
+            load_ensemble_state(self.ensemble, self._saved)
+        self._saved = None
+
+    def dissolve(self, average: bool = True) -> None:
+        """Go on with one model: the reference, after a last averaging if that is wanted. Every process calls it."""
+        if self.ensemble is not None:
+            self.ensemble.dissolve(average)
+        self.ensemble = self._first.place = None
+        self.only_first()
+
+    def abandon(self) -> None:
+        """Go on with one model after a failure, without waiting for anybody."""
+        if self.ensemble is not None:
+            self.ensemble.abandon()
+        self.dissolve(average=False)
+
+    @contextlib.contextmanager
+    def showing_reference(self, reference: bool = True) -> Iterator[None]:
+        """Within this context the module has the weights of the reference, or those of pipeline 0."""
+        with contextlib.nullcontext() if self.ensemble is None else self.ensemble.showing_reference(reference):
+            yield
+
+    def show_reference(self, reference: bool) -> None:
+        """From now on the module has the weights of the reference, or those of pipeline 0."""
+        if self.ensemble is not None:
+            self.ensemble.show_reference(reference)
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Within this context parallel models come and go on trial; after it saved ones wait to be loaded as before."""
+        before = self._saved, self.has_trained
+        self._saved = None
+        try:
+            yield
+        finally:
+            self.dissolve(average=False)
+            self._saved, self.has_trained = before
