@@ -51,6 +51,9 @@ class Event:
         self.milliseconds = milliseconds
         self.waited = False
 
+    def query(self) -> bool:
+        return self.waited
+
     def synchronize(self) -> None:
         self.waited = True
 
