@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,32 @@ class Outcome:
 
 
 def run(
-    world_size: int, function: Callable[..., Any], *args: Any, folder: Path, pids: list[int] | None = None
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    pids: list[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    port: int | None = None,
 ) -> list[Outcome]:
     """Call ``function(rank, *args)`` in each of ``world_size`` processes, as a launcher such as torchrun would.
 
-    A process that is killed has no result and no error. No process outlives this call. Their numbers are added to
-    ``pids``.
+    A process that is killed has no result and no error. No process outlives this call.
+
+    Args:
+        world_size: number of processes in all.
+        function: that each calls.
+        args: of it.
+        folder: for files.
+        pids: their numbers are added.
+        ranks: of those that are started here; None: all.
+        port: at which they find each other; None: one that is free.
     """
-    port = free_port()
+    port = port or free_port()
     context = mp.get_context("fork")
+    started = range(world_size) if ranks is None else ranks
     processes = [
-        context.Process(target=_work, args=(rank, world_size, port, function, args, folder))
-        for rank in range(world_size)
+        context.Process(target=_work, args=(rank, world_size, port, function, args, folder)) for rank in started
     ]
     for process in processes:
         process.start()
@@ -56,14 +70,14 @@ def run(
     deadline = time.monotonic() + LIMIT_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
-    stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    stuck = [rank for rank, process in zip(started, processes, strict=True) if process.is_alive()]
     for process in processes:
         if process.is_alive():
             process.kill()
             process.join()
     assert not stuck, f"ranks {stuck} did not end within {LIMIT_S:.0f} s"
     outcomes = []
-    for rank, process in enumerate(processes):
+    for rank, process in zip(started, processes, strict=True):
         path = folder / f"outcome-{rank}.pickle"
         result, error, *rest = pickle.loads(path.read_bytes()) if path.exists() else (None, None, [], 0.0)
         path.unlink(missing_ok=True)

@@ -49,13 +49,24 @@ def start(port: int, world_size: int, limit_s: float) -> subprocess.Popen[str]:
         late.cancel()
     process.kill()
     process.wait()
-    raise RuntimeError(f"the process that is to keep the store at port {port} ended, or was not ready in {limit_s:g} s")
+    raise RuntimeError(
+        f"the process that is to keep the store at port {port} ended, or was not ready in {limit_s:g} s. If the port "
+        "is taken, another run has it, maybe one that group 0 has left, which goes on without it: it cannot come back"
+    )
 
 
-def enter(store: dist.Store, rank: int) -> None:
-    """From now on this process uses the store of a keeper, which stays until it ends."""
-    store.set(f"{_PREFIX}/{rank}", f"{os.getpid()} {platform.node()}")
+def enter(store: dist.Store, rank: int) -> str | None:
+    """From now on this process uses the store of a keeper, which stays until it ends.
+
+    Returns:
+        Who has come as this rank before, and may have died: this process must not answer for it. None: nobody.
+    """
+    this = f"{os.getpid()} {platform.node()}"
+    first = store.compare_set(f"{_PREFIX}/{rank}", "", this).decode()
+    if first != this:
+        return "process {} on {}".format(*first.split(" ", 1))
     _entered.append(rank)
+    return None
 
 
 def name() -> str | None:

@@ -109,6 +109,8 @@ def connecting(rank: int, world_size: int) -> Iterator[None]:
     with needing_starter(f"rank {rank}"):
         try:
             yield
+        except ConfigurationError:  # they were found
+            raise
         except RuntimeError as error:
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise PeerError(
@@ -134,6 +136,7 @@ def store(
 
     Raises:
         RuntimeError: it is not there within the timeout.
+        ConfigurationError: this process was started anew, for one of a run that has begun.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # of torchrun
     found: dist.Store
@@ -153,8 +156,13 @@ def store(
         )
         if agent:  # who outlives its processes, and starts them again
             found = fresh(found, rank, environment.world_size(), timeout)
-        if apart:
-            keeper.enter(found, rank)
+        if apart and (first := keeper.enter(found, rank)) is not None:
+            raise ConfigurationError(
+                f"rank {rank} was started anew: {first} came before it to the run at {environment.main_address}:"
+                f"{environment.main_port}. If that has died, its group has left, or is about to, and does not come "
+                "back; the others go on without it. To have it back, end all processes and start all again from the "
+                "last checkpoint; another run needs another MASTER_PORT"
+            )
     return found, "torchrun's agent" if agent else keeper.name()
 
 

@@ -20,7 +20,7 @@ def use(rank: int, port: int) -> int:
     """The first process starts a keeper, writes and ends; the second one reads when it is gone."""
     process = keeper.start(port, 2, LIMIT_S) if rank == 0 else None
     store = dist.TCPStore("localhost", port, timeout=timedelta(seconds=LIMIT_S), wait_for_workers=False)
-    keeper.enter(store, rank)
+    assert keeper.enter(store, rank) is None
     assert keeper.name() == "the keeper"
     if process is not None:
         store.set("first", f"{os.getpid()} {process.pid}")
@@ -30,6 +30,13 @@ def use(rank: int, port: int) -> int:
     store.set("second", "")
     psutil.Process(first).wait(LIMIT_S)
     return int(store.get("first").decode().split()[1])
+
+
+def test_a_rank_is_that_of_the_first_process_that_comes_as_it() -> None:
+    store = dist.HashStore()
+    store.set("avgpipe/keeper/3", "1234 the other host")
+    assert keeper.enter(store, 3) == "process 1234 on the other host"
+    assert store.get("avgpipe/keeper/3") == b"1234 the other host"
 
 
 @pytest.mark.slow
