@@ -1,0 +1,1 @@
+"""The workloads of AvgPipe's paper at a size for two cores, beside what else one could train them with."""

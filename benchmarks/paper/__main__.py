@@ -1,0 +1,156 @@
+"""AvgPipe's paper once more, with two processes: its three workloads to a target, beside what else one could use.
+
+    python -m benchmarks.paper --json paper.json --pictures docs --resume    # as root: hours; goes on where it was
+    python -m benchmarks.paper --quick                                       # one link, one seed: some twenty minutes
+    python -m benchmarks.paper --quick --workloads awd_lstm                  # needs no corpus
+
+Two processes on rate-limited links (network namespaces, which need root) train the examples' models with real
+arithmetic: with Lightning's ddp, torch.distributed.pipelining, DeepSpeed's pipeline, and this engine as GPipe, 1F1B,
+PipeDream, PipeDream-2BW and AvgPipe. In each round, one for each seed, all of them take turns, each in processes of
+its own. Time to the target is time per epoch times epochs to the target, which are counted in one process, since they
+depend on no link (see ``learning.py``). The target is what plain training has reached after two thirds of its epochs.
+
+AvgPipe is what the tuner takes from its profile on the link within the memory of the system that it is compared with,
+as in the paper's Figures 11 and 12; memory is counted in the same way for both (see ``settings.py``), and measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import network
+from benchmarks.paper import learning, report, timing
+from benchmarks.paper.peers import PEERS
+from benchmarks.paper.results import Record, Results
+from benchmarks.paper.settings import label, settings_within
+from benchmarks.paper.workloads import WORKLOADS, Workload, names, prepare
+from lightning_avgpipe.tuning import Profile, Setting
+
+SYSTEMS = ["ddp", *PEERS, *timing.OURS]
+QUICK = {"links": [100], "seeds": 1, "lines": 2400, "epochs": 3, "steps": 8}
+
+
+def measure_time(
+    results: Results, chosen: Sequence[Workload], folders: dict[str, Path], options: argparse.Namespace
+) -> None:
+    """Everything that is not measured yet, round by round."""
+    for seed in range(options.seeds):
+        for workload in chosen:
+            for link in options.links:
+                time = functools.partial(_timed, results, workload, folders[workload.name], link, options)
+                profile = time(timing.TUNING, None, 0)
+                settings = _settings(profile, workload)
+                for system, setting in [*((name, None) for name in options.systems), *settings.items()]:
+                    time(system, setting, seed)
+
+
+def _settings(profile: Record, workload: Workload) -> dict[str, Setting]:
+    """Name in results -> setting of AvgPipe."""
+    if "profile" not in profile:
+        return {}
+    found = settings_within(Profile.from_json(profile["profile"]), workload, profile["most"])
+    return {label(setting): setting for setting in found.values()}
+
+
+def _timed(
+    results: Results, workload: Workload, folder: Path, link: int, options: argparse.Namespace,
+    system: str, setting: Setting | None, seed: int,
+) -> Record:  # fmt: skip
+    key = workload.name, link, system, seed
+    if (known := results.find(*key)) is not None:
+        return known
+    limit = link if options.namespaces else None
+    try:
+        found = timing.measure(workload, system, setting, folder, limit, options.steps, seed, options.limit_s)
+    except SystemExit as error:
+        found = {"failed": str(error)}
+    except subprocess.TimeoutExpired:
+        found = {"failed": f"not done within {options.limit_s:g} s"}
+    if system == timing.TUNING:
+        found["most"] = options.pipelines
+    said = {name: value for name, value in found.items() if name != "profile"}
+    print(f"{workload.name}, {link} Mbit/s, {system}, seed {seed}: {said}", flush=True)
+    return results.add(*key, found)
+
+
+def measure_learning(
+    results: Results, chosen: Sequence[Workload], folders: dict[str, Path], options: argparse.Namespace
+) -> None:
+    """A curve for each algorithm that was timed, and each seed."""
+    trials = [
+        trial for trial in _trials(results, chosen, options) if results.find(trial[0], None, *trial[1:]) is None
+    ]  # fmt: skip
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        runs = {pool.submit(learning.train, *trial, folders[trial[0]], options.epochs): trial for trial in trials}
+        for done in as_completed(runs):
+            name, algorithm, seed = runs[done]
+            record = results.add(name, None, algorithm, seed, done.result())
+            print(f"{name}, {algorithm}, seed {seed}: {record.get('curve', record)}", flush=True)
+
+
+def _trials(
+    results: Results, chosen: Sequence[Workload], options: argparse.Namespace
+) -> Iterator[tuple[str, str, int]]:
+    for workload in chosen:
+        timed = [r["system"] for r in results.records if r["workload"] == workload.name and "batch_s" in r]
+        for algorithm in dict.fromkeys([learning.SYNCHRONOUS, *map(learning.algorithm_of, timed)]):
+            for seed in range(options.seeds):
+                yield workload.name, algorithm, seed
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--workloads", nargs="+", choices=WORKLOADS)
+    result.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="beside AvgPipe")
+    result.add_argument("--links", nargs="+", type=int, default=[1000, 100], help="megabits per second")
+    result.add_argument("--seeds", type=int, default=3)
+    result.add_argument("--lines", type=int, default=16_000, help="of training, for each workload")
+    result.add_argument("--epochs", type=int, default=6)
+    result.add_argument("--steps", type=int, default=16, help="that are timed")
+    result.add_argument("--pipelines", type=int, default=2, help="of AvgPipe, at most")
+    result.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time that count epochs")
+    result.add_argument("--limit-s", type=float, default=300.0, help="for each system")
+    result.add_argument("--free", dest="namespaces", action="store_false", help="links without a limit: a trial")
+    result.add_argument("--quick", action="store_true", help=f"{QUICK}, where nothing else is said")
+    result.add_argument("--resume", action="store_true", help="measure what the results file does not have")
+    result.add_argument("--data", type=Path, default=Path("data"), help="folder of the corpora")
+    result.add_argument("--work", type=Path, default=Path("build/paper"), help="folder of the parts of them")
+    result.add_argument("--json", type=Path, help="results file")
+    result.add_argument("--pictures", type=Path, help="folder")
+    return result
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    made = parser()
+    if "--quick" in arguments:
+        made.set_defaults(**QUICK)
+    return made.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """See above."""
+    options = parsed(arguments)
+    if options.namespaces and not network.available():
+        raise SystemExit("links of a limited rate are network namespaces, which need root, ip and tc; or give --free")
+    results, chosen = Results(options.json, options.resume), names(options.workloads)
+    folders: dict[str, Any] = {w.name: prepare(w, options.data, options.work.resolve(), options.lines) for w in chosen}
+    measure_time(results, chosen, folders, options)
+    measure_learning(results, chosen, folders, options)
+    print(f"\n{report.summary(results.records)}")
+    if options.pictures is not None:
+        report.pictures(report.rows(results.records), results.records, options.pictures)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,91 @@
+"""How well each way learns: its metric on validation data, epoch by epoch, trained in one process.
+
+What a run computes depends neither on links nor on where its stages are, so one training stands for all links; and ddp
+and all pipelines that drain compute the same gradients of a batch, up to dropout and rounding, so that one training
+stands for all of these.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from benchmarks.paper.settings import MICROBATCHES
+from benchmarks.paper.timing import OURS
+from benchmarks.paper.workloads import WORKLOADS
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.errors import AvgPipeError
+
+__all__ = ["SYNCHRONOUS", "algorithm_of", "epochs_to", "train"]
+
+SYNCHRONOUS = "synchronous"
+CHECKS = 4  # in an epoch
+
+
+def algorithm_of(system: str) -> str:
+    """What a system computes: "synchronous", "pipedream", "2bw", or parallel models "N=2" and so on."""
+    if system.startswith("avgpipe"):
+        models = system.split("N=")[1].split()[0]
+        return SYNCHRONOUS if models == "1" else f"N={models}"
+    return system if system in ("pipedream", "2bw") else SYNCHRONOUS
+
+
+class _Curve(L.Callback):
+    """The metric after each validation."""
+
+    def __init__(self, metric: str) -> None:
+        self.metric = metric
+        self.values: list[float] = []
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.values.append(float(trainer.callback_metrics[self.metric]))
+
+
+def train(name: str, algorithm: str, seed: int, folder: Path, epochs: int) -> dict[str, Any]:
+    """``curve``: pairs of epochs and metric; ``batches``: of an epoch. Or ``refused``: why it cannot be."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    L.seed_everything(seed, verbose=False)
+    workload, models = WORKLOADS[name], int(algorithm[2:]) if algorithm.startswith("N=") else 1
+    data, curve = workload.data(folder, workload.batch_size, models), _Curve(workload.metric)
+    strategy: Any = "auto"
+    if algorithm != SYNCHRONOUS:
+        strategy = AvgPipeStrategy(
+            num_stages=2,
+            num_microbatches=MICROBATCHES,
+            num_pipelines=models,
+            costs="flops",
+            **workload.options,
+            **OURS.get(algorithm, {}),
+        )
+    with tempfile.TemporaryDirectory() as made:
+        trainer = L.Trainer(
+            strategy=strategy, accelerator="cpu", devices=1, max_epochs=epochs, val_check_interval=1 / CHECKS,
+            gradient_clip_val=workload.clip, num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[curve], default_root_dir=made,
+        )  # fmt: skip
+        try:
+            trainer.fit(workload.module(models), data)
+        except AvgPipeError as error:
+            return {"refused": str(error).split("\n")[0]}
+    points = [((i + 1) / CHECKS, value) for i, value in enumerate(curve.values)]
+    return {"curve": points, "batches": int(trainer.num_training_batches) * models}
+
+
+def epochs_to(curve: list[tuple[float, float]], target: float, falling: bool) -> float | None:
+    """Epochs until a curve first reaches a target, interpolated between its points; None: it does not."""
+    before: tuple[float, float] | None = None
+    for epoch, value in curve:
+        if (value <= target) if falling else (value >= target):
+            if before is None or value == before[1]:
+                return epoch
+            return before[0] + (epoch - before[0]) * (target - before[1]) / (value - before[1])
+        before = (epoch, value)
+    return None

@@ -1,0 +1,247 @@
+"""What the records say: a table beside the paper's claims, and pictures like its Figures 11 to 14."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.learning import SYNCHRONOUS, algorithm_of, epochs_to
+from benchmarks.paper.results import Record
+from benchmarks.paper.settings import BOUNDS, MICROBATCHES, label, settings_within
+from benchmarks.paper.timing import TUNING
+from benchmarks.paper.workloads import WORKLOADS
+from lightning_avgpipe.tuning import Profile
+
+__all__ = ["Row", "claims", "pictures", "rows", "table", "target_of"]
+
+REACHED_AFTER = 2 / 3  # of its epochs: what plain training has then is the target
+# What is compared within the memory of what: the other engines' pipelines stash what ours do.
+BOUND_OF = {"torch gpipe": "gpipe", "torch 1f1b": "1f1b", "deepspeed": "1f1b"} | {name: name for name in BOUNDS}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A system on a link.
+
+    Attributes:
+        epoch_s: seconds of an epoch, median of the seeds; None: it was not measured.
+        memory: MiB of the fullest process, at most.
+        epochs: to the target, median of the seeds; infinite where most of them miss it; None: not trained.
+        note: why something is missing.
+        within: setting of AvgPipe that fits the memory of this system; for AvgPipe itself "".
+    """
+
+    workload: str
+    link: int
+    system: str
+    epoch_s: float | None
+    memory: float | None
+    epochs: float | None
+    note: str = ""
+    within: str = ""
+
+    @property
+    def target_s(self) -> float | None:
+        """Seconds to the target."""
+        return None if self.epoch_s is None or self.epochs is None else self.epoch_s * self.epochs
+
+
+def target_of(workload: str, records: Sequence[Record]) -> float | None:
+    """The best metric that plain training had after two thirds of its epochs, median of the seeds."""
+    curves = [r["curve"] for r in records if (r["workload"], r["system"]) == (workload, SYNCHRONOUS) and "curve" in r]
+    better = min if WORKLOADS[workload].goal == "min" else max
+    found = [better(v for e, v in curve if e <= REACHED_AFTER * curve[-1][0]) for curve in curves]
+    return statistics.median(found) if found else None
+
+
+def _epochs(workload: str, algorithm: str, records: Sequence[Record]) -> float | None:
+    target = target_of(workload, records)
+    curves = [r["curve"] for r in records if (r["workload"], r["system"]) == (workload, algorithm) and "curve" in r]
+    if target is None or not curves:
+        return None
+    found = [epochs_to(curve, target, WORKLOADS[workload].goal == "min") for curve in curves]
+    return statistics.median(float("inf") if value is None else value for value in found)
+
+
+def rows(records: Sequence[Record]) -> list[Row]:
+    """One for each system on each link."""
+    timed = [r for r in records if r["link"] is not None and r["system"] != TUNING]
+    made = []
+    for workload, link, system in dict.fromkeys((r["workload"], r["link"], r["system"]) for r in timed):
+        here = [r for r in timed if (r["workload"], r["link"], r["system"]) == (workload, link, system)]
+        good = [r for r in here if "batch_s" in r]
+        note = next((r[key] for r in here for key in ("refused", "failed") if key in r), "")
+        algorithm = algorithm_of(system)
+        learned = [r for r in records if (r["workload"], r["system"]) == (workload, algorithm)]
+        batches = next((r["batches"] for r in records if r["workload"] == workload and "batches" in r), None)
+        note = note or next((r["refused"] for r in learned if "refused" in r), "")
+        batch_s = statistics.median(r["batch_s"] for r in good) if good else None
+        made.append(
+            Row(
+                workload, link, system, None if batch_s is None or batches is None else batch_s * batches,
+                max((max(r["memory"]) for r in good), default=None), _epochs(workload, algorithm, records), note,
+                _within(workload, link, system, records),
+            )
+        )  # fmt: skip
+    return made
+
+
+def _within(workload: str, link: int, system: str, records: Sequence[Record]) -> str:
+    profile = next((r for r in records if (r["workload"], r["link"], r["system"]) == (workload, link, TUNING)), None)
+    if profile is None or system not in BOUND_OF:
+        return ""
+    found = settings_within(Profile.from_json(profile["profile"]), WORKLOADS[workload], profile["most"])
+    return label(found[BOUND_OF[system]])
+
+
+def table(found: Sequence[Row]) -> str:
+    """Markdown; speed-ups are times of the system over those of AvgPipe within its memory."""
+    names = [
+        "workload", "link", "", "epoch", "memory", "epochs to target", "time to target", "AvgPipe in its memory",
+        "epoch over AvgPipe's", "target over AvgPipe's",
+    ]  # fmt: skip
+    lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
+    for row in found:
+        ours = _rival(row, found)
+        cells = [
+            row.workload, f"{row.link} Mbit/s", row.system, _shown(row.epoch_s, "{:.1f} s"),
+            _shown(row.memory, "{:.0f} MiB"), _shown(row.epochs, "{:.2f}"), _shown(row.target_s, "{:.0f} s"),
+            row.within.removeprefix("avgpipe "), _ratio(row.epoch_s, ours and ours.epoch_s),
+            _ratio(row.target_s, ours and ours.target_s),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def notes(found: Sequence[Row]) -> str:
+    """Why something is missing: a line for each system of a workload."""
+    said = {f"- {row.workload}, {row.system}: {row.note}" for row in found if row.note}
+    return "\n".join(sorted(said))
+
+
+PAPER = {
+    "pipelines of other engines": ("1.7x", ["torch gpipe", "torch 1f1b", "deepspeed"]),
+    "pipelines here": ("1.7x", ["gpipe", "1f1b", "pipedream", "2bw"]),
+    "data parallelism": ("4.7x", ["ddp"]),
+}
+
+
+def claims(found: Sequence[Row]) -> str:
+    """Markdown: how much sooner AvgPipe reaches the target, over all workloads and links, beside the paper."""
+    lines = [
+        "| AvgPipe over | paper, on average | here, geometric mean | least | largest |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for group, (claimed, systems) in PAPER.items():
+        pairs = [(row.target_s, _rival(row, found)) for row in found if row.system in systems]
+        ratios = [a / b.target_s for a, b in pairs if a and b is not None and b.target_s]
+        finite = [ratio for ratio in ratios if 0 < ratio < float("inf")]
+        values = (statistics.geometric_mean(finite), min(finite), max(finite)) if finite else ()
+        cells = [f"{value:.2f}x" for value in values] or ["-"] * 3
+        lines.append(f"| {group} | {claimed} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _rival(row: Row, found: Sequence[Row]) -> Row | None:
+    """AvgPipe within the memory of a system."""
+    return next((o for o in found if (o.workload, o.link, o.system) == (row.workload, row.link, row.within)), None)
+
+
+def _shown(value: float | None, text: str) -> str:
+    if value is None:
+        return "-"
+    return "not reached" if value == float("inf") else text.format(value)
+
+
+def _ratio(theirs: float | None, ours: float | None) -> str:
+    if theirs is None or not ours or float("inf") in (theirs, ours):
+        return "-"
+    return f"{theirs / ours:.2f}x"
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def pictures(found: Sequence[Row], records: Sequence[Record], folder: Path) -> None:
+    """``paper_time.png`` and ``paper_memory.png``, bars; ``paper_curves.png``, metric against hours."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    _bars(found, "target_s", "time to the target, over that of ddp", folder / "paper_time.png", relative=True)
+    _bars(found, "memory", "memory of the fullest process, MiB", folder / "paper_memory.png", relative=False)
+    _curves(found, records, folder / "paper_curves.png")
+
+
+def _panels(found: Sequence[Row]) -> tuple[list[str], list[int]]:
+    return list(dict.fromkeys(row.workload for row in found)), sorted({row.link for row in found})
+
+
+def _figure(found: Sequence[Row]) -> tuple[Any, Any, list[tuple[int, int, list[Row]]]]:
+    from matplotlib import pyplot
+
+    workloads, links = _panels(found)
+    figure, axes = pyplot.subplots(
+        len(links),
+        len(workloads),
+        figsize=(4.4 * len(workloads), 2.9 * len(links)),
+        squeeze=False,
+        layout="constrained",
+    )
+    panels = [
+        (i, j, [row for row in found if (row.workload, row.link) == (workload, link)])
+        for i, link in enumerate(links)
+        for j, workload in enumerate(workloads)
+    ]
+    for i, j, _ in panels:
+        axes[i][j].set_title(f"{workloads[j]}, {links[i]} Mbit/s", fontsize=9)
+    return figure, axes, panels
+
+
+def _bars(found: Sequence[Row], name: str, title: str, path: Path, relative: bool) -> None:
+    figure, axes, panels = _figure(found)
+    for i, j, here in panels:
+        base = next((getattr(row, name) for row in here if row.system == "ddp"), None) if relative else 1.0
+        drawn = [(row.system, getattr(row, name)) for row in here if getattr(row, name) not in (None, float("inf"))]
+        for y, (system, value) in enumerate(drawn):
+            colour = "#2f6fb2" if system.startswith("avgpipe") else "#9aa5b1"
+            axes[i][j].barh(y, value / (base or 1.0), color=colour, height=0.7)
+        axes[i][j].set_yticks(range(len(drawn)), [system for system, _ in drawn], fontsize=7)
+        axes[i][j].invert_yaxis()
+    figure.supxlabel(title, fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+def _curves(found: Sequence[Row], records: Sequence[Record], path: Path) -> None:
+    figure, axes, panels = _figure(found)
+    for i, j, here in panels:
+        for row in here:
+            curve = next(
+                (r["curve"] for r in records
+                 if (r["workload"], r["system"]) == (row.workload, algorithm_of(row.system)) and "curve" in r), None
+            )  # fmt: skip
+            if curve is None or row.epoch_s is None:
+                continue
+            ours = row.system.startswith("avgpipe")
+            axes[i][j].plot(
+                [epoch * row.epoch_s / 60 for epoch, _ in curve], [value for _, value in curve], label=row.system,
+                linewidth=2 if ours else 1,
+            )  # fmt: skip
+        axes[i][j].set_ylabel(WORKLOADS[here[0].workload].metric if here else "", fontsize=8)
+        axes[i][j].legend(fontsize=5)
+    figure.supxlabel("minutes", fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+def summary(records: Sequence[Record]) -> str:
+    """All of it."""
+    found = rows(records)
+    about = f"{MICROBATCHES} micro-batches in all other pipelines; targets: " + ", ".join(
+        f"{workload} {target:.3f}"
+        for workload in dict.fromkeys(row.workload for row in found)
+        if (target := target_of(workload, records)) is not None
+    )
+    return "\n\n".join(text for text in (about, table(found), notes(found), claims(found)) if text)

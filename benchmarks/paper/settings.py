@@ -1,0 +1,48 @@
+"""Which setting of AvgPipe fits the memory of which other way to train, from the tuner's profile."""
+
+from __future__ import annotations
+
+from benchmarks.paper.workloads import Workload
+from lightning_avgpipe.tuning import Profile, Setting, candidates, search
+from lightning_avgpipe.tuning.memory import memory_at
+
+__all__ = ["BOUNDS", "MICROBATCHES", "fitting", "label", "memory_of", "settings_within"]
+
+MICROBATCHES = 8  # of all other pipelines: the strategy's default, four for each stage
+BOUNDS = ("ddp", "gpipe", "1f1b", "pipedream", "2bw")
+_FACTOR = {2: 1.2, 3: 1.5, 4: 1.7}  # samples that parallel models need, docs/parallel_pipelines.md
+
+
+def memory_of(system: str, profile: Profile, workload: Workload) -> float:
+    """Bytes of the fullest process, counted as the tuner counts AvgPipe's."""
+    stages = [stage.memory for stage in profile.stages]
+    weights = [memory.model / workload.copies for memory in stages]
+    if system == "ddp":  # the whole model, buckets of its gradients, half of a batch at once
+        models = sum(memory.model for memory in stages) + sum(weights)
+        return models + sum(memory.activations + memory.transient for memory in stages) / 2
+    schedule = "afab" if system == "gpipe" else "1f1b"
+    needed = [stage.total for stage in memory_at(profile, Setting(MICROBATCHES, 1, 0, schedule))]
+    older = {"pipedream": lambda k: len(stages) - 1 - k, "2bw": lambda k: 1}.get(system, lambda k: 0)
+    return max(total + older(k) * weights[k] for k, total in enumerate(needed))
+
+
+def fitting(system: str, profile: Profile, workload: Workload, most: int) -> Setting:
+    """What the tuner takes within the memory of a system, with at most so many parallel models.
+
+    Raises:
+        TuningError: not even one pipeline fits.
+    """
+    counts = [m for m in (1, 2, 4, 8, 16, 32) if m <= workload.batch_size]
+    limit = memory_of(system, profile, workload)
+    found = search(profile, candidates(profile, most, counts), limit, samples_factor=_FACTOR)
+    return found.choice.setting
+
+
+def settings_within(profile: Profile, workload: Workload, most: int) -> dict[str, Setting]:
+    """Bound -> setting."""
+    return {system: fitting(system, profile, workload, most) for system in BOUNDS}
+
+
+def label(setting: Setting) -> str:
+    """Name of a setting in results."""
+    return f"avgpipe M={setting.num_microbatches} N={setting.num_pipelines} h={setting.advance}"

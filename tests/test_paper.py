@@ -1,0 +1,119 @@
+"""The benchmark of the paper's workloads: its parts compute the same, and its report says what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.paper import report
+from benchmarks.paper.__main__ import QUICK, main, parsed
+from benchmarks.paper.learning import algorithm_of, epochs_to
+from benchmarks.paper.results import Results
+from benchmarks.paper.settings import fitting, memory_of
+from benchmarks.paper.stages import FIRST_INPUTS, by_hand, tensors
+from benchmarks.paper.workloads import WORKLOADS, awd_lstm, bert, gnmt
+from benchmarks.predictors import random_profile
+from lightning_avgpipe.tuning.memory import memory_at
+
+MODELS: dict[str, Any] = {
+    "gnmt": lambda: gnmt.GNMT(vocabulary=40, width=8, layers=3),
+    "bert": lambda: bert.SentencePairs(vocabulary=40, width=8, layers=2, heads=2),
+    "awd_lstm": lambda: awd_lstm.AWDLSTM(vocabulary=40, streams=4, width=8, hidden=8),
+}
+
+
+def batch_of(name: str) -> Any:
+    def words(length: int) -> torch.Tensor:
+        return torch.randint(3, 40, (4, length))
+
+    if name == "bert":
+        return [words(6), torch.zeros(4, 6, dtype=torch.long), torch.tensor([0, 1, 1, 0])]
+    if name == "gnmt":
+        lengths = torch.tensor([5, 3, 5, 4])
+        return {"source": words(5), "lengths": lengths, "target": words(7), "labels": words(7)}
+    streams = torch.arange(4)
+    return {"tokens": words(5), "targets": words(5), "streams": streams, "fresh": streams >= 0}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_stages_written_by_hand_compute_the_loss_of_the_example(name: str) -> None:
+    model, batch = MODELS[name]().eval(), batch_of(name)
+    model.log = lambda *args, **kwargs: None  # no trainer here
+    given = tensors(name, batch)
+    first, last = (by_hand(name, model, stage) for stage in (0, 1))
+    found = last(first(*(given[key] for key in FIRST_INPUTS[name])), **given)
+    torch.testing.assert_close(found, model.training_step(batch, 0))
+    assert {id(p) for part in (first, last) for p in part.parameters()} == {id(p) for p in model.parameters()}
+
+
+def test_epochs_to_a_target_are_interpolated() -> None:
+    assert epochs_to([(0.5, 4.0), (1.0, 2.0)], 3.0, falling=True) == 0.75
+    assert epochs_to([(0.5, 0.6), (1.0, 0.8)], 0.7, falling=False) == pytest.approx(0.75)
+    assert epochs_to([(0.5, 2.0)], 3.0, falling=True) == 0.5
+    assert epochs_to([(0.5, 4.0)], 3.0, falling=True) is None
+
+
+def test_systems_that_compute_the_same_are_trained_once() -> None:
+    systems = ("ddp", "torch 1f1b", "gpipe", "pipedream", "avgpipe M=4 N=1 h=1", "avgpipe M=4 N=2 h=0")
+    assert [algorithm_of(s) for s in systems] == [*["synchronous"] * 3, "pipedream", "synchronous", "N=2"]
+
+
+@pytest.mark.parametrize("bound", ["gpipe", "1f1b", "pipedream", "ddp"])
+def test_avgpipe_stays_within_the_memory_of_what_it_is_compared_with(bound: str) -> None:
+    profile, workload = random_profile(3), WORKLOADS["bert"]
+    setting = fitting(bound, profile, workload, most=2)
+    assert max(stage.total for stage in memory_at(profile, setting)) <= memory_of(bound, profile, workload)
+
+
+def test_the_file_of_results_is_gone_on_with_and_failures_are_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    results = Results(path, resume=False)
+    results.add("bert", 100, "ddp", 0, {"batch_s": 1.0})
+    results.add("bert", 100, "1f1b", 0, {"failed": "ended with [1, 1]"})
+    again = Results(path, resume=True)
+    assert again.find("bert", 100, "ddp", 0) is not None
+    assert again.find("bert", 100, "1f1b", 0) is None
+    assert Results(path, resume=False).records == []
+
+
+def test_the_report_multiplies_time_and_epochs() -> None:
+    curves = {"synchronous": [(1.0, 4.0), (2.0, 3.0), (3.0, 2.0)], "pipedream": [(1.0, 5.0), (2.0, 4.0), (3.0, 3.0)]}
+    records = [
+        {"workload": "gnmt", "link": None, "system": name, "seed": 0, "curve": curve, "batches": 10}
+        for name, curve in curves.items()
+    ]
+    for seed, batch_s in enumerate((0.1, 0.3, 0.2)):
+        for name in ("ddp", "pipedream"):
+            found = {"batch_s": batch_s, "memory": [10.0, 20.0]}
+            records.append({"workload": "gnmt", "link": 100, "system": name, "seed": seed, **found})
+    ddp, pipedream = report.rows(records)
+    assert (ddp.epoch_s, ddp.memory, ddp.epochs, ddp.target_s) == (2.0, 20.0, 2.0, 4.0)
+    assert (pipedream.epochs, pipedream.target_s) == (3.0, 6.0)
+
+
+def test_quick_gives_way_to_what_is_said() -> None:
+    options = parsed(["--quick", "--steps", "2"])
+    assert (options.steps, options.seeds, options.links) == (2, QUICK["seeds"], QUICK["links"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)  # some seven pairs of processes, one after the other
+def test_the_paper_is_measured_without_root(tmp_path: Path) -> None:
+    path = tmp_path / "paper.json"
+    main([
+        "--quick", "--workloads", "awd_lstm", "--systems", "ddp", "torch 1f1b", "1f1b", "pipedream", "--free",
+        "--steps", "2", "--lines", "600", "--epochs", "1", "--jobs", "1", "--limit-s", "60", "--json", str(path),
+        "--pictures", str(tmp_path), "--work", str(tmp_path / "data"),
+    ])  # fmt: skip
+    found = {r["system"]: r for r in json.loads(path.read_text())["records"] if r["link"] is not None}
+    assert not [name for name, record in found.items() if "failed" in record]
+    for name in ("ddp", "torch 1f1b", "1f1b"):
+        assert found[name]["batch_s"] > 0
+        assert min(found[name]["memory"]) > 0
+    assert any(name.startswith("avgpipe") for name in found)
+    assert "different versions" in found["pipedream"]["refused"]
+    assert {p.name for p in tmp_path.glob("*.png")} == {"paper_time.png", "paper_memory.png", "paper_curves.png"}
