@@ -95,6 +95,8 @@ def deepspeed_pipeline(workload: Workload, model: nn.Module) -> Step:
     """DeepSpeed's PipelineModule, which runs 1F1B: makes a step."""
     if tied(workload.name, model) is not None:
         raise NotPossible("its tied weights want the model as a list with TiedLayerSpec, which is not written here")
+    if numbers := [name for name, p in model.named_parameters() if p.dim() == 0]:
+        raise NotPossible(f"it cannot broadcast {numbers[0]}, a parameter without dimensions")
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         import deepspeed
