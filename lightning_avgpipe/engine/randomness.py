@@ -7,6 +7,9 @@ A module without children (a dropout layer, an LSTM) is seeded when it is called
 own code, is seeded anew at each drawing function that it calls: on one stage such a function may run inside a unit, on
 another as glue between units, and it must draw the same.
 
+Code outside of units runs on every stage, and may begin to draw at any time (in a later epoch, or by chance), so it is
+always followed; a unit only if it drew when the step was captured. One that begins later draws from its stage's stream.
+
 What ``torch.utils.checkpoint`` runs again in a backward draws again what it drew in the forward.
 """
 
@@ -24,7 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
-from lightning_avgpipe.utils.random_streams import RandomKey, host_stream, seed_all, stream
+from lightning_avgpipe.utils.random_streams import RandomKey, host_stream, restored, seed_all
 
 # fmt: off
 DRAWING_FUNCTIONS = frozenset((
@@ -41,40 +44,44 @@ DRAWING_FUNCTIONS = frozenset((
 
 @dataclass(frozen=True)
 class Drawing:
-    """The modules of a step that draw.
+    """The modules of a step that draw, or may.
 
     Attributes:
         paths: ``id(module) -> path``.
         simple: paths of those without children.
         composite: paths of the others that draw from torch's generators.
         host: paths of those that draw from the generators of Python and NumPy.
-        step: whether the step's own code draws.
         known: ids of all modules of the root; what the step makes itself is none of them, and draws for its caller.
+        units: ids of the units.
+        seen: whether anything drew when the step was captured.
     """
 
     paths: Mapping[int, str]
     simple: frozenset[str]
     composite: frozenset[str]
     host: frozenset[str]
-    step: bool
     known: frozenset[int]
+    units: frozenset[int]
+    seen: bool
 
     @classmethod
-    def of(cls, module: nn.Module, drawing: Collection[str], host_drawing: Collection[str]) -> Drawing:
-        """Find the modules by their paths; "" is the step's own code."""
-        modules = {path: module.get_submodule(path) for path in {*drawing, *host_drawing}}
+    def of(
+        cls, module: nn.Module, drawing: Collection[str], host_drawing: Collection[str], units: Collection[str]
+    ) -> Drawing:
+        """Find the modules by their paths, of which those outside of all units may draw; "" is the step's own code."""
+        inside = {id(inner) for path in units for inner in module.get_submodule(path).modules()}
+        outside = {path for path, inner in module.named_modules() if id(inner) not in inside}
+        modules = {path: module.get_submodule(path) for path in {*drawing, *host_drawing, *outside}}
         simple = frozenset(path for path, m in modules.items() if path and not any(True for _ in m.children()))
         return cls(
             {id(m): path for path, m in modules.items()},
             simple,
-            frozenset(drawing) - simple,
-            frozenset(host_drawing),
-            "" in drawing,
+            frozenset((*drawing, *outside)) - simple,
+            frozenset(("", *host_drawing)),
             frozenset(map(id, module.modules())),
+            frozenset(id(module.get_submodule(path)) for path in units),
+            bool(drawing or host_drawing),
         )
-
-    def __bool__(self) -> bool:
-        return bool(self.paths)
 
 
 @dataclass
@@ -102,21 +109,16 @@ _QUIET = _Scope("", 0, False)
 
 
 class Draws(CallWatcher):
-    """Seeds the draws of one execution of a step, and remembers how far it has come.
-
-    Attributes:
-        seeds_functions: whether functions must be announced.
-    """
+    """Seeds the draws of one execution of a step, and remembers how far it has come."""
 
     def __init__(self, drawing: Drawing, key: RandomKey, device: torch.device) -> None:
-        # functions are seeded by scope, so where one is seeded the calls of all modules are followed
-        self.seeds_functions = bool(drawing.composite)
-        self.only = None if self.seeds_functions else drawing.paths
+        # functions are seeded by scope, so where some are seeded inside of units the calls of all modules are followed
+        self.only = None if drawing.seen else drawing.units.union(drawing.paths)
         self._drawing = drawing
         self._key = key
         self._device = device
         self._counts: Counter[str] = Counter()
-        self._scopes = [_Scope("<step>", 0, drawing.step)]
+        self._scopes = [_Scope("<step>", 0, True)]
         self._host_streams: list[contextlib.AbstractContextManager[None]] = []
 
     # -- calls of modules ---------------------------------------------------------------------------------------------
@@ -165,11 +167,9 @@ class Draws(CallWatcher):
         finally:
             self._scopes.pop()
 
-    def functions(self, calls: Collection[str] | None) -> contextlib.AbstractContextManager[Any]:
-        """Within this context functions inside of a unit are seen, if one of its calls (None: unknown) needs it."""
-        composite = self._drawing.composite
-        needed = self.seeds_functions if calls is None else not composite.isdisjoint(calls)
-        return _Functions(self) if needed else contextlib.nullcontext()
+    def functions(self, calls: Collection[str]) -> contextlib.AbstractContextManager[Any]:
+        """Within this context functions inside of a unit are seen, if one of its calls needs it."""
+        return contextlib.nullcontext() if self._drawing.composite.isdisjoint(calls) else _Functions(self)
 
     # -- what backwards call again ------------------------------------------------------------------------------------
 
@@ -189,7 +189,8 @@ class Draws(CallWatcher):
                     self._scopes.pop()
             again = Draws(self._drawing, self._key, self._device)
             again._counts, again._scopes = counts.copy(), [copy.copy(scope) for scope in scopes]
-            with stream(self._key.derive("again"), self._device), watching(again), _Functions(again):
+            # what the checkpoint has put into the generators is for draws that nobody has seen
+            with restored(self._device), watching(again), _Functions(again):
                 return function(*args, **kwargs)
 
         return call

@@ -29,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.snapshot import Attributes, attribute_values, random_state
-from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute
@@ -184,19 +183,15 @@ class UnitRepeater:
     Args:
         module: the whole module.
         recompute: which units.
-        drawing: the modules that draw.
         device: of the stage.
         read: what leads to objects that the code between units changes.
     """
 
-    def __init__(
-        self, module: nn.Module, recompute: Recompute, drawing: Drawing, device: torch.device, read: Sequence[Any] = ()
-    ) -> None:
+    def __init__(self, module: nn.Module, recompute: Recompute, device: torch.device, read: Sequence[Any] = ()) -> None:
         self._module = module
         self._read = read
         self._parameters = frozenset(name for name, _ in module.named_parameters())
         self._recompute = recompute
-        self._seeded = drawing.simple | drawing.host
         self._device = device
 
     def __call__(self, node: Node, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +200,7 @@ class UnitRepeater:
             return run
         modules = list(self._module.get_submodule(node.name).modules())
         buffers = {id(self._buffer(name)) for name in node.states}
-        draws = self._random_state() if node.name in self._seeded else None
+        draws = self._random_state()  # a unit that has not drawn so far may begin to
         parameters = [self._module.get_parameter(name) for name in node.states if name in self._parameters]
         surroundings: Surroundings | None = None
 
@@ -216,9 +211,8 @@ class UnitRepeater:
                 result = run(*args, **kwargs)
                 surroundings.done()
                 return result
-            with surroundings.again(), random_state() if draws is not None else contextlib.nullcontext():
-                if draws is not None:
-                    self._set_random_state(draws)
+            with surroundings.again(), random_state():
+                self._set_random_state(draws)
                 return run(*args, **kwargs)
 
         def repeatable(*args: Any, **kwargs: Any) -> Any:

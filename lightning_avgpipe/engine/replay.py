@@ -15,8 +15,10 @@ does something else takes a detour.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -93,7 +95,7 @@ def replay(
         entries: what the nodes of earlier stages returned; fewer if the step returned None on one of them. Or the path
             that they took.
         key: names this execution, for random numbers.
-        drawing: the modules that draw; None if nothing does.
+        drawing: the modules that draw; None: nothing does.
         device: of this stage.
         observe: calls ``self.log`` and metrics on the last stage; None: as they are.
         repeat: makes what executes a unit into what keeps less for the backward.
@@ -104,15 +106,15 @@ def replay(
         AbsentValueError: the step needs a value that was not sent.
     """
     key = key or RandomKey(0)
-    draws = Draws(drawing, key, device) if drawing else None
+    draws = None if drawing is None else Draws(drawing, key, device)
     replayer = _Replayer(program, units, owned, received, entries, draws, device, observe, repeat, packer, tap)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
     with (
         _NOTHING if draws is None else stream(key.derive("step"), device),
         _NOTHING if draws is None else watching(draws),
-        host_stream(key.derive("host")) if program.graph.host_drawing else _NOTHING,
-        replayer.following(compiled=draws is None),
+        _NOTHING if draws is None else host_stream(key.derive("host")),
+        replayer.following(compiled=drawing is None or not drawing.seen),
     ):
         try:
             result = run(*args)
@@ -169,7 +171,6 @@ class _Replayer(StepTracer):
         self._observed: list[Tensor] = []  # what the last stage will look at
         self._left = False  # whether a step off the captured path has returned None
         self._draws = draws
-        self._function_draws = draws if draws is not None and draws.seeds_functions else None
         self._device = device
 
     # -- nodes ------------------------------------------------------------------------------------------------------
@@ -182,8 +183,8 @@ class _Replayer(StepTracer):
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors, name = tensor_arguments(args, kwargs), function_name(func)
-        if self._function_draws is not None:
-            self._function_draws.function(name)
+        if self._draws is not None:
+            self._draws.function(name)
         for tensor in tensors:
             if id(tensor) in self._owned or self.value_of(tensor) is not None:
                 return self._at_node("glue", name, func, args, kwargs, tensors)
@@ -236,12 +237,12 @@ class _Replayer(StepTracer):
         if entry is not None:
             return self._skip(node, entry, tensors, objects)
         result, leaves, entry = self._execute(node, run, args, kwargs, objects)
-        if len(leaves) != len(node.outputs):
-            raise StepChangedError(
-                f"{node} returned {len(node.outputs)} tensors when {program.graph.step} was captured, and "
-                f"returned {len(leaves)} now (stage {program.stage}); return the same structure for every batch, "
-                "with empty tensors where there is nothing to return"
-            )
+        if not self._is_alike(node, leaves, tensors):
+            self._begin_detour(node, len(leaves))
+            self._note(node, leaves, tensors, (), described(result) if entry is None else entry)
+            return result
+        if objects is None and not set(map(id, leaves)).isdisjoint(map(id, tensors)):
+            result, leaves = self._apart(node, result, tensors)
         for value, leaf in zip(node.outputs, leaves, strict=True):
             if value >= 0:
                 self._register(leaf, value)
@@ -296,11 +297,65 @@ class _Replayer(StepTracer):
             tensors = [*tensors, *objects.tensors]
         versions = [version_of(tensor) for tensor in tensors]
         result, leaves, entry = self._execute(node, run, args, kwargs, objects)
-        node = replace(node, outputs=self._outputs(kind, leaves, tensors), writes=self._writes(node, tensors, versions))
-        detour.note(node)
-        if not program.is_last:
-            self._own.append(Step(node, described(result) if entry is None else entry))
+        writes = self._writes(node, tensors, versions)
+        self._note(node, leaves, tensors, writes, described(result) if entry is None else entry)
         return result
+
+    def _is_alike(self, node: Node, leaves: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+        """Whether a captured node gave back what it was given where it did so then, and as many tensors."""
+        if len(leaves) != len(node.outputs):
+            return False
+        for value, leaf in zip(node.outputs, leaves, strict=True):
+            if value < 0:
+                if leaf is not tensors[-1 - value]:
+                    return False
+            elif value in node.inputs and not (self.is_known(leaf) and self._known[id(leaf)][1] == value):
+                return False
+        return True
+
+    def _apart(self, node: Node, result: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """The result of a captured node that gives back what it was given, and gave something new then.
+
+        A view stands for that, which gets the number of the new one; what was given keeps its own.
+        """
+        given = set(map(id, tensors))
+        leaves, spec = tree.flatten(result)
+        values = iter(node.outputs)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                value = next(values)
+                if id(leaf) in given and value >= 0 and value not in node.inputs:
+                    leaves[i] = leaf.view_as(leaf)
+        return tree.unflatten(leaves, spec), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def _begin_detour(self, node: Node, found: int) -> None:
+        """A captured node of this stage gives something else than then."""
+        program = self._program
+        names = {node.name} if node.kind == "call" else set(node.parameters)
+        detour = Detour(program, self._upstream)  # type: ignore[arg-type]
+        here = node.index >= self._start and node.index not in self._upkeep and not node.writes
+        if not here or not detour.may_run(node.kind, names):
+            raise StepChangedError(
+                f"{node} returned {len(node.outputs)} tensors when {program.graph.step} was captured, and returned "
+                f"{found} now, or gave back what it was given only then (stage {program.stage}); return the same "
+                "structure for every batch, with empty tensors where there is nothing to return"
+            )
+        self._detour = detour
+
+    def _note(
+        self,
+        node: Node,
+        leaves: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        writes: tuple[tuple[int, int, bool], ...],
+        entry: Entry,
+    ) -> None:
+        """A node was executed off the captured path."""
+        assert self._detour is not None
+        node = replace(node, outputs=self._outputs(node.kind, leaves, tensors), writes=writes)
+        self._detour.note(node)
+        if not self._program.is_last:
+            self._own.append(Step(node, entry))
 
     def _outputs(self, kind: str, leaves: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Numbers for what a node off the path gave, as of :attr:`Node.outputs`."""
@@ -339,7 +394,8 @@ class _Replayer(StepTracer):
     def _leave(self, names: set[str], tensors: Sequence[Tensor]) -> None:
         """The rest of a detour, which needs these tensors, is for later stages."""
         assert self._detour is not None
-        needed = [value for t in (*tensors, *self._observed) if (value := self.value_of(t)) is not None]
+        used = (*tensors, *self._observed, *_variables())
+        needed = [value for t in used if (value := self.value_of(t)) is not None]
         self._detour.leave(names, needed, {v: t for ref, v in self._known.values() if (t := ref()) is not None})
 
     # -- skipped and executed ---------------------------------------------------------------------------------------
@@ -407,12 +463,12 @@ class _Replayer(StepTracer):
         """The result, the tensors in all that the node gave, and a parcel of it if it needs one."""
         if self._repeat is not None and node.kind == "call":
             run = self._repeat(node, run)
-        if self._function_draws is None or node.kind == "glue":
+        if self._draws is None or node.kind == "glue":
             result = run(*args, **kwargs)
         else:
             # a region is code of the step itself, whose path is ""
             inside = "" if node.kind == "region" else node.name
-            with self._function_draws.functions((inside, *node.drawn)):
+            with self._draws.functions((inside, *node.drawn)):
                 result = run(*args, **kwargs)
         if objects is not None and self._packer is not None:
             parcel, leaves = self._packer.pack(result, objects)
@@ -477,6 +533,17 @@ def _opened(node: Node, args: Any, kwargs: Any, module: nn.Module | None) -> Obj
     if not node.opens:
         return None
     return Objects((args, kwargs), module.modules() if module is not None and node.exports else ())
+
+
+def _variables() -> list[Tensor]:
+    """Tensors in the local variables of the functions that the step is in, which it may use further on."""
+    found: list[Tensor] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not replay.__code__:
+        if frame.f_globals is not globals():
+            found += tensor_arguments(*frame.f_locals.values())
+        frame = frame.f_back
+    return found
 
 
 def _called(kind: str, name: str | None) -> str:

@@ -99,14 +99,14 @@ class Stage:
         self._of_units = of_units or OwnAttributes(module, (), True)
         self._constants = Constants.of(program, module)
         self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
-        self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing)
+        self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing, program.graph.units)
         self._repeats: frozenset[int] = frozenset()
         self._watch: Watch | None = None  # if backwards come in halves
         self._said = False  # that they do not
         self._forward_only = 0
         self._recompute = recompute
         read = self.attributes.variables
-        self._repeat_units = UnitRepeater(module, recompute, self._drawing, device, read) if recompute.modules else None
+        self._repeat_units = UnitRepeater(module, recompute, device, read) if recompute.modules else None
         self._scope = scope(program, module) if recompute.stages else ([], frozenset())
         self._overwritten = overwritten(program) if recompute.stages or relayed else frozenset()
         self.stash: dict[int, Stash | Inputs] = {}

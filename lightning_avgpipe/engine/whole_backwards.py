@@ -60,8 +60,8 @@ def whole_backwards(
     """
     graph, found = plan.graph, {}
     units = {id(module.get_submodule(path)): path for path in graph.units}
-    drawing = Drawing.of(module, graph.drawing, graph.host_drawing)
-    repeat = UnitRepeater(module, recompute, drawing, device) if recompute.modules else None
+    drawing = Drawing.of(module, graph.drawing, graph.host_drawing, graph.units)
+    repeat = UnitRepeater(module, recompute, device) if recompute.modules else None
     batch, message = tree.map_tensors(torch.clone, tuple(args)), Message(0, ())
     with untouched(module, graph.changed), Objects(batch).restored(), uncompiled():
         for program in stage_programs(graph, plan.cuts):
@@ -77,7 +77,7 @@ def whole_backwards(
             repeats = recompute.stages and repeated(schedule[program.stage], program.is_last)
             why = "recompute" if repeats else watch.found or why_whole(roots, [gate.leaf for gate in gates])
             inner = (m for name in program.own & set(graph.units) for m in module.get_submodule(name).modules())
-            if not drawing and any(map(is_compiled, inner)):  # what draws is never run compiled
+            if not drawing.seen and any(map(is_compiled, inner)):  # what draws is never run compiled
                 why = why or "a compiled module"
             if why and roots:
                 found[program.stage] = why

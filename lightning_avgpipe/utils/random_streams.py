@@ -51,8 +51,15 @@ def seed_all(seed: int, device: torch.device) -> None:
 @contextlib.contextmanager
 def stream(seed: int, device: torch.device) -> Iterator[None]:
     """Draw torch's random numbers from a fresh stream, then go on with the old one."""
+    with restored(device):
+        seed_all(seed, device)
+        yield
+
+
+@contextlib.contextmanager
+def restored(device: torch.device) -> Iterator[None]:
+    """Afterwards torch's generators are as they are now."""
     states = [(generator, generator.get_state()) for generator in generators(device)]
-    seed_all(seed, device)
     try:
         yield
     finally:
