@@ -117,8 +117,9 @@ def _lasting(
 ) -> tuple[tuple[Any, ...], set[Any]]:
     """Of the attributes that the step changes those that it changes again, and those that units change."""
     of_units = set(recorder.mutations.of_units()).difference(attributes)
-    lasts = recorder.assignments.created() or recorder.mutations.holders() or of_units
-    again = _once_more(make, run, spare) if lasts else None
+    lasts = recorder.assignments.created() or recorder.mutations.holders() or of_units or recorder.hidden.keeps
+    again = _once_more(recorder, make, run, spare) if lasts else None
+    recorder.pinned += recorder.hidden.settle(None if again is None else again.hidden)
     if again is not None:
         with contextlib.closing(again):
             of_units &= set(again.mutations.of_units())
@@ -131,7 +132,7 @@ def _lasting(
 
 
 def _once_more(
-    make: Callable[[Sequence[Tensor]], Recorder], run: Callable[..., Any], args: Sequence[Any]
+    recorder: Recorder, make: Callable[[Sequence[Tensor]], Recorder], run: Callable[..., Any], args: Sequence[Any]
 ) -> Recorder | None:
     """What the step changes again when it runs once more; None if it cannot, which training will say.
 
@@ -139,6 +140,7 @@ def _once_more(
     of its own mind would make everything once more.
     """
     again = make(tree.tensors(args))
+    again.hidden.follow(recorder.hidden)
     try:
         with again.state.changes, again.assignments.watched(), again.following(), watching(again.calls):
             run(*args)

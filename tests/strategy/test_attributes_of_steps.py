@@ -25,7 +25,7 @@ from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import PartitionError
 from tests import processes
 from tests.driver import accumulate
-from tests.trainers import trainer
+from tests.trainers import assert_defaults_equal_accumulation, trainer
 
 NUM_MICROBATCHES = 4
 
@@ -611,3 +611,81 @@ def test_variables_that_a_step_encloses_change_once_per_micro_batch() -> None:
     piped(module, 3, costs="flops")
     assert_same(module, expected)
     assert found == seen and counted() == count() == 4 * NUM_MICROBATCHES
+
+
+class Reversible(nn.Module):
+    """Normalises, and puts mean and deviation back in a later call, as libraries of time series do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor, mode: str) -> Tensor:
+        if mode == "norm":
+            self.note(x)
+            return (x - self.mean) / self.deviation * self.scale + self.shift
+        return (x - self.shift) / self.scale * self.deviation + self.mean
+
+    def note(self, x: Tensor) -> None:
+        self.mean, self.deviation = x.mean(1, keepdim=True), x.std(1, keepdim=True) + self.scale.mean()
+
+
+class Smoothing(Reversible):
+    """Keeps the mean of what it has seen so far."""
+
+    def note(self, x: Tensor) -> None:
+        super().note(x)
+        before = getattr(self, "smooth", None)
+        self.smooth = self.mean = self.mean.detach() if before is None else 0.9 * before + 0.1 * self.mean.detach()
+
+
+class Sometimes(Reversible):
+    calls = 0
+
+    def note(self, x: Tensor) -> None:
+        if self.calls % 3 != 2:
+            super().note(x)
+        self.calls += 1
+
+
+class Moving(nn.Module):
+    """Each call replaces what the one before has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.mean: Tensor | None = None
+
+    def forward(self, x: Tensor, mode: str) -> Tensor:
+        now = x.mean(1, keepdim=True).detach()
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return x * self.scale + self.mean
+
+
+class Forecast(Layers):
+    norm: Callable[[], nn.Module] = Reversible
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reversible = type(self).norm()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.through(self.reversible(batch, "norm"))
+        return (self.reversible(x, "denorm") - 1).square().mean()
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_statistics_that_a_submodule_keeps_for_a_later_call_travel(num_stages: int, recompute: bool) -> None:
+    plan = assert_defaults_equal_accumulation(Forecast(), torch.randn(8, 8), num_stages, recompute=recompute)
+    homes = [stage.index for stage in plan.stages if "reversible" in stage.units]
+    assert homes == [0, num_stages - 1]
+
+
+@pytest.mark.parametrize("kind", [Smoothing, Sometimes, Moving])
+def test_statistics_that_last_longer_than_a_step_keep_its_readers_on_one_stage(kind: type[nn.Module]) -> None:
+    model = type("Model", (Forecast,), {"norm": kind})()
+    with pytest.raises(PartitionError, match="reads an attribute of its own"):
+        trainer(strategy=AvgPipeStrategy(num_stages=2), max_steps=1).fit(
+            model, DataLoader([torch.randn(8, 8)], batch_size=None)
+        )
