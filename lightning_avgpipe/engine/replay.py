@@ -334,11 +334,12 @@ class _Replayer(StepTracer):
         names = {node.name} if node.kind == "call" else set(node.parameters)
         detour = Detour(program, self._upstream)  # type: ignore[arg-type]
         here = node.index >= self._start and node.index not in self._upkeep and not node.writes
-        if not here or not detour.may_run(node.kind, names):
+        if found != len(node.outputs) or not here or not detour.may_run(node.kind, names):
             raise StepChangedError(
                 f"{node} returned {len(node.outputs)} tensors when {program.graph.step} was captured, and returned "
-                f"{found} now, or gave back what it was given only then (stage {program.stage}); return the same "
-                "structure for every batch, with empty tensors where there is nothing to return"
+                f"{found} now{', or what it was given only then' if found == len(node.outputs) else ''} (stage "
+                f"{program.stage}); return the same structure for every batch, with empty tensors where there is "
+                "nothing to return"
             )
         self._detour = detour
 
