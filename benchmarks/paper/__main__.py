@@ -38,7 +38,7 @@ from benchmarks.paper.workloads import WORKLOADS, Workload, names, prepare
 from lightning_avgpipe.tuning import Profile, Setting
 
 SYSTEMS = ["ddp", *PEERS, *timing.OURS]
-QUICK = {"links": [100], "seeds": 1, "lines": 2400, "epochs": 3, "steps": 8}
+QUICK = {"links": [100], "seeds": 1, "lines": 2400, "epochs": 2, "steps": 8}
 
 
 def measure_time(
@@ -74,6 +74,8 @@ def _timed(
     try:
         found = timing.measure(workload, system, setting, folder, limit, options.steps, seed, options.limit_s)
     except SystemExit as error:
+        if not isinstance(error.code, str):  # this process is told to end
+            raise
         found = {"failed": str(error)}
     except subprocess.TimeoutExpired:
         found = {"failed": f"not done within {options.limit_s:g} s"}
