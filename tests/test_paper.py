@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.paper import report
-from benchmarks.paper.__main__ import QUICK, main, parsed
+from benchmarks.paper.__main__ import QUICK, parsed
 from benchmarks.paper.learning import algorithm_of, epochs_to
 from benchmarks.paper.results import Results
 from benchmarks.paper.settings import fitting, memory_of
@@ -98,22 +97,3 @@ def test_the_report_multiplies_time_and_epochs() -> None:
 def test_quick_gives_way_to_what_is_said() -> None:
     options = parsed(["--quick", "--steps", "2"])
     assert (options.steps, options.seeds, options.links) == (2, QUICK["seeds"], QUICK["links"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)  # some seven pairs of processes, one after the other
-def test_the_paper_is_measured_without_root(tmp_path: Path) -> None:
-    path = tmp_path / "paper.json"
-    main([
-        "--quick", "--workloads", "awd_lstm", "--systems", "ddp", "torch 1f1b", "1f1b", "pipedream", "--free",
-        "--steps", "2", "--lines", "600", "--epochs", "1", "--jobs", "1", "--limit-s", "60", "--json", str(path),
-        "--pictures", str(tmp_path), "--work", str(tmp_path / "data"),
-    ])  # fmt: skip
-    found = {r["system"]: r for r in json.loads(path.read_text())["records"] if r["link"] is not None}
-    assert not [name for name, record in found.items() if "failed" in record]
-    for name in ("ddp", "torch 1f1b", "1f1b"):
-        assert found[name]["batch_s"] > 0
-        assert min(found[name]["memory"]) > 0
-    assert any(name.startswith("avgpipe") for name in found)
-    assert "different versions" in found["pipedream"]["refused"]
-    assert {p.name for p in tmp_path.glob("*.png")} == {"paper_time.png", "paper_memory.png", "paper_curves.png"}
