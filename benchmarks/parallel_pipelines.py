@@ -142,7 +142,7 @@ class Bench:
             for n in range(count)
         ]
         run_together(self.pipelines, STEP, [schedule] * count, tasks, self.observers)
-        self.deployment.sum_copied_gradients()
+        self.deployment.models.sum_copied_gradients()
         with self.observers.activity("step"):
             if ensemble is not None:
                 ensemble.place(0)

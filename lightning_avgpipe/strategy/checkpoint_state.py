@@ -185,7 +185,7 @@ class DividedState:
         if self._schedule_control is not None and (state := self._schedule_control.state_dict()) is not None:
             ours["advance"] = state
         if self._configuration.options.save_replicas and self._deployment is not None:
-            models = self._deployment.ensemble_state()
+            models = self._deployment.models.state_dict(self._deployment.holdings.answers)
             ours.update({} if models is None else {"ensemble": models})
         checkpoint[_KEY] = ours
 

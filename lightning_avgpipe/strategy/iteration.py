@@ -19,7 +19,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.loss import loss_in, trainable_loss
 from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
 from lightning_avgpipe.engine.observer import Observers
-from lightning_avgpipe.engine.pipeline import Outcome, run_together
+from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, run_together
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.planning import Plan
@@ -128,7 +128,7 @@ class Iterations:
                 result = {"loss": nothing}
         if trains:
             if not self.trainer.fit_loop._should_accumulate():
-                self.deployment.sum_copied_gradients()
+                self.deployment.models.sum_copied_gradients()
             fed = models.synchronise(len(works), steps=not self.trainer.fit_loop._should_accumulate())
         with context():
             self.step_log.issue()
@@ -205,24 +205,24 @@ class Iterations:
         finish: Finish | None,
     ) -> list[Outcome]:
         """Run the micro-batches of one pipeline or several; returns nothing if a first batch is skipped altogether."""
-        training = step == "training_step"
+        training, trains = step == "training_step", finish is not None
         num_pipelines = self.configuration.num_pipelines
         # groups train on batches of their own, but evaluate the same; replicas have further micro-batches of a batch
         team, replica = self.cluster.team if training else (0, 0)
         first = team * num_pipelines
         before = replica * self.configuration.options.microbatches(self.cluster.stage_map.given_stages)
-        verifier = self.verifier if finish is not None and self.verifier is not None and self.verifier.active else None
+        verifier = self.verifier if trains and self.verifier is not None and self.verifier.active else None
         if verifier is not None:
             verifier.watch()
         run = partial(self._micro_batch, step, context, works, first, before)
-        asked = self._schedule(works[0], finish is not None)
+        asked = self._schedule(works[0], trains)
         if not self._prepare(step, run, works, rest, asked, num_pipelines if training else 1):
             self._run_skipped(step, context, works, run, rest)
             return []
         if training:
-            self._freeze(finish is not None)
-        schedules = [self._schedule(parts, finish is not None, self.deployment.plan) for parts in works]
-        known = self._known(works, schedules[0], num_pipelines) if training and finish is not None else frozenset()
+            self._freeze(trains)
+        schedules = [self._schedule(parts, trains, self.deployment.plan) for parts in works]
+        known = self._known(works, schedules[0], num_pipelines) if training and trains else frozenset()
         pipelines = self.models.pipelines_for(step, len(works))
         self.step_log.begin(sum(map(len, works)))
         iteration = self._number(step)
@@ -238,21 +238,33 @@ class Iterations:
             )
             for n, parts in enumerate(works)
         ]
-        plan = self.deployment.plan
-        assert plan is not None
-        steps = training and finish is not None and not self.trainer.fit_loop._should_accumulate()
-        summing = self.models.summing(schedules, steps)
-        with self.schedule_control.iteration(tasks[0], works, plan, schedules[0], num_pipelines):
-            try:
-                outcomes = run_together(pipelines, step, schedules, tasks, [*summing, *self.observers])
-            finally:
-                if self.deployment.models.ensemble is not None:
-                    self.deployment.models.ensemble.place(0)
-        if training and finish is not None:
-            self.deployment.pipeline.share_kept(step, known, schedules[0])
+        outcomes = self._execute(step, works, pipelines, schedules, tasks)
         with context():  # which may decide what a number is
             self.step_log.tell_groups() if training else self.step_log.issue()
         return self._of_replicas(outcomes) if training and self.cluster.shares_last else outcomes
+
+    def _execute(
+        self,
+        step: str,
+        works: Works,
+        pipelines: Sequence[Pipeline],
+        schedules: Sequence[Schedule],
+        tasks: Sequence[Task],
+    ) -> list[Outcome]:
+        """Run the tasks of all pipelines."""
+        plan, ensemble = self.deployment.plan, self.deployment.models.ensemble
+        assert plan is not None
+        steps = tasks[0].trains and not self.trainer.fit_loop._should_accumulate()
+        observers = [*self.models.summing(schedules, steps), *self.observers]
+        with self.schedule_control.iteration(tasks[0], works, plan, schedules[0], self.configuration.num_pipelines):
+            try:
+                outcomes = run_together(pipelines, step, schedules, tasks, observers)
+            finally:
+                if ensemble is not None:
+                    ensemble.place(0)
+        if tasks[0].trains:
+            self.deployment.pipeline.share_kept(step, tasks[0].known, schedules[0])
+        return outcomes
 
     def _of_replicas(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """What replicas of the last stage have together. All of them call it."""

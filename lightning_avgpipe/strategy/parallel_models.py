@@ -188,7 +188,7 @@ class ParallelModels:
 
     def _summed(self, models: int) -> dict[str, torch.nn.Parameter]:
         """What replicas sum the gradients of, of so many models."""
-        copied = self._deployment.summed_with_copies
+        copied = self._deployment.models.summed_with_copies
         named = ((f"{n}.{name}", name, p) for n in range(models) for name, p in self._parameters(n).items())
         return {key: p for key, name, p in named if name not in copied}
 

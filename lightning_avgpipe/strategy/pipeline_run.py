@@ -269,7 +269,7 @@ class PipelineRun:
             result = self.models.optimizer_step(own, optimizer, closure, model, **kwargs)
             self.iterations.stepped()
         if self.configuration.options.verify_copies:
-            self.deployment.verify_copies()
+            self.deployment.models.verify_copies()
         return result
 
     def _iterated(self) -> None:

@@ -40,7 +40,8 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.engine.loss import loss_in
-from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, RollingPipelines
+from lightning_avgpipe.engine.pipeline import Outcome, Pipeline
+from lightning_avgpipe.engine.rolling_pipelines import RollingPipelines
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.strategy.ahead import STEP as _STEP
 from lightning_avgpipe.strategy.ahead import AheadIterations, Read
@@ -292,7 +293,7 @@ class RollingIterations(AheadIterations):
     def _after(self, iteration: _Iteration, n: int, steps: bool) -> None:
         """What follows the backwards of a pipeline."""
         if steps:
-            self.deployment.sum_copied_gradients(n)
+            self.deployment.models.sum_copied_gradients(n)
         loss = torch.zeros((), device=self.cluster.device) if iteration.loss is None else iteration.loss
         self.models.after_backward(n, loss)
         if steps:

@@ -74,7 +74,7 @@ def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module,
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
         _Part(average.module, module)
         own = {name: buffer for name, buffer in average.named_buffers() if not name.startswith("module.")}
-        return own | {f"module.{name}": value for name, value in deployment.collected(average.module).items()}
+        return own | {f"module.{name}": value for name, value in deployment.holdings.state_dict(average.module).items()}
 
     for name in ("_swap_models", "_copy_average_to_current"):
         ends = name != "_swap_models"
@@ -115,7 +115,7 @@ def _whole(callback: StochasticWeightAveraging, deployment: Deployment) -> Calla
     def run() -> dict[str, Any]:
         state = state_dict()
         if callback._average_model is not None:
-            state["average_model_state"] = deployment.collected(callback._average_model)
+            state["average_model_state"] = deployment.holdings.state_dict(callback._average_model)
         return state
 
     return run

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,29 +12,24 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.units import divisible
-from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.engine.whole_backwards import with_whole_backwards
-from lightning_avgpipe.errors import ConfigurationError, PartitionError, SkippedStepError, StepOrderError
+from lightning_avgpipe.errors import ConfigurationError, PartitionError, StepOrderError
 from lightning_avgpipe.planning import Plan, cut_like, scattered
 from lightning_avgpipe.planning.halving import Halving, processes_of
-from lightning_avgpipe.planning.model_memory import state_copies
 from lightning_avgpipe.planning.network import Matrix
-from lightning_avgpipe.planning.planner import Conditions, Planner
-from lightning_avgpipe.planning.turns import slowness_of
+from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.training.holdings import Holdings
 from lightning_avgpipe.training.kept import check_movable
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
+from lightning_avgpipe.training.plan_maker import PlanMaker
 from lightning_avgpipe.training.replicas import check_shared
 from lightning_avgpipe.training.state import (
-    full_ensemble_state,
-    full_state_dict,
     own_state_dict,
 )
 from lightning_avgpipe.utils import tree
@@ -83,7 +76,6 @@ class Deployment:
         bandwidth: Callable[[], Matrix | None] = lambda: None,
         shards: bool = False,
     ) -> None:
-        self._bandwidth = bandwidth
         self.weights = weights
         versions = {} if weights is None else {"training_step": weights}
         self.pipeline = Pipeline(cluster, module, planner.recompute, weights=versions)
@@ -93,17 +85,14 @@ class Deployment:
         )
         self._module = module
         self._cluster = cluster
-        self._planner = planner
-        self._optimizers = optimizers
         self.shards = OptimizerShards(module, cluster) if shards else None
         self.holdings = Holdings(module, cluster, optimizers, origin, self.shards)
+        self._maker = PlanMaker(module, cluster, planner, self.holdings, optimizers, bandwidth)
         self._final = False
-        self._slowness: tuple[float, ...] = ()  # of the processes, if stages are placed by it
         self.replans = False
         self._given = cluster.stage_map  # before any plan
         self._arranged = cluster.stage_map  # as of the plan
         self._placement = cluster.stage_map.placement
-        self._halving: Halving | None = None
         self._due = False  # a plan is made with the step that begins
 
     def needed_elsewhere(self) -> frozenset[tuple[str, str]]:
@@ -154,7 +143,7 @@ class Deployment:
         if self.plan is None or (decides and not self._final):
             return self._divide(step, run, examples, decides, schedule, num_pipelines) and decides
         plan = self.plan
-        graph = self._on_first(examples, lambda args: self._planner.capture_like(step, run, args, plan))
+        graph = self._maker.graph_like(step, run, examples, plan)
         if graph is not None:
             self._load_like(plan, graph, schedule.relays)
         return False
@@ -175,37 +164,9 @@ class Deployment:
         if self._due:
             if self.models.ensemble is not None:
                 self.models.ensemble.begin_relocation()
-            wanted = replace(self._given, num_stages=self._planner.num_stages, placement=self._placement)
+            wanted = replace(self._given, num_stages=self._maker.planner.num_stages, placement=self._placement)
             self._cluster.rearrange(wanted)
         return self._due
-
-    def _on_first(self, examples: Sequence[Sequence[Any]], make: Callable[[Sequence[Any]], Any]) -> Any:
-        """What is made of the first example that is not skipped; None if all are. Every process calls it."""
-
-        def attempt(args: Sequence[Any]) -> Any:
-            try:
-                with alone():
-                    return make(args)
-            except SkippedStepError:
-                return None
-
-        for args in examples:
-            made = self.holdings.gather.on_rank_zero(partial(attempt, args))
-            if made is not None:
-                return made
-        return None
-
-    def _slowness_of(self, step: str, run: Callable[..., Any], examples: Sequence[Sequence[Any]]) -> tuple[float, ...]:
-        """Of the processes of the group, as they were when each had the whole module. Every process calls it."""
-        if not self._final:
-            seconds = 0.0
-            for args in examples:
-                with contextlib.suppress(SkippedStepError), alone():
-                    with self._cluster.monitor.during("measures its device"):
-                        seconds = self._planner.seconds(step, run, args)
-                    break
-            self._slowness = slowness_of(self._cluster.group.exchange_objects(seconds))
-        return self._slowness
 
     def _divide(
         self,
@@ -216,36 +177,15 @@ class Deployment:
         schedule: Schedule,
         num_pipelines: int,
     ) -> bool:
-        planner, before = self._planner, None if self._final else self.plan
-        copies, teams = state_copies(self._optimizers()), self._cluster.stage_map.num_teams
-        with self.holdings.whole_on_rank_zero() if self._final else contextlib.nullcontext():
-            bandwidth = self._bandwidth() if final else None
-            # asked on rank 0, which measures
-            asks = final and bandwidth is None and self._cluster.group.broadcast(planner.measures)
-            conditions = Conditions(
-                schedule, self._cluster.links() if asks else (), copies, num_pipelines, teams, bandwidth,
-                () if bandwidth is None else self._slowness_of(step, run, examples),
-                self._halving if final and planner.num_stages == self._cluster.group.world_size else None,
-            )  # fmt: skip
-            units = () if before is None else before.graph.units
-
-            def make(args: Sequence[Any]) -> Plan:
-                if not final:
-                    return planner.provisional(step, run, args, conditions)
-                made = planner.plan(step, run, args, units, conditions)
-                return with_whole_backwards(
-                    made, schedule, self._module, run, args, self._cluster.device, planner.recompute
-                )
-
-            plan: Plan | None = self._on_first(examples, make)
+        """Make a plan and follow it; returns whether there is one."""
+        if final:
+            before = None if self._final else self.plan
+            plan = self._maker.final(step, run, examples, schedule, num_pipelines, before, self._final)
+        else:
+            plan = self._maker.provisional(step, run, examples, schedule, num_pipelines)
         if plan is None:
             return False
-        placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
-        if self._final and self.plan is not None and self.models.has_trained:
-            models = 1 if self.models.ensemble is None else self.models.ensemble.size
-            check_movable(self.plan, plan, self._arranged, placed, models)
-        self._cluster.rearrange(placed)
-        check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
+        self._arrange_for(plan)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
         begins_alike = not self._final
         self.pipeline.unload()
@@ -258,7 +198,21 @@ class Deployment:
         self.pipeline.load(plan.graph, plan.cuts, plan.frozen, schedule.relays)
         if not plan.frozen:
             self._forget_kept()
-        for graph in others:
+        self._load_others(plan, others)
+        return True
+
+    def _arrange_for(self, plan: Plan) -> None:
+        """The processes get the stages that a plan gives them."""
+        placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
+        if self._final and self.plan is not None and self.models.has_trained:
+            models = 1 if self.models.ensemble is None else self.models.ensemble.size
+            check_movable(self.plan, plan, self._arranged, placed, models)
+        self._cluster.rearrange(placed)
+        check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
+
+    def _load_others(self, plan: Plan, graphs: Sequence[CallGraph]) -> None:
+        """Further steps are cut like the one that the plan was made for."""
+        for graph in graphs:
             try:
                 self._load_like(plan, graph)
             except StepOrderError:
@@ -266,7 +220,6 @@ class Deployment:
                     raise
             except PartitionError:
                 pass  # it needs finer units: a new capture is made when it is run
-        return True
 
     def _load_like(self, plan: Plan, graph: CallGraph, relays: Collection[int] = ()) -> None:
         """Make another step runnable on the stages of a plan."""
@@ -296,28 +249,6 @@ class Deployment:
         self._forget_kept()
         self.models.abandon()
 
-    # -- copies of parameters -----------------------------------------------------------------------------------------
-
-    def sum_copied_gradients(self, number: int | None = None) -> None:
-        """Where several stages use a parameter, each gets the gradient of all. Every process calls it.
-
-        Args:
-            number: of one pipeline; None: all.
-        """
-        for pipeline in self.models.pipelines if number is None else self.models.pipelines[number : number + 1]:
-            pipeline.copies("training_step").sum_gradients()
-
-    @property
-    def summed_with_copies(self) -> Collection[str]:
-        """Parameters of which that sum has the gradients of all replicas of their stages."""
-        return self.pipeline.copies("training_step").names if self._cluster.stage_map.stage_replicas else ()
-
-    def verify_copies(self) -> None:
-        """Check that what several stages use is the same on all of them. Every process calls it."""
-        with self.models.showing_reference(False):
-            for pipeline in self.models.pipelines:
-                pipeline.copies("training_step").verify()
-
     def restore(self) -> None:
         """Every process holds the whole module again, unless it began on meta. Every process calls it.
 
@@ -343,14 +274,14 @@ class Deployment:
             check_shared(plan.graph, plan.cuts, shared)
             for graph in (self.pipeline.graph(step) for step in self.pipeline.steps if step != plan.graph.step):
                 wide = scattered(graph, plan.stages_of)
-                if wide and all(divisible(self._module, unit, self._planner.observers) for unit in wide):
+                if wide and all(divisible(self._module, unit, self._maker.planner.observers) for unit in wide):
                     # they are opened when the step runs next; until then any stage might have all of it
                     cuts: Sequence[int] = (len(graph.nodes),) * (plan.num_stages - 1)
                 else:
                     cuts = cut_like(graph, plan.stages_of, plan.num_stages)
                 check_shared(graph, cuts, shared)
 
-        self._halving = Halving(memory_limit, check_all)
+        self._maker.halving = Halving(memory_limit, check_all)
 
     def replan(self, placement: Placement | None = None, **changes: Any) -> None:
         """Make another plan with the next step of training that begins with cleared gradients. Every process calls it.
@@ -367,7 +298,7 @@ class Deployment:
                 "shard_optimizer_states=True keeps optimizer states where they are, so stages stay as they are while "
                 "training runs; use False, or leave the stages"
             )
-        self._planner = replace(self._planner, **changes)
+        self._maker.change(**changes)
         self._placement = placement or self._placement
         self.replans = True
         self.pipeline.need_all("training_step")
@@ -380,7 +311,7 @@ class Deployment:
             folder: for these files; None: where temporary files go.
         """
         self.pipeline.kept = FrozenOutputs(limit, folder)
-        self._planner = replace(self._planner, keeps=True)
+        self._maker.change(keeps=True)
 
     def _forget_kept(self) -> None:
         if self.pipeline.kept is not None:
@@ -394,21 +325,4 @@ class Deployment:
         with self.models.showing_reference():
             if not whole:
                 return own_state_dict(self._module, self._cluster, self.holdings.answers)
-            if self._cluster.group.world_size == 1 or self.plan is None or not self._cluster.gathers:
-                return self._module.state_dict()
-            return full_state_dict(self._module, self._cluster, self.holdings.answers)
-
-    def ensemble_state(self) -> dict[str, Any] | None:
-        """On rank 0 what parallel models have of their own; None if there is one model. Every process calls it."""
-        if self.models.ensemble is None:
-            return None
-        return full_ensemble_state(self.models.ensemble, self._cluster, self.holdings.answers)
-
-    def collected(self, copy: nn.Module) -> dict[str, Any]:
-        """The state dict of a copy of the module that is divided as the module is; whole on rank 0.
-
-        Every process calls it.
-        """
-        if self._cluster.group.world_size == 1 or self.plan is None:
-            return copy.state_dict()
-        return full_state_dict(copy, self._cluster, self.holdings.answers)
+            return self.holdings.state_dict(self._module) if self._cluster.gathers else self._module.state_dict()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
-from lightning_avgpipe.training.state import load_present_state, move_state
+from lightning_avgpipe.training.state import full_state_dict, load_present_state, move_state
 from lightning_avgpipe.weights.belongings import Belongings, ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.on_demand import OnDemandGather
@@ -55,6 +55,12 @@ class Holdings:
         self.answers: dict[str, int] = {}
         self.copies: list[Callable[[], nn.Module | None]] = []
         self.gather = OnDemandGather(module, cluster, origin)
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """That of the module, or of a copy that is divided as it is: whole on rank 0. Every process calls it."""
+        if self._cluster.group.world_size == 1 or not self.answers:
+            return module.state_dict()
+        return full_state_dict(module, self._cluster, self.answers)
 
     def answered_elsewhere(self, name: str) -> bool:
         """Whether another process answers for it."""

@@ -16,7 +16,7 @@ from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.planning.recompute_policy import Recompute
-from lightning_avgpipe.training.state import load_ensemble_state
+from lightning_avgpipe.training.state import full_ensemble_state, load_ensemble_state
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.torch_compat import address
 
@@ -121,6 +121,38 @@ class ParallelPipelines:
         else:
             named = {name: t.detach() for name, t in (*self._module.named_parameters(), *self._module.named_buffers())}
         return [named[name] for name in changed if name in named and not named[name].is_meta]
+
+    # -- copies of parameters -----------------------------------------------------------------------------------------
+
+    def sum_copied_gradients(self, number: int | None = None) -> None:
+        """Where several stages use a parameter, each gets the gradient of all. Every process calls it.
+
+        Args:
+            number: of one pipeline; None: all.
+        """
+        for pipeline in self.pipelines if number is None else self.pipelines[number : number + 1]:
+            pipeline.copies("training_step").sum_gradients()
+
+    @property
+    def summed_with_copies(self) -> Collection[str]:
+        """Parameters of which that sum has the gradients of all replicas of their stages."""
+        return self._first.copies("training_step").names if self._cluster.stage_map.stage_replicas else ()
+
+    def verify_copies(self) -> None:
+        """Check that what several stages use is the same on all of them. Every process calls it."""
+        with self.showing_reference(False):
+            for pipeline in self.pipelines:
+                pipeline.copies("training_step").verify()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self, answers: Mapping[str, int]) -> dict[str, Any] | None:
+        """On rank 0 what parallel models have of their own; None if there is one model. Every process calls it.
+
+        Args:
+            answers: full name of each parameter and buffer -> the rank that answers for it.
+        """
+        return None if self.ensemble is None else full_ensemble_state(self.ensemble, self._cluster, answers)
 
     @property
     def num_saved(self) -> int | None:

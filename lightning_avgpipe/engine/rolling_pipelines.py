@@ -1,0 +1,74 @@
+"""Pipelines whose iterations overlap: each begins its next one when it has ended here."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_avgpipe.capture.tracer import intercepting
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
+from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, clear
+from lightning_avgpipe.engine.stage import check_runnable
+from lightning_avgpipe.engine.task import Task
+from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.schedule import Schedule
+
+
+class RollingPipelines:
+    """Pipelines of a cluster that are in iterations of their own, one apart at most; mixed as they have work.
+
+    Stages that change attributes cannot do this: pipelines would see each other's values.
+
+    Args:
+        cluster: of the pipelines.
+        step: name of the step function.
+    """
+
+    def __init__(self, cluster: Cluster, step: str) -> None:
+        self._context = IterationContext(cluster.waits, cluster.world.rank, oldest_first=True)
+        self._step = step
+        self._lanes: dict[int, list[Lane]] = {}
+        self._begun: dict[int, tuple[Pipeline, Schedule]] = {}
+
+    def begin(self, pipeline: Pipeline, schedule: Schedule, task: Task) -> None:
+        """A pipeline begins an iteration: its model is ready for it. Nothing runs yet.
+
+        Raises:
+            ScheduleError: a schedule has actions that stages cannot run, or that cannot roll.
+        """
+        check_runnable(schedule)
+        if schedule.relays:
+            raise ScheduleError(
+                f"the schedule {schedule.name!r} has values pass stages, whose weights go on before each iteration: "
+                "iterations cannot roll; use rolling=False, or another schedule"
+            )
+        assert pipeline.number not in self._begun
+        self._begun[pipeline.number] = pipeline, schedule
+        self._lanes[pipeline.number] = pipeline.lanes(self._step, schedule, task)
+
+    def finish(self, number: int) -> Outcome:
+        """Run what there is to run, of all pipelines, until the iteration of one has ended here."""
+        own = self._lanes[number]
+        with intercepting(), torch.enable_grad():
+            execute(
+                [lane for lanes in self._lanes.values() for lane in lanes],
+                self._context,
+                lambda: not any(lane.actions for lane in own),
+            )
+        pipeline, schedule = self._begun[number]
+        outcome = pipeline.outcome(self._step, schedule)
+        for lane in own:  # what is in their channels belongs to the next iteration, which a neighbour may have begun
+            lane.stage.clear()
+        self._forget(number)
+        return outcome
+
+    def clear(self) -> None:
+        """Nothing is under way any more, in this process."""
+        for number in list(self._begun):
+            clear(self._lanes[number])
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        pipeline, _ = self._begun.pop(number)
+        del self._lanes[number]
+        pipeline.own(self._step)[-1].end()

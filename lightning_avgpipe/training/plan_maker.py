@@ -1,0 +1,150 @@
+"""The plan maker: captures steps and plans their stages on the process that has the whole module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.comm.alone import alone
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.engine.whole_backwards import with_whole_backwards
+from lightning_avgpipe.errors import SkippedStepError
+from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.halving import Halving
+from lightning_avgpipe.planning.model_memory import state_copies
+from lightning_avgpipe.planning.network import Matrix
+from lightning_avgpipe.planning.planner import Conditions, Planner
+from lightning_avgpipe.planning.turns import slowness_of
+from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.training.holdings import Holdings
+
+Examples = Sequence[Sequence[Any]]
+
+
+class PlanMaker:
+    """Plans a module's stages for the processes of a cluster. Every process calls its methods, and gets the same.
+
+    Args:
+        module: that is divided.
+        cluster: with open channels.
+        planner: of the module.
+        holdings: what each process has of it.
+        optimizers: those that step the module, as of when it is called.
+        bandwidth: of the processes, if stages are to be placed by it. Every process calls it.
+
+    Attributes:
+        planner: of the next plan.
+        halving: leave to make fewer stages than there are processes; None: no leave.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cluster: Cluster,
+        planner: Planner,
+        holdings: Holdings,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        bandwidth: Callable[[], Matrix | None],
+    ) -> None:
+        self.planner = planner
+        self.halving: Halving | None = None
+        self._module = module
+        self._cluster = cluster
+        self._holdings = holdings
+        self._optimizers = optimizers
+        self._bandwidth = bandwidth
+        self._slowness: tuple[float, ...] = ()  # of the processes, as they were when each had the whole module
+
+    def change(self, **changes: Any) -> None:
+        """The planner of the next plan has these attributes."""
+        self.planner = replace(self.planner, **changes)
+
+    def provisional(
+        self, step: str, run: Callable[..., Any], examples: Examples, schedule: Schedule, num_pipelines: int
+    ) -> Plan | None:
+        """A plan for which nobody gives anything up; None if the step skips all examples."""
+        conditions = self._conditions(schedule, num_pipelines)
+        return self._on_first(examples, lambda args: self.planner.provisional(step, run, args, conditions))
+
+    def final(
+        self,
+        step: str,
+        run: Callable[..., Any],
+        examples: Examples,
+        schedule: Schedule,
+        num_pipelines: int,
+        before: Plan | None,
+        divided: bool,
+    ) -> Plan | None:
+        """A plan to train on; None if the step skips all examples.
+
+        Args:
+            step: name of the step function.
+            run: executes it.
+            examples: arguments of micro-batches.
+            schedule: that it will run with.
+            num_pipelines: N.
+            before: the provisional plan that there was, whose units are opened further.
+            divided: whether processes have given up what is not theirs.
+        """
+        planner, group = self.planner, self._cluster.group
+        with self._holdings.whole_on_rank_zero() if divided else contextlib.nullcontext():
+            bandwidth = self._bandwidth()
+            if bandwidth is not None and not divided:
+                self._slowness = self._measured_slowness(step, run, examples)
+            # asked on rank 0, which measures
+            asks = bandwidth is None and group.broadcast(planner.measures)
+            conditions = replace(
+                self._conditions(schedule, num_pipelines),
+                links=self._cluster.links() if asks else (),
+                bandwidth=bandwidth,
+                slowness=self._slowness,
+                halving=self.halving if planner.num_stages == group.world_size else None,
+            )
+            units, device = () if before is None else before.graph.units, self._cluster.device
+
+            def make(args: Sequence[Any]) -> Plan:
+                made = planner.plan(step, run, args, units, conditions)
+                return with_whole_backwards(made, schedule, self._module, run, args, device, planner.recompute)
+
+            return self._on_first(examples, make)
+
+    def graph_like(self, step: str, run: Callable[..., Any], examples: Examples, plan: Plan) -> CallGraph | None:
+        """A further step, with units as a plan has them; None if it skips all examples."""
+        return self._on_first(examples, lambda args: self.planner.capture_like(step, run, args, plan))
+
+    def _conditions(self, schedule: Schedule, num_pipelines: int) -> Conditions:
+        teams, copies = self._cluster.stage_map.num_teams, state_copies(self._optimizers())
+        return Conditions(schedule, state_copies=copies, num_pipelines=num_pipelines, num_groups=teams)
+
+    def _on_first(self, examples: Examples, make: Callable[[Sequence[Any]], Any]) -> Any:
+        """What is made of the first example that is not skipped; None if all are."""
+
+        def attempt(args: Sequence[Any]) -> Any:
+            try:
+                with alone():
+                    return make(args)
+            except SkippedStepError:
+                return None
+
+        for args in examples:
+            made = self._holdings.gather.on_rank_zero(partial(attempt, args))
+            if made is not None:
+                return made
+        return None
+
+    def _measured_slowness(self, step: str, run: Callable[..., Any], examples: Examples) -> tuple[float, ...]:
+        seconds = 0.0
+        for args in examples:
+            with contextlib.suppress(SkippedStepError), alone():
+                with self._cluster.monitor.during("measures its device"):
+                    seconds = self.planner.seconds(step, run, args)
+                break
+        return slowness_of(self._cluster.group.exchange_objects(seconds))
