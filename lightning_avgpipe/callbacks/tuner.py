@@ -157,24 +157,17 @@ class AvgPipeTuner(Callback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_info("AvgPipeTuner: with fast_dev_run nothing is tuned")
             return
-        if strategy.whole is not None:
-            raise ConfigurationError(
-                f"AvgPipeTuner: {type(pl_module).__name__} {strategy.whole}, so its steps run whole, with one model "
-                "and without micro-batches, and there is nothing to tune; remove the callback"
-            )
-        if strategy.passthrough:
-            raise ConfigurationError(
-                "AvgPipeTuner: with one device and one stage there is nothing to pipeline, and everything is as with "
-                "strategy='auto'; use more devices, or AvgPipeStrategy(num_stages=2) on one, or remove the callback"
-            )
-        if strategy.options.schedule not in TUNED:
-            raise ConfigurationError(
-                f"AvgPipeTuner predicts {', '.join(map(repr, TUNED))}, but the strategy has schedule="
-                f"{strategy.options.schedule!r}; use one of these, or remove the callback"
-            )
+        _check_tunable(strategy, pl_module)
         if self._reusable(strategy):
             self._apply(strategy)
             return
+        self._check_open(strategy)
+        checks.trainer(trainer, strategy.world_size, self._max_num_pipelines)
+        self._strategy, self._begun = strategy, False
+        strategy.tuner = partial(self._see, trainer, strategy)
+
+    def _check_open(self, strategy: AvgPipeStrategy) -> None:
+        """What is to be chosen must not have been given."""
         if strategy.options.overrides:
             given = ", ".join(f"{name}={value!r}" for name, value in strategy.options.overrides.items())
             raise ConfigurationError(
@@ -186,9 +179,6 @@ class AvgPipeTuner(Callback):
                 f"AvgPipeTuner(refine={self._refine}) times iterations one by one, but with rolling=True they overlap; "
                 "use refine=0, or rolling=False"
             )
-        checks.trainer(trainer, strategy.world_size, self._max_num_pipelines)
-        self._strategy, self._begun = strategy, False
-        strategy.tuner = partial(self._see, trainer, strategy)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The optimizers are made; the number of iterations is known by now if somebody has asked for it."""
@@ -339,3 +329,22 @@ class AvgPipeTuner(Callback):
 def _run(strategy: AvgPipeStrategy) -> PipelineRun:
     assert isinstance(strategy.run, PipelineRun)  # setup() has refused others
     return strategy.run
+
+
+def _check_tunable(strategy: AvgPipeStrategy, module: pl.LightningModule) -> None:
+    """There must be pipelines, of a schedule that can be predicted."""
+    if strategy.whole is not None:
+        raise ConfigurationError(
+            f"AvgPipeTuner: {type(module).__name__} {strategy.whole}, so its steps run whole, with one model "
+            "and without micro-batches, and there is nothing to tune; remove the callback"
+        )
+    if strategy.passthrough:
+        raise ConfigurationError(
+            "AvgPipeTuner: with one device and one stage there is nothing to pipeline, and everything is as with "
+            "strategy='auto'; use more devices, or AvgPipeStrategy(num_stages=2) on one, or remove the callback"
+        )
+    if strategy.options.schedule not in TUNED:
+        raise ConfigurationError(
+            f"AvgPipeTuner predicts {', '.join(map(repr, TUNED))}, but the strategy has schedule="
+            f"{strategy.options.schedule!r}; use one of these, or remove the callback"
+        )

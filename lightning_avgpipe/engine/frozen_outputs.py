@@ -238,30 +238,39 @@ class FrozenOutputs:
         for tensor, one in zip(tensors, form.shared, strict=True):
             if one is not None and not torch.equal(tensor.detach().cpu(), one):
                 return self._differ(f"a tensor of shape {tuple(tensor.shape)}, which is not one row for each sample,")
-        compared = 0
-        for row, key in enumerate(keys):
-            known = self._kept.get((size, key))
-            if known is None:
-                continue
-            compared += 1
+        there = {row: self._kept[size, key] for row, key in enumerate(keys) if (size, key) in self._kept}
+        for row, known in there.items():
             for tensor, part, own in zip(tensors, known.parts, divided, strict=True):
                 if own and part is not None and (known.form != name or not _same(tensor[row], part[known.row])):
                     return self._differ("what the frozen layers give for the same sample", tensor[row], part[known.row])
-        self._due = self._due and compared < size
-        missing = [(row, key) for row, key in enumerate(keys) if (size, key) not in self._kept]
-        if not missing:
-            return None
+        self._due = self._due and len(there) < size
+        missing = [(row, key) for row, key in enumerate(keys) if row not in there]
+        if missing:
+            self._keep(name, missing, tensors, divided)
+        return None
+
+    def _keep(
+        self, name: Any, missing: Sequence[tuple[int, bytes]], tensors: Sequence[Tensor], divided: Sequence[bool]
+    ) -> None:
+        """Keep these rows of tensors, as far as there is room.
+
+        Args:
+            name: of the form of what the layers have given.
+            missing: rows, and the keys of their samples.
+            tensors: that the layers have given.
+            divided: which of them have a row for each sample.
+        """
+        size = name[0]
         rows = torch.tensor([row for row, _ in missing])
         parts = tuple(
             self._blocks.put(t if len(missing) == size else t[rows.to(t.device)]) if own else None
             for t, own in zip(tensors, divided, strict=True)
         )
         if any(own and part is None for part, own in zip(parts, divided, strict=True)):
-            return None  # no room: others stay
+            return  # no room: others stay
         for row, (_, key) in enumerate(missing):
             self._kept[size, key] = _Kept(name, parts, row)
         self._fresh += [(size, key) for _, key in missing] if self._shares else []
-        return None
 
     def fresh(self) -> _News:
         """What was kept since the last call."""

@@ -117,7 +117,7 @@ class Iterations:
             models.skipped = frozenset(range(len(works)))
             return None
         skipped = [len(found.skipped) == found.count for found in outcomes]
-        if trains and self.schedule_control.frozen and self.cluster.group.world_size > 1:
+        if trains and self.schedule_control.choice.frozen and self.cluster.group.world_size > 1:
             skipped = self.cluster.control_channel.publish(skipped)  # no gradient tells the first stages
         models.skipped = frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
         nothing = torch.zeros((), device=self.cluster.device)

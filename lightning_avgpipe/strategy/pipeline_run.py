@@ -284,10 +284,10 @@ class PipelineRun:
             self.iterations.leave()
         changed = self.configuration.take_over(self.cluster)
         if "advance" in changed:
-            self.iterations.schedule_control.fix(changed["advance"])
+            self.iterations.schedule_control.choice.fix(changed["advance"])
         if changed.keys() & {"num_stages", "split_points"}:
             self.deployment.replan(**planned(self._connection, self.configuration.options))
-        wanted, self.iterations.schedule_control.wanted = self.iterations.schedule_control.wanted, None
+        wanted = self.iterations.schedule_control.choice.take_wanted()
         if wanted is not None:
             self.iterations.leave()
             self.deployment.replan(wanted)

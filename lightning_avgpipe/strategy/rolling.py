@@ -285,7 +285,7 @@ class RollingIterations(AheadIterations):
             finally:
                 self.deployment.models.ensemble.place(0)
         skipped = len(iteration.outcomes[n].skipped) == len(iteration.works[n])
-        if self.schedule_control.frozen and self.cluster.group.world_size > 1:
+        if self.schedule_control.choice.frozen and self.cluster.group.world_size > 1:
             skipped = self.cluster.control_channel.publish(skipped)  # no gradient tells the first stages
         if skipped:
             self.models.skipped |= {n}

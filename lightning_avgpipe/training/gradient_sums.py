@@ -156,12 +156,7 @@ class GradientSums(Observer):
         parameters, buckets = list(named.values()), self._buckets
         self._buckets = ()
         early = {id(p): sent for bucket in buckets for p, sent in zip(bucket.parameters, bucket.sent, strict=True)}
-        kinds = torch.zeros(3, len(parameters), dtype=torch.int32)
-        for i, parameter in enumerate(parameters):
-            if parameter.grad is not None:
-                kinds[_SPARSE if parameter.grad.is_sparse else _DENSE, i] = 1
-            sent = early.get(id(parameter))
-            kinds[_LATE, i] = sent is None or not sent.still(parameter)
+        kinds = _kinds(parameters, early)
         together = self.replicas.members.sum(torch.cat([kinds.flatten(), votes.flatten()]))
         dense, sparse, late = together[: kinds.numel()].view(kinds.shape).bool().tolist()
         rest = []
@@ -193,6 +188,17 @@ class GradientSums(Observer):
         suitable = [name for name, d, s in suits if d and not s and name not in self._spoiled]
         self._dealt = _deal(named, suitable, self._bucket_bytes)
         return together[kinds.numel() :].view(votes.shape)
+
+
+def _kinds(parameters: Sequence[nn.Parameter], early: Mapping[int, _Sent]) -> Tensor:
+    """For each parameter 0 or 1: its gradient is dense, is sparse, is not in a sum that has begun; shape ``(3, P)``."""
+    kinds = torch.zeros(3, len(parameters), dtype=torch.int32)
+    for i, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            kinds[_SPARSE if parameter.grad.is_sparse else _DENSE, i] = 1
+        sent = early.get(id(parameter))
+        kinds[_LATE, i] = sent is None or not sent.still(parameter)
+    return kinds
 
 
 def _deal(named: Named, names: Sequence[str], bucket_bytes: int) -> list[list[str]]:

@@ -17,8 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_avgpipe.comm.control import ControlChannel
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.schedule import build
-from lightning_avgpipe.schedule.adaptive import DROPPED, WINDOW, Frozen
+from lightning_avgpipe.schedule.adaptive import DROPPED, WINDOW, AdaptiveAdvance, IterationShape
 from lightning_avgpipe.strategy import schedule_control
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from tests import processes
@@ -63,7 +62,8 @@ def forced(alone: bool) -> Iterator[list[int]]:
 
     def begun(self: ScheduleControl, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self._adapts = self._adapts or alone
+        if alone:
+            self.choice.advance = None
 
     MadeUp.used = used
     with (
@@ -157,7 +157,7 @@ def test_only_whole_ordinary_iterations_count() -> None:
     model = MLP()
     with (
         forced(alone=True) as used,
-        mock.patch.object(schedule_control.AdaptiveAdvance, "observe", autospec=True, return_value=None) as observe,
+        mock.patch.object(AdaptiveAdvance, "observe", autospec=True, return_value=None) as observe,
     ):
         runner = pipeline(2, 1, SPLIT, max_epochs=3, accumulate_grad_batches=2)
         # 5 whole batches and one of 5 samples, which makes 5 micro-batches; validation after each epoch
@@ -188,15 +188,15 @@ def limited(limit: float | None) -> tuple[list[int], Any]:
 def test_memory_is_measured_before_a_step_and_the_limit_never_exceeded() -> None:
     used, free = limited(None)
     assert runs(used) == [0, 1, 2, 1]
-    (footprints,) = free._footprints.values()
-    needs = [footprints[0].predicted(build("advance_forward", 2, NUM_MICROBATCHES, h)[0]) for h in range(3)]
+    (state,) = free.state_dict()["states"]
+    needs = [free.advances.predicted(IterationShape(**state["setting"]), h)[0] for h in range(3)]
     assert needs == sorted(needs) and free.peaks[0] == pytest.approx(needs[2], rel=0.05)  # 2 was measured last
     for most in (0, 1):
         used, chosen = limited(needs[most])
         assert runs(used) == list(range(most + 1))
-        (state,) = chosen._controller._states.values()
-        assert isinstance(state, Frozen)
-        assert f"advance {most + 1} would need" in state.reason and "on stage 0, the limit is" in state.reason
+        (state,) = chosen.state_dict()["states"]
+        assert state["kind"] == "Frozen" and f"advance {most + 1} would need" in state["state"]["reason"]
+        assert "on stage 0, the limit is" in state["state"]["reason"]
         assert max(chosen.peaks.values()) <= needs[most]
 
 

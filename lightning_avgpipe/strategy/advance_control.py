@@ -1,0 +1,181 @@
+"""Advance control: on rank 0, from the times and memory of all ranks to the advance of each shape of iteration."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.engine.accounting import Footprint
+from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.memory import nbytes
+from lightning_avgpipe.schedule import Action, Schedule, in_turn, peak_stash
+from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
+from lightning_avgpipe.strategy.schedule_choice import ScheduleChoice
+
+_log = logging.getLogger(__name__)
+
+# Of advances, by shape, and measured peaks, by stage; None if there is nothing new.
+Decisions = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]] | None
+# Numbers and seconds of iterations; number, stage and footprint of each that was measured.
+Report = tuple[Sequence[tuple[int, float]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What an iteration ran with, and whether its time says something: it was an ordinary one."""
+
+    shape: IterationShape
+    advance: int
+    counts: bool
+
+
+class AdvanceControl:
+    """Decides, on rank 0, from what all ranks have measured.
+
+    Args:
+        cluster: who hosts what.
+        choice: builds the schedules whose memory is predicted.
+        memory_limit: bytes that no stage may exceed, as of when it is called.
+    """
+
+    def __init__(self, cluster: Cluster, choice: ScheduleChoice, memory_limit: Callable[[], float]) -> None:
+        self._cluster = cluster
+        self._choice = choice
+        self._memory_limit = memory_limit
+        self._controller: AdaptiveAdvance | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._ran: dict[int, Ran] = {}
+        self._times: dict[int, dict[int, float]] = defaultdict(dict)
+        self._next = 1
+        self._of_plan = 1  # the first iteration with this plan
+        self._footprints: dict[IterationShape, dict[int, Footprint]] = defaultdict(dict)
+        self._decided: dict[IterationShape, int] = {}
+        self._too_large: set[IterationShape] = set()
+        self._peaks: dict[int, int] = {}
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._unlogged: Decision | None = None
+
+    def begin(self, start: int) -> None:
+        """There is a plan, and an advance to begin with."""
+        self._controller = AdaptiveAdvance(start, self.predicted, self._memory_limit(), self._choice.warm_up)
+        if self._loaded is not None:
+            self._controller.load_state_dict(self._loaded)
+
+    def begin_again(self, number: int, planned: bool) -> None:
+        """What was measured and decided was so for the plan before.
+
+        Args:
+            number: of the first iteration with another plan.
+            planned: whether there was a plan, which a state that was loaded was meant for.
+        """
+        self._loaded = None if planned else self._loaded
+        self._controller, self._of_plan = None, number
+        self._footprints.clear()
+        self._decided.clear()
+        self._too_large.clear()
+        self._peaks.clear()
+        self._recent.clear()
+
+    def note(self, number: int, ran: Ran) -> None:
+        """News of an iteration will come, though maybe not with the next news."""
+        self._ran[number] = ran
+
+    def estimate(self, plan: Plan, shape: IterationShape, schedule: Schedule) -> None:
+        """Where memory is not measured, go by the plan's estimates, which were made for this schedule."""
+        if shape in self._footprints:
+            return
+        for k, (stage, flights) in enumerate(zip(plan.stages, peak_stash(schedule), strict=True)):
+            stash = (stage.memory.stash + stage.memory.boundary) // flights if flights else 0
+            self._footprints[shape][k] = Footprint.estimated(stage.memory.held, stash, self._row(schedule, k))
+
+    def take(self, rank: int, report: Report) -> None:
+        """Take in what a rank has measured."""
+        times, footprints = report
+        for number, seconds in times:
+            self._times[number][rank] = seconds
+        for number, stage, *values in footprints:
+            if number < self._of_plan:
+                continue
+            replica, _ = self._cluster.stage_map.share(stage, rank)
+            if replica == 0:  # the others have as many micro-batches, or one less
+                self._footprints[self._ran[number].shape][stage] = Footprint(*values)
+            self._peaks[stage] = max(values[0], self._peaks.get(stage, 0)) if replica else values[0]
+
+    def decide(self, chosen: Mapping[IterationShape, int], peaks: Mapping[int, int]) -> Decisions:
+        """What follows from iterations that all ranks have reported, in order; as far as all do not know it yet."""
+        while len(times := self._times.get(self._next, {})) == self._cluster.group.world_size:
+            if self._next >= self._of_plan:
+                self._observe(self._ran[self._next], max(times.values()))
+            del self._times[self._next], self._ran[self._next]
+            self._next += 1
+        if self._controller is not None:
+            for shape, footprints in self._footprints.items():
+                if shape not in self._decided and len(footprints) == shape.num_stages:
+                    self._decided[shape] = self._first(self._controller, shape)
+        new = {s: h for s, h in self._decided.items() if chosen.get(s, 0) != h}
+        higher = {k: peak for k, peak in self._peaks.items() if peaks.get(k) != peak}
+        if not new and not higher:
+            return None
+        return tuple((*astuple(s), h) for s, h in new.items()), tuple(higher.items())
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last decision, once; empty if there is no new one."""
+        decision, self._unlogged = self._unlogged, None
+        if decision is None:
+            return {}
+        return {
+            "avgpipe/advance": float(decision.advance),
+            "avgpipe/iteration_s": statistics.median(self._recent),
+        }
+
+    def predicted(self, shape: IterationShape, advance: int) -> list[float]:
+        """Peak of each stage, in bytes, if iterations of a shape that was measured had this advance."""
+        schedule, footprints = self._choice.schedule(shape, advance), self._footprints[shape]
+        return [footprints[k].predicted(self._row(schedule, k)) for k in range(shape.num_stages)]
+
+    def _row(self, schedule: Schedule, stage: int) -> Sequence[Action]:
+        """Of a stage, or of its first replica."""
+        return in_turn(schedule[stage], 0, len(self._cluster.stage_map.ranks(stage)))
+
+    def _first(self, controller: AdaptiveAdvance, shape: IterationShape) -> int:
+        """The advance that a shape begins with, or after a resume goes on with."""
+        limit = self._memory_limit()
+        for stage, peak in enumerate(self.predicted(shape, 0)):
+            if peak > limit:
+                self._too_large.add(shape)
+                rank_zero_warn(
+                    f"stage {stage} keeps {nbytes(peak)} at its peak, more than memory_limit ({nbytes(limit)}), "
+                    "although the schedule is the one that needs least; use more micro-batches, or a higher limit"
+                )
+                return 0
+        return controller.advance(shape)
+
+    def _observe(self, ran: Ran, seconds: float) -> None:
+        shape, controller = ran.shape, self._controller
+        if controller is None or not ran.counts or shape in self._too_large:
+            return
+        if ran.advance != self._decided.get(shape):
+            return  # it ran before the last decision had come round
+        self._recent.append(seconds)
+        decision = controller.observe(shape, seconds)
+        if decision is not None:
+            self._decided[shape] = decision.advance
+            self._unlogged = decision
+            _log.info("advance %d from now on: %s", decision.advance, decision.reason)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What the controller knows; None if there is nothing to know."""
+        return self._loaded if self._controller is None else self._controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on where a run was saved: after the first iteration, when it is known what fits the memory."""
+        self._loaded = state
