@@ -255,10 +255,10 @@ class Iterations:
         plan, ensemble = self.deployment.plan, self.deployment.models.ensemble
         assert plan is not None
         steps = tasks[0].trains and not self.trainer.fit_loop._should_accumulate()
-        observers = [*self.models.summing(schedules, steps), *self.observers]
+        summing = self.models.summing(schedules, steps)
         with self.schedule_control.iteration(tasks[0], works, plan, schedules[0], self.configuration.num_pipelines):
             try:
-                outcomes = run_together(pipelines, step, schedules, tasks, observers)
+                outcomes = run_together(pipelines, step, schedules, tasks, [*summing, *self.observers])
             finally:
                 if ensemble is not None:
                     ensemble.place(0)
