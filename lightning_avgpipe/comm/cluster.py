@@ -299,6 +299,26 @@ class Cluster:
         self.waits.run(join, f"waits for the other processes to connect ranks {', '.join(map(str, ranks))}")
         return self._network.group(parties[self.group_number])
 
+    def connect_replicas(self, what: str) -> ReplicaGroup | None:
+        """Connect the replicas of each stage once more, for collectives that other ones must not come between.
+
+        Every process calls it; None where a stage has one replica.
+
+        Args:
+            what: they are then.
+        """
+        parties = [replace(party, what=what) for party in self._parties() if party.what == "replicas"]
+
+        def join() -> None:
+            for party in parties:
+                self._network.join(party)
+
+        self.waits.run(join, f"waits for the other processes to connect for {what}")
+        found = next((party for party in parties if self._number in party.ranks), None)
+        if found is None:
+            return None
+        return ReplicaGroup(self._together(found, self._number), found.ranks.index(self._number), found.on_host)
+
     def links(self) -> tuple[Link, ...]:
         """The link of each hop, as :func:`measure_links` finds them once. Every process calls it."""
         if self._links is None:

@@ -44,6 +44,11 @@ class ReplicaGroup:
         self._on_host = on_host
 
     @property
+    def on_host(self) -> bool:
+        """Whether tensors meet on the host."""
+        return self._on_host
+
+    @property
     def number(self) -> int:
         """Of this process's group among them."""
         return self._number

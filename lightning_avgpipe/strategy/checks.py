@@ -20,8 +20,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
+from lightning_avgpipe.capture.attributes import is_compiled
 from lightning_avgpipe.capture.units import split_units
 from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.schedule.own import of_function
@@ -260,6 +262,11 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
         check_callbacks(running, running.callbacks)  # type: ignore[attr-defined]
     if num_pipelines > 1:
         _one_model_only(running, num_pipelines)
+        if running.strategy._layer_sync is not None:  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                f"sync_batchnorm=True makes the replicas of a stage wait for each other within an action, and "
+                f"num_pipelines={num_pipelines} runs actions as they come; use num_pipelines=1, or remove it"
+            )
     if world_size == 1:
         return
     refused: list[tuple[type, str]] = [
@@ -283,15 +290,39 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
         raise ConfigurationError(
             "val_check_interval as a time differs between processes; give it as a number of batches or a fraction"
         )
-    if running.strategy._layer_sync is not None:  # type: ignore[attr-defined]
-        if running.strategy.replicas == 1:  # type: ignore[attr-defined]
-            raise ConfigurationError(
-                "sync_batchnorm=True is for data parallelism; a stage sees the whole batch: remove it"
-            )
+
+
+_IN_ONE_ORDER = ("advance_forward", "1f1b", "afab")
+
+
+def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> None:
+    """Check ``Trainer(sync_batchnorm=True)``: all replicas of a stage must come to the same action next."""
+    layer_sync = running.strategy._layer_sync  # type: ignore[attr-defined]
+    if layer_sync is None:
+        return
+    if given.replicas == 1:
+        raise ConfigurationError("sync_batchnorm=True is for replicas; a stage sees the whole batch: remove it")
+    if type(layer_sync).__name__ != "TorchSyncBatchNorm":  # of either package
         raise ConfigurationError(
-            "sync_batchnorm=True makes processes wait for each other within a step, but stages of replicas take "
-            "micro-batches in orders of their own, each normalised by itself: remove it, and use fewer micro-batches"
+            f"the plugin {type(layer_sync).__name__} replaces layers by others, which replicas of stages know nothing "
+            "of; remove it, or use sync_batchnorm=True"
         )
+    shares = [rank for rank in range(stage_map.group_size) if len(stage_map.stages(rank)) > 1]
+    scripted = [name for name, m in running.lightning_module.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    compiled = [name for name, m in running.lightning_module.named_modules() if is_compiled(m)]
+    refused = {
+        f"num_stages={stage_map.num_stages}": (bool(shares), f"one stage on each of {stage_map.group_size} devices"),
+        f"schedule={given.schedule!r}": (given.schedule not in _IN_ONE_ORDER, f"one of {', '.join(_IN_ONE_ORDER)}"),
+        f"the scripted {', '.join(scripted[:2])}": (bool(scripted), "modules that are not compiled by torch.jit"),
+        f"the compiled {', '.join(compiled[:2])}": (bool(compiled), "modules that are not compiled"),
+    }
+    for what, (is_so, needed) in refused.items():
+        if is_so:
+            raise ConfigurationError(
+                "sync_batchnorm=True makes the replicas of a stage wait for each other within an action, so with "
+                f"{what} they could wait for ever, or normalise apart; it needs {needed}. Change that, or remove it: "
+                "then each micro-batch is normalised by itself"
+            )
 
 
 def _one_model_only(running: pl.Trainer, num_pipelines: int) -> None:

@@ -85,7 +85,7 @@ _RUNS = (
     Private(f"{_SIGNALS}._slurm_sigusr_handler_fn", "replaced: the same", "signum _"),
     Private(f"{_EPOCH}._broadcast_sigterm_tensor", "replaced by our answer, which needs no message", "", ">=2.5.2"),
     Private(f"{_TRAINER}.setup._parse_time_interval_seconds", "makes a time interval, refused", versions=">=2.6"),
-    Private(f"{pl.__name__}.strategies.ParallelStrategy._layer_sync", "is refused"),
+    Private(f"{pl.__name__}.strategies.ParallelStrategy._layer_sync", "says whether sync_batchnorm=True"),
     Private(f"{pl.__name__}.strategies.Strategy._checkpoint_io", "whether the user chose one"),
     Private(f"{pl.__name__}.strategies.Strategy._precision_plugin", "whether the user chose one"),
     Private(f"{pl.__name__}.plugins.io.wrapper._WrappingCheckpointIO", "what wraps one"),

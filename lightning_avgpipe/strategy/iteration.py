@@ -254,15 +254,16 @@ class Iterations:
         """Run the tasks of all pipelines."""
         plan, ensemble = self.deployment.plan, self.deployment.models.ensemble
         assert plan is not None
-        steps = tasks[0].trains and not self.trainer.fit_loop._should_accumulate()
-        summing = self.models.summing(schedules, steps)
+        trains = tasks[0].trains
+        steps = trains and not self.trainer.fit_loop._should_accumulate()
+        own = self.models.observers(schedules, steps) if trains else []
         with self.schedule_control.iteration(tasks[0], works, plan, schedules[0], self.configuration.num_pipelines):
             try:
-                outcomes = run_together(pipelines, step, schedules, tasks, [*summing, *self.observers])
+                outcomes = run_together(pipelines, step, schedules, tasks, [*own, *self.observers])
             finally:
                 if ensemble is not None:
                     ensemble.place(0)
-        if tasks[0].trains:
+        if trains:
             self.deployment.pipeline.share_kept(step, tasks[0].known, schedules[0])
         return outcomes
 

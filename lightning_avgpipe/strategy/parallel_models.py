@@ -26,6 +26,7 @@ from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.gradient_sums import GradientSums
+from lightning_avgpipe.training.statistics_sharing import StatisticsSharing
 from lightning_avgpipe.utils.patching import replaced
 
 
@@ -67,6 +68,8 @@ class ParallelModels:
         self._observers = observers
         self._fed = 0  # pipelines that had a batch since gradients were cleared
         self._gradient_sums: GradientSums | None = None  # of replicas
+        synchronised = trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
+        self._statistics = StatisticsSharing(cluster) if synchronised else None
 
     @property
     def num_models(self) -> int:
@@ -160,13 +163,17 @@ class ParallelModels:
         replicas.copy([t for n in range(num_pipelines) for t in self._deployment.models.changed_by_steps(n)])
         return count
 
-    def summing(self, schedules: Sequence[Schedule], steps: bool) -> list[Observer]:
-        """What looks on while an iteration runs, before all others. Every process calls it.
+    def observers(self, schedules: Sequence[Schedule], steps: bool) -> list[Observer]:
+        """What looks on while an iteration of training runs, before all others. Every process calls it.
 
         Args:
             schedules: by pipeline.
             steps: whether gradients are complete after it.
         """
+        statistics = [] if self._statistics is None else self._statistics.observers(schedules[0])
+        return [*self._summing(schedules, steps), *statistics]
+
+    def _summing(self, schedules: Sequence[Schedule], steps: bool) -> list[Observer]:
         stage_map, rank = self._cluster.stage_map, self._cluster.rank
         if self._cluster.replicas is None or not steps:
             return []

@@ -545,6 +545,7 @@ class AvgPipeStrategy(ParallelStrategy):
         checks.contents(module)
         if why is None:
             if fitting:
+                checks.synchronised(trainer, options, self.cluster.stage_map)
                 checks.overlapping(trainer, options, self.num_stages, self.num_groups, tuned=self.tuner is not None)
                 checks.sharding(options, self.num_models, tuned=self.tuner is not None)
                 checks.survival(options, tuned=self.tuner is not None)

@@ -1,0 +1,224 @@
+"""``sync_batchnorm=True``: replicas normalise over the micro-batches that they have at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_avgpipe import AvgPipeTuner
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.schedule import build, with_replicas
+from lightning_avgpipe.training.statistics_sharing import meets
+from tests import processes
+from tests.elastic.models import Batches, assert_equal, state
+from tests.elastic.test_groups import Bomb
+from tests.models import Regression
+from tests.trainers import pipeline
+
+MICRO = 4  # samples of a micro-batch
+COUNT = 4  # micro-batches of a batch
+
+
+class Normalised(Regression):
+    """Batch normalisation in both stages, one of them within code of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.second = nn.Linear(8, 8)
+        self.last = nn.Sequential(nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randn(size, 8), torch.randn(size, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.batch_norm(self.second(self.first(x)), None, None, training=True))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def made() -> Normalised:
+    torch.manual_seed(5)
+    return Normalised().double()
+
+
+def batches() -> list[Any]:
+    torch.manual_seed(7)
+    return [tuple(t.double() for t in Normalised.example(MICRO * COUNT)) for _ in range(6)]
+
+
+def united(parts: Sequence[Sequence[Any]]) -> list[Any]:
+    """Batches whose micro-batch i is micro-batch i of each of these batches."""
+    found = []
+    for together in parts:
+        micro = [torch.cat([b[0].split(MICRO)[i] for b in together]) for i in range(COUNT)]
+        target = [torch.cat([b[1].split(MICRO)[i] for b in together]) for i in range(COUNT)]
+        found.append((torch.cat(micro), torch.cat(target)))
+    return found
+
+
+def fit(data: Sequence[Any], devices: int, num_stages: int, sync: bool, strategy: dict[str, Any]) -> Any:
+    module = made()
+    options = {"max_epochs": 1, "use_distributed_sampler": False, "gradient_clip_val": 0.5, "precision": "64-true"}
+    runner = pipeline(num_stages, devices, strategy, sync_batchnorm=sync, **options)
+    runner.fit(module, Batches(data), Batches(data[:1]))
+    assert type(module.first[1]) is nn.BatchNorm1d
+    return state(module)
+
+
+def replicated(rank: int, num_stages: int, **strategy: Any) -> Any:
+    """Two copies of a pipeline, each with every other batch."""
+    torch.set_num_threads(1)
+    replica = rank // num_stages
+    strategy = {
+        "replicas": 2,
+        "num_microbatches": COUNT,
+        "split_points": ["second"] * (num_stages - 1) or None,
+        **strategy,
+    }
+    return fit(batches()[replica::2], 2 * num_stages, num_stages, True, strategy)
+
+
+def expected() -> dict[str, Tensor]:
+    data = batches()
+    return fit(united(list(zip(data[::2], data[1::2], strict=True))), 1, 2, False, {"num_microbatches": COUNT})
+
+
+def assert_alike(results: Sequence[dict[str, Tensor]], plain: dict[str, Tensor]) -> None:
+    """To 1e-10 the same as plain, and the same bits on all."""
+    for found in results:
+        assert found.keys() == plain.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, plain[name], rtol=0, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+        assert_equal(found, results[0])
+
+
+def test_replicas_of_one_stage_are_as_one_process_with_their_micro_batches_together(tmp_path: Path) -> None:
+    assert_alike(processes.results(processes.run(2, replicated, 1, folder=tmp_path)), expected())
+
+
+def repeating(rank: int) -> Any:
+    return replicated(rank, 2), replicated(rank, 2, recompute=True)
+
+
+@pytest.mark.slow
+def test_replicas_of_two_stages_too_and_what_is_repeated_counts_once(tmp_path: Path) -> None:
+    results = processes.results(processes.run(4, repeating, folder=tmp_path))
+    assert_alike([found for found, _ in results], expected())
+    assert_alike([found for _, found in results], expected())
+
+
+def in_turns(rank: int | None) -> Any:
+    """The first of two stages has two replicas, which take micro-batches in turns."""
+    torch.set_num_threads(1)
+    strategy = {"num_microbatches": COUNT, "split_points": ["second"], "replicas": [2, 1]}
+    return fit(batches(), 3, 2, True, strategy)
+
+
+def by_hand() -> dict[str, Tensor]:
+    """The first stage normalises two micro-batches together, the second one by one."""
+    module = made()
+    optimizer = module.configure_optimizers()
+    for x, y in batches():
+        optimizer.zero_grad()
+        for inputs, targets in zip(x.split(2 * MICRO), y.split(2 * MICRO), strict=True):
+            pairs = zip(module.first(inputs).split(MICRO), targets.split(MICRO), strict=True)
+            sum(
+                F.mse_loss(module.last(F.batch_norm(module.second(h), None, None, training=True)), t) for h, t in pairs
+            ).div(COUNT).backward()  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+    return state(module)
+
+
+@pytest.mark.slow
+def test_replicas_of_a_single_stage_normalise_the_micro_batches_of_a_turn_together(tmp_path: Path) -> None:
+    results = processes.results(processes.run(3, in_turns, folder=tmp_path))
+    plain = by_hand()
+    for found in results:
+        counted = {name: value for name, value in found.items() if "num_batches" not in name}
+        for name, value in counted.items():
+            torch.testing.assert_close(value, plain[name], rtol=0, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+        assert_equal(found, results[0])
+
+
+def unequal(rank: int) -> Any:
+    torch.set_num_threads(1)
+    data = batches()[rank::2]
+    if rank == 1:
+        data[1] = tuple(t[:2] for t in data[1])  # two samples are two micro-batches
+    return fit(data, 2, 1, True, {"replicas": 2, "num_microbatches": COUNT})
+
+
+@pytest.mark.slow
+def test_batches_of_unequal_numbers_of_micro_batches_are_refused_before_anybody_waits(tmp_path: Path) -> None:
+    for outcome in processes.run(2, unequal, folder=tmp_path):
+        assert outcome.error is not None
+        assert "the batches of the replicas were split into 4, 2 micro-batches" in outcome.error
+
+
+def failing(rank: int) -> Any:
+    torch.set_num_threads(1)
+    module = made()
+    if rank == 1:  # before it has told the other its statistics
+        module.first[1].register_forward_pre_hook(Bomb(3))
+    strategy = {"replicas": 2, "num_microbatches": COUNT}
+    runner = pipeline(1, 2, strategy, sync_batchnorm=True, use_distributed_sampler=False)
+    runner.fit(module, Batches(batches()))
+
+
+@pytest.mark.slow
+def test_a_replica_that_fails_ends_those_that_wait_for_its_statistics(tmp_path: Path) -> None:
+    survivor, failed = processes.run(2, failing, folder=tmp_path)
+    assert failed.error is not None and "ValueError: one group has failed" in failed.error
+    assert survivor.error is not None and "rank 1 (stage 0 of replica 1)" in survivor.error
+    assert "a batch normalisation (sync_batchnorm=True)" in survivor.error
+
+
+def test_it_is_known_which_schedules_let_replicas_meet() -> None:
+    def ordered(name: str, counts: list[int], number: int = 12) -> bool:
+        return meets(with_replicas(build(name, len(counts), number), counts), tuple(counts))
+
+    assert ordered("1f1b", [2, 1]) and ordered("1f1b", [1, 2]) and ordered("afab", [3, 2])
+    assert ordered("1f1b", [2, 2, 2]) and ordered("afab", [1, 4])
+    # both would wait: stage 0 for a gradient of micro-batch 1, whose forward on stage 1 needs one of stage 0 first
+    early = build("1f1b", 2, 12)
+    assert not meets(early, (3, 2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "callbacks", "needed"),
+    [
+        ({"num_stages": 2}, [], "one stage on each of 1 devices"),
+        ({"num_pipelines": 2}, [], "use num_pipelines=1"),
+        ({"schedule": "zb_h1"}, [], "one of advance_forward, 1f1b, afab"),
+        ({}, [AvgPipeTuner()], "num_pipelines=4 runs actions as they come"),
+    ],
+)
+def test_what_could_wait_for_ever_is_refused(
+    strategy: dict[str, Any], callbacks: list[Any], needed: str, tmp_path: Path
+) -> None:
+    strategy = {"num_stages": 1, "replicas": 2, **strategy}
+
+    def start(rank: int) -> None:
+        runner = pipeline(strategy.pop("num_stages"), 2, strategy, sync_batchnorm=True, callbacks=callbacks)
+        with pytest.raises(ConfigurationError, match=needed):
+            runner.fit(made(), Batches(batches()))
+
+    processes.results(processes.run(2, start, folder=tmp_path))
+
+
+def test_without_replicas_there_is_nothing_to_synchronise(tmp_path: Path) -> None:
+    def start(rank: int) -> None:
+        with pytest.raises(ConfigurationError, match="sync_batchnorm=True is for replicas"):
+            pipeline(2, 2, sync_batchnorm=True).fit(made(), Batches(batches()))
+
+    processes.results(processes.run(2, start, folder=tmp_path))
