@@ -180,6 +180,7 @@ class Iterations:
                 zero_grad()
             weight = weighed()[n][i].weight
             if result is None or (averages and not weight):  # a mean over nothing is not a number
+                self.models.check_trains(i)
                 return None
             loss = trainable_loss(result)
             if accumulate > 1:

@@ -163,6 +163,15 @@ class ParallelModels:
         replicas.copy([t for n in range(num_pipelines) for t in self._deployment.models.changed_by_steps(n)])
         return count
 
+    def check_trains(self, micro_batch: int) -> None:
+        """Called where a micro-batch has no loss: replicas that normalise together must all have a backward of it."""
+        if self._statistics is not None:
+            raise ConfigurationError(
+                f"micro-batch {micro_batch} has no loss (the step returned None, or its weight is 0), and with "
+                "sync_batchnorm=True other replicas would wait for its backward; return a loss of zero that depends on "
+                "the outputs (0.0 * outputs.sum()), or remove sync_batchnorm"
+            )
+
     def observers(self, schedules: Sequence[Schedule], steps: bool) -> list[Observer]:
         """What looks on while an iteration of training runs, before all others. Every process calls it.
 

@@ -175,6 +175,27 @@ def failing(rank: int) -> Any:
     runner.fit(module, Batches(batches()))
 
 
+class Skipping(Normalised):
+    """Has no loss for one batch of one replica."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return None if batch_idx == 1 and self.global_rank == 1 else loss
+
+
+def without_loss(rank: int) -> None:
+    torch.set_num_threads(1)
+    runner = pipeline(1, 2, {"replicas": 2, "num_microbatches": 2}, sync_batchnorm=True, use_distributed_sampler=False)
+    runner.fit(Skipping().double(), Batches(batches()))
+
+
+@pytest.mark.slow
+def test_a_micro_batch_without_loss_ends_training_before_the_others_wait_for_it(tmp_path: Path) -> None:
+    survivor, failed = processes.run(2, without_loss, folder=tmp_path)
+    assert failed.error is not None and "micro-batch 0 has no loss" in failed.error
+    assert survivor.error is not None and "rank 1 (stage 0 of replica 1)" in survivor.error
+
+
 @pytest.mark.slow
 def test_a_replica_that_fails_ends_those_that_wait_for_its_statistics(tmp_path: Path) -> None:
     survivor, failed = processes.run(2, failing, folder=tmp_path)
