@@ -17,7 +17,7 @@ from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import Schedule, StageCosts, build, peak_stash, simulate
 from lightning_avgpipe.schedule.choice import fastest
-from lightning_avgpipe.strategy import schedule_control
+from lightning_avgpipe.strategy import schedule_choice
 from tests import processes
 from tests.models import MLP, ConvNet, LSTMStack, Regression, TinyTransformer, loader
 from tests.trainers import assert_defaults_equal_accumulation, pipeline, trainer
@@ -88,7 +88,7 @@ def preferring(costs: StageCosts, count: int, devices: Sequence[int], *rest: Any
 
 
 def fit_preferring(rank: int, schedule: str) -> dict[str, Any]:
-    with mock.patch.object(schedule_control, "fastest", preferring):
+    with mock.patch.object(schedule_choice, "fastest", preferring):
         return fit(rank, schedule, 4, "last")
 
 
