@@ -18,6 +18,7 @@ from lightning_avgpipe.capture.outside import outside, places
 from lightning_avgpipe.capture.shared_objects import Names
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects, Variable
+from lightning_avgpipe.utils.opaque import is_generator
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, address
 
@@ -357,6 +358,12 @@ class Mutations:
             if first:
                 found[key] = min(first)
         return found
+
+    def idle_generators(self) -> tuple[Key, ...]:
+        """Attributes and variables that are generators of random numbers, from which nobody has drawn."""
+        held = ((key, h.state().get("value") if isinstance(h, Variable) else h) for key, h in self.attributes.items())
+        drawn = self.found() | self._first.keys()
+        return tuple(sorted(key for key, found in held if is_generator(found) and id(found) not in drawn))
 
     def of_units(self) -> tuple[Key, ...]:
         """Attributes that units have assigned, or whose objects they have changed; also those that glue assigned."""

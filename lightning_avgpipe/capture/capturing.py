@@ -105,6 +105,7 @@ def _record(
         leaving=frozenset(recorder.hidden.leaving),
         opened=tuple(recorder.calls.ended),
         trained=trained,
+        idle_generators=recorder.mutations.idle_generators(),
     )
 
 

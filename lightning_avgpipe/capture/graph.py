@@ -168,6 +168,8 @@ class CallGraph:
             they are opened, such as forward hooks, is no obstacle.
         opened: calls of modules that hold units, in the order in which they ended.
         trained: full names of the parameters that were trained when the step was captured.
+        idle_generators: path and name of attributes, or nothing and the name of a variable, that are generators of
+            random numbers from which the step did not draw.
     """
 
     step: str
@@ -192,6 +194,7 @@ class CallGraph:
     leaving: frozenset[str] = frozenset()
     opened: tuple[Opened, ...] = ()
     trained: frozenset[str] = frozenset()
+    idle_generators: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def changed(self) -> frozenset[str]:

@@ -33,6 +33,7 @@ from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer, Parcel
+from lightning_avgpipe.utils.patching import nothing
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta, described
 from lightning_avgpipe.utils.random_streams import RandomKey, host_stream, stream
 from lightning_avgpipe.utils.source import source_line
@@ -82,6 +83,7 @@ def replay(
     repeat: Repeat | None = None,
     packer: Packer | None = None,
     tap: int = 0,
+    after_unit: Callable[[], None] = nothing,
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
 
@@ -101,13 +103,16 @@ def replay(
         repeat: makes what executes a unit into what keeps less for the backward.
         packer: of the module; None if no unit writes into objects.
         tap: position, behind the start of the program, where values are copied; 0: nowhere.
+        after_unit: called after each unit.
     Raises:
         StepChangedError: the step did something else than when it was captured.
         AbsentValueError: the step needs a value that was not sent.
     """
     key = key or RandomKey(0)
     draws = None if drawing is None else Draws(drawing, key, device)
-    replayer = _Replayer(program, units, owned, received, entries, draws, device, observe, repeat, packer, tap)
+    replayer = _Replayer(
+        program, units, owned, received, entries, draws, device, observe, repeat, packer, tap, after_unit
+    )
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
     with (
@@ -141,11 +146,13 @@ class _Replayer(StepTracer):
         repeat: Repeat | None,
         packer: Packer | None,
         tap: int,
+        after_unit: Callable[[], None],
     ) -> None:
         super().__init__(units, owned, device)
         self._observe = observe
         self._repeat = repeat
         self._packer = packer
+        self._after_unit = after_unit
         self._written: list[tuple[Any, Objects, Objects]] = []  # lasting objects, before and after units were skipped
         self._program = program
         self._nodes = program.graph.nodes
@@ -471,6 +478,8 @@ class _Replayer(StepTracer):
             inside = "" if node.kind == "region" else node.name
             with self._draws.functions((inside, *node.drawn)):
                 result = run(*args, **kwargs)
+        if node.kind == "call":
+            self._after_unit()
         if objects is not None and self._packer is not None:
             parcel, leaves = self._packer.pack(result, objects)
             return result, leaves, parcel

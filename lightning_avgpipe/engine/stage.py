@@ -19,6 +19,7 @@ from lightning_avgpipe.engine.detour import Path
 from lightning_avgpipe.engine.forward_only import check_nothing_asks, check_same
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.halves import Watch, WeightHalf, input_half
+from lightning_avgpipe.engine.idle_generators import IdleGenerators
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import Observations, Surroundings, UnitRepeater, overwritten, scope
@@ -100,6 +101,7 @@ class Stage:
         self._constants = Constants.of(program, module)
         self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
         self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing, program.graph.units)
+        self._idle = IdleGenerators(program, module)
         self._repeats: frozenset[int] = frozenset()
         self._watch: Watch | None = None  # if backwards come in halves
         self._said = False  # that they do not
@@ -230,6 +232,7 @@ class Stage:
             values = self._received(message, program)
             gates, received = entered(message, values, task.trains, self._overwritten)
         with self._inspected(task) as inspection, self._rewritten.saved(task.trains), self._constants.checked():
+            self._idle.begin()
             with self._watch or nullcontext():
                 replayed = replay(
                     program,
@@ -246,7 +249,9 @@ class Stage:
                     self._repeat_units if task.trains else None,
                     self._packer,
                     tap,
+                    self._idle.pass_over,
                 )
+            self._idle.check()
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
         return gates, replayed

@@ -16,6 +16,11 @@ def is_opaque(obj: Any) -> bool:
     """Whether it is such an object, and can be changed. A large array, or one that is mapped from a file, is data."""
     if isinstance(obj, np.ndarray):
         return obj.flags.writeable and not isinstance(obj, np.memmap) and obj.nbytes <= _LARGEST
+    return is_generator(obj)
+
+
+def is_generator(obj: Any) -> bool:
+    """Whether random numbers are drawn from it."""
     return isinstance(obj, _GENERATORS)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.errors import StepChangedError
 from tests.driver import Engine, assert_same_parameters
 from tests.models import Regression
 
@@ -206,3 +207,90 @@ def test_a_repeated_unit_draws_what_it_drew_though_it_did_not_when_captured() ->
     repeated, others = trained(model, 1, recompute=["drop"])
     assert others == losses
     assert_same_parameters(plain, repeated)
+
+
+GLOBAL = random.Random(7)
+
+
+class OfOwnGenerators(Deciding):
+    """A generator of its own, from which nothing is drawn before training has begun.
+
+    Args:
+        draw: from a generator of the model, which has one of each kind.
+    """
+
+    def __init__(self, draw: Callable[[Any], Any]) -> None:
+        super().__init__(of_torch)
+        self.of_torch = torch.Generator().manual_seed(4)
+        self.of_python, self.of_numpy = random.Random(5), np.random.default_rng(6)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if self.late:
+                x = x * self.draw(self)
+        return self.head(x)
+
+
+class OfGlobal(OfOwnGenerators):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (GLOBAL.random() if self.late else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [
+        ("of_torch", lambda model: torch.rand(1, generator=model.of_torch)),
+        ("of_python", lambda model: model.of_python.random()),
+        ("of_numpy", lambda model: model.of_numpy.random()),
+    ],
+)
+def test_code_between_units_that_begins_to_draw_from_a_generator_of_the_model_is_refused(
+    name: str, draw: Callable[[Any], Any]
+) -> None:
+    model = OfOwnGenerators(draw)
+    trained(model, 1)
+    with pytest.raises(StepChangedError, match=f"draws random numbers from '{name}' between submodules, and did not"):
+        trained(model, 2)
+
+
+def test_what_only_the_last_stage_comes_to_may_begin_to_draw() -> None:
+    torch.manual_seed(0)
+    model = OfGlobal(lambda model: 1.0)
+    GLOBAL.seed(7)
+    whole, losses = trained(model, 1)
+    GLOBAL.seed(7)
+    staged, others = trained(model, 2)
+    assert others == losses
+    assert_same_parameters(whole, staged, exact=False)
+
+
+class OfAUnit(OfOwnGenerators):
+    """The generator belongs to a unit."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda model: 1.0)
+        self.drop = OwnDropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.blocks[1](self.blocks[0](x)), self.late))
+
+
+class OwnDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.generator = nn.Parameter(torch.ones(8)), torch.Generator().manual_seed(4)
+
+    def forward(self, x: Tensor, late: bool) -> Tensor:
+        return x * self.scale * (torch.rand(8, generator=self.generator) if late else torch.ones(8))
+
+
+@pytest.mark.parametrize("points", [["drop"], ["head"]])
+def test_a_unit_may_begin_to_draw_from_its_generator(points: list[str]) -> None:
+    torch.manual_seed(0)
+    model = OfAUnit()
+    whole, losses = trained(model, 1)
+    staged, others = trained(model, 2, split_points=points)
+    assert others == losses
+    assert_same_parameters(whole, staged, exact=False)
