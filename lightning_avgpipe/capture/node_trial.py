@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +129,7 @@ class NodeTrial:
             return self.timed(backward)[1]
 
     def _calibrated(self) -> float:
-        """Seconds that it takes to start a backward, which each node alone does and a stage does once."""
+        """Seconds that it takes at least to start a backward, which each node alone does and a stage does once."""
 
         def nothing() -> float:
             view = leaf.view(1)
@@ -139,7 +138,7 @@ class NodeTrial:
         with torch.inference_mode(False), torch.enable_grad():  # an evaluation is measured too
             leaf = torch.zeros(1, device=self._device, requires_grad=True)
             one = torch.ones(1, device=self._device)
-            return statistics.median(nothing() for _ in range(_CALIBRATIONS))
+            return min(nothing() for _ in range(_CALIBRATIONS))
 
 
 def sums_of(module: nn.Module | None) -> list[Tensor]:
