@@ -255,6 +255,18 @@ def test_code_between_units_that_begins_to_draw_from_a_generator_of_the_model_is
         trained(model, 2)
 
 
+class OfGlobalEverywhere(OfOwnGenerators):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * (GLOBAL.random() if self.late else 1.0)
+        return self.head(x)
+
+
+def test_so_it_is_with_a_global_one() -> None:
+    with pytest.raises(StepChangedError, match="draws random numbers from 'global tests.engine.test_chance.GLOBAL'"):
+        trained(OfGlobalEverywhere(lambda model: 1.0), 2)
+
+
 def test_what_only_the_last_stage_comes_to_may_begin_to_draw() -> None:
     torch.manual_seed(0)
     model = OfGlobal(lambda model: 1.0)
