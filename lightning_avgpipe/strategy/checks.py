@@ -262,13 +262,13 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
         check_callbacks(running, running.callbacks)  # type: ignore[attr-defined]
     if num_pipelines > 1:
         _one_model_only(running, num_pipelines)
-        if running.strategy._layer_sync is not None:  # type: ignore[attr-defined]
-            raise ConfigurationError(
-                f"sync_batchnorm=True makes the replicas of a stage wait for each other within an action, and "
-                f"num_pipelines={num_pipelines} runs actions as they come; use num_pipelines=1, or remove it"
-            )
     if world_size == 1:
         return
+    if num_pipelines > 1 and running.strategy._layer_sync is not None:  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "sync_batchnorm=True makes the replicas of a stage wait for each other within an action, and "
+            f"num_pipelines={num_pipelines} runs actions as they come; use num_pipelines=1, or remove it"
+        )
     refused: list[tuple[type, str]] = [
         (BatchSizeFinder, "restarts training in ways that the stages cannot follow together"),
         (ModelPruning, "puts other parameters into layers of which each process holds a part"),
@@ -298,7 +298,7 @@ _IN_ONE_ORDER = ("advance_forward", "1f1b", "afab")
 def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> None:
     """Check ``Trainer(sync_batchnorm=True)``: all replicas of a stage must come to the same action next."""
     layer_sync = running.strategy._layer_sync  # type: ignore[attr-defined]
-    if layer_sync is None:
+    if layer_sync is None or stage_map.world_size == 1:
         return
     if given.replicas == 1:
         raise ConfigurationError("sync_batchnorm=True is for replicas; a stage sees the whole batch: remove it")

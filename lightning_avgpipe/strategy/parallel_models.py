@@ -68,7 +68,7 @@ class ParallelModels:
         self._observers = observers
         self._fed = 0  # pipelines that had a batch since gradients were cleared
         self._gradient_sums: GradientSums | None = None  # of replicas
-        synchronised = trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
+        synchronised = configuration.options.replicas != 1 and trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
         self._statistics = StatisticsSharing(cluster) if synchronised else None
 
     @property

@@ -237,6 +237,12 @@ def test_what_could_wait_for_ever_is_refused(
     processes.results(processes.run(2, start, folder=tmp_path))
 
 
+def test_one_process_has_nothing_to_synchronise_as_with_any_strategy() -> None:
+    data = batches()
+    plain = fit(data, 1, 2, False, {"num_microbatches": COUNT})
+    assert_equal(fit(data, 1, 2, True, {"num_microbatches": COUNT}), plain)
+
+
 def test_without_replicas_there_is_nothing_to_synchronise(tmp_path: Path) -> None:
     def start(rank: int) -> None:
         with pytest.raises(ConfigurationError, match="sync_batchnorm=True is for replicas"):
