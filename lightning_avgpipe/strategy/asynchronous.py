@@ -22,6 +22,7 @@ backward and of a step, and the step. Nobody waits for another process. What fol
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -250,5 +251,6 @@ class AsynchronousIterations(AheadIterations):
     def _run_ahead(self, batch: _Batch, i: int, *args: Any) -> Any:
         """Call the step function with a micro-batch, wherever Lightning is."""
         context = self.trainer.precision_plugin.train_step_context
-        with as_it_will_be(self.trainer, batch.progress), replaced(self._module, "_current_fx_name", STEP):
+        turn = self._foresight.in_turn() if batch.progress is None else contextlib.nullcontext()
+        with as_it_will_be(self.trainer, batch.progress), replaced(self._module, "_current_fx_name", STEP), turn:
             return self._micro_batch(STEP, context, [batch.parts], 0, 0, 0, i, *args)

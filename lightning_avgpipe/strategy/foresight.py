@@ -78,6 +78,8 @@ class Foresight:
         self._modules: list[pl.LightningModule] = []
         self._read: dict[str, Variable] = {}
         self._held: dict[str, Objects] = {}
+        self._graph: CallGraph | None = None
+        self._settles = False  # the batch of which the step was captured runs
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
@@ -95,13 +97,25 @@ class Foresight:
                 undo.enter_context(replaced(module, "optimizers", self._refuse("optimizers()")))
             yield
 
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Within this context a step runs whose turn it is.
+
+        What the very first one settles for all that follow (an attribute that is made when it is first needed) is no
+        change by a hook. Capture has seen it, and no cut lies between it and those who read it.
+        """
+        unchanged = [name for name in self._held if not self._changed(name)] if self._settles else []
+        yield
+        self._held |= {name: self._hold(name) for name in unchanged if self._changed(name)}
+
     def begin(self, graph: CallGraph) -> None:
         """From now on, and until the next call, hooks must not change what a step reads."""
         module = self._trainer.lightning_module
         if not self._read:
             keys = [key for key, _ in graph.reads if key[1] not in _IGNORED and key not in graph.written]
             self._read = {".".join(filter(None, key)): variable(module, *key) for key in keys} | outside(module)
-        self._held = {name: Objects((held,), opaque=True) for name, held in self._read.items()}
+        self._held = {name: self._hold(name) for name in self._read}
+        self._graph, self._settles = graph, graph is not self._graph
 
     def check(self) -> None:
         """Hooks have been.
@@ -109,18 +123,21 @@ class Foresight:
         Raises:
             ConfigurationError: they have changed something that steps read.
         """
-        changed = [
-            name
-            for name, objects in self._held.items()
-            if any(not isinstance(found, nn.Parameter) for found in objects.changed())
-        ]
-        if changed:
+        self._settles = False
+        changed = next(filter(self._changed, self._held), None)
+        if changed is not None:
             raise ConfigurationError(
-                f"with {self._option} a hook of a batch has changed '{changed[0]}', which training_step reads, when "
-                "micro-batches of the next batch may have run already. Change it where the pipeline drains "
-                "(on_train_epoch_start, on_validation_epoch_end), let the step work it out of self.global_step, or "
-                f"use {self._instead}"
+                f"with {self._option} a hook of a batch, or a step after the first, has changed '{changed}', which "
+                "training_step reads, when micro-batches of the next batch may have run already. Change it where the "
+                "pipeline drains (on_train_epoch_start, on_validation_epoch_end), let the step work it out of "
+                f"self.global_step, or use {self._instead}"
             )
+
+    def _hold(self, name: str) -> Objects:
+        return Objects((self._read[name],), opaque=True)
+
+    def _changed(self, name: str) -> bool:
+        return any(not isinstance(found, nn.Parameter) for found in self._held[name].changed())
 
     def _made_view(self) -> Any:
         """The same trainer, which refuses to tell what it does not know yet."""

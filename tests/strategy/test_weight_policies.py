@@ -126,6 +126,51 @@ def test_a_smaller_batch_at_the_end_begins_after_a_drain(policy: str) -> None:
         torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
+class Problem:
+    """What kind of targets a model has, which its first step finds out: so do classifiers of transformers."""
+
+    kind: str | None = None
+
+
+class Settling(Chain):
+    """Its first step changes what every step reads."""
+
+    def __init__(self) -> None:
+        super().__init__(Recurrent, MOMENTUM)
+        self.problem = Problem()
+        self.hook = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.problem.kind is None:
+            self.problem.kind = "regression" if batch[1].is_floating_point() else "classification"
+        return loss if self.problem.kind == "regression" else -loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.hook and batch_idx == 0:
+            self.problem.kind = "classification"
+
+
+@pytest.mark.parametrize("policy", ["stash", "2bw"])
+def test_what_the_first_step_settles_for_all_is_no_change_by_a_hook(policy: str) -> None:
+    torch.manual_seed(0)
+    plain, data = Chain(Recurrent, MOMENTUM), batches(4, 6)
+    model = Settling()
+    model.load_state_dict(plain.state_dict())
+    for module in (plain, model):
+        fit(module, Batches(data), policy, 3)
+    assert_equal(state(model), state(plain))
+    assert model.problem.kind == "regression"
+
+    model.hook = True
+    with pytest.raises(ConfigurationError, match=r"a hook of a batch.* has changed 'problem'"):
+        fit(model, Batches(data), policy, 3)
+    unsettled = Settling()
+    unsettled.hook = True
+    with pytest.raises(ConfigurationError, match=r"a hook of a batch.* has changed 'problem'"):
+        fit(unsettled, Batches(data), policy, 3)
+
+
 @pytest.mark.parametrize("policy", ["stash", *(pytest.param(p, marks=SLOW) for p in (*ASYNCHRONOUS[1:], INEXACT))])
 def test_one_stage_is_trained_plainly(policy: str | PipeOptim) -> None:
     torch.manual_seed(0)
