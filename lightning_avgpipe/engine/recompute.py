@@ -28,12 +28,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.capture.snapshot import Attributes, attribute_values, random_state
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.objects import Objects, Variable
 from lightning_avgpipe.utils.random_streams import generators
 
 
@@ -56,6 +57,15 @@ def scope(program: StageProgram, module: nn.Module) -> tuple[list[nn.Module], fr
     }
     foreign.difference_update(id(inner) for path in mine for inner in module.get_submodule(path).modules())
     return [m for m in module.modules() if id(m) not in foreign], frozenset(s for node in nodes for s in node.states)
+
+
+def unowned(program: StageProgram, module: nn.Module) -> list[Variable]:
+    """The variables that units change (global counters), or may: generators of random numbers, of which those that
+    draw nothing when the step is captured may be drawn from later.
+    """
+    changed = {name for path, name in program.graph.of_units if not path}
+    variables = outside(module).items()
+    return [variable for name, variable in variables if name in changed or Objects([variable], opaque=True).draws]
 
 
 # -- what a repetition finds, and leaves -----------------------------------------------------------------------------
@@ -184,7 +194,7 @@ class UnitRepeater:
         module: the whole module.
         recompute: which units.
         device: of the stage.
-        read: what leads to objects that the code between units changes.
+        read: what leads to objects outside of units that units may change, and that change otherwise.
     """
 
     def __init__(self, module: nn.Module, recompute: Recompute, device: torch.device, read: Sequence[Any] = ()) -> None:

@@ -22,7 +22,7 @@ from lightning_avgpipe.engine.halves import Watch, WeightHalf, input_half
 from lightning_avgpipe.engine.idle_generators import IdleGenerators
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
 from lightning_avgpipe.engine.randomness import Drawing
-from lightning_avgpipe.engine.recompute import Observations, Surroundings, UnitRepeater, overwritten, scope
+from lightning_avgpipe.engine.recompute import Observations, Surroundings, UnitRepeater, overwritten, scope, unowned
 from lightning_avgpipe.engine.replay import Observe, Replayed, replay
 from lightning_avgpipe.engine.rewriting import Rewritten
 from lightning_avgpipe.engine.stash import Gate, Inputs, Stash, entered
@@ -107,8 +107,9 @@ class Stage:
         self._said = False  # that they do not
         self._forward_only = 0
         self._recompute = recompute
-        read = self.attributes.variables
-        self._repeat_units = UnitRepeater(module, recompute, device, read) if recompute.modules else None
+        repeats = bool(recompute.stages or recompute.modules)
+        self._read = [*self.attributes.variables, *unowned(program, module)] if repeats else []
+        self._repeat_units = UnitRepeater(module, recompute, device, self._read) if recompute.modules else None
         self._scope = scope(program, module) if recompute.stages else ([], frozenset())
         self._overwritten = overwritten(program) if recompute.stages or relayed else frozenset()
         self.stash: dict[int, Stash | Inputs] = {}
@@ -286,7 +287,7 @@ class Stage:
         """A forward that keeps its inputs. What it computes lives until it ends, as it will in the backward."""
         modules, states = self._scope
         buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
-        surroundings = Surroundings(modules, buffers, self._rewritten.parameters(), self.attributes.variables)
+        surroundings = Surroundings(modules, buffers, self._rewritten.parameters(), self._read)
         observations = Observations()
         versions = tuple(version_of(t) for t in message.tensors) if message is not None else ()
         _, replayed = self._replay(task, micro_batch, message, copies, observations.first)

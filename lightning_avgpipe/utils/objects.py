@@ -219,6 +219,11 @@ class Objects:
         found = (*(obj for obj, _ in self._states), *(obj for obj, _ in self._opaque), *self.tensors)
         return any(id(obj) in others for obj in found)
 
+    @property
+    def draws(self) -> bool:
+        """Whether a generator of random numbers is among them."""
+        return any(opaque_contents.is_generator(obj) for obj, _ in self._opaque)
+
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Each object with the items that it held; None for one that has none."""
         return ((obj, state.items) for obj, state in self._states)

@@ -209,7 +209,58 @@ def test_a_repeated_unit_draws_what_it_drew_though_it_did_not_when_captured() ->
     assert_same_parameters(plain, repeated)
 
 
-GLOBAL = random.Random(7)
+GLOBAL, OF_NUMPY, OF_TORCH = random.Random(7), np.random.default_rng(8), torch.Generator()
+DRAWN: list[float] = []
+
+
+def of_global_python() -> float:
+    return GLOBAL.random()
+
+
+def of_global_numpy() -> float:
+    return float(OF_NUMPY.random())
+
+
+def of_global_torch() -> float:
+    return torch.rand(1, generator=OF_TORCH).item()
+
+
+class GlobalBlock(Block):
+    """By chance nothing but its input, as generators say that are no module's."""
+
+    def forward(self, x: Tensor, draws: bool = True) -> Tensor:
+        DRAWN.append(of_global_python() + of_global_numpy() + of_global_torch() if draws else 2.0)
+        return super().forward(x) if DRAWN[-1] > 1.5 else x
+
+
+class OfGlobals(Deciding):
+    """Units that draw from them, once training has begun or from the first step on."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__(of_torch)
+        self.blocks = nn.ModuleList(GlobalBlock() for _ in range(3))
+        self.begins_late = late
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.late or not self.begins_late)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("recompute", [True, ["blocks.*"]], ids=["stages", "units"])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_repeated_draws_again_from_global_generators(late: bool, recompute: Any) -> None:
+    torch.manual_seed(0)
+    model, found = OfGlobals(late), []
+    for option in (False, recompute):
+        GLOBAL.seed(7)
+        OF_NUMPY.bit_generator.state = np.random.default_rng(8).bit_generator.state
+        OF_TORCH.manual_seed(9)
+        DRAWN.clear()
+        found.append((*trained(model, 2, recompute=option, split_points=["blocks.1"]), list(DRAWN)))
+    (plain, losses, drawn), (repeated, others, drawn_again) = found
+    assert others == losses and drawn_again == drawn and len(drawn) == 3 * 3 * M
+    assert_same_parameters(plain, repeated)
 
 
 class OfOwnGenerators(Deciding):
