@@ -71,6 +71,7 @@ from lightning_avgpipe.schedule import (
     uneven_steps,
 )
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.training.plan_maker import Examples
 from lightning_avgpipe.tuning import Curve, Device, HopProfile, Profile, Setting, Simulator, StageMemory, StageProfile
 from lightning_avgpipe.tuning.memory import memory_at
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -108,7 +109,7 @@ class Bench:
         self.deployment = Deployment(
             model, cluster, Planner(model, NUM_STAGES, [split_point]), lambda: [self.optimizer]
         )
-        self.deployment.prepare(STEP, self._step, [args], True, build("1f1b", NUM_STAGES, 1))
+        self.deployment.prepare(STEP, self._step, Examples([args]), True, build("1f1b", NUM_STAGES, 1))
         self.pipelines = self.deployment.models.train(1)
         self.iterations = 0
 

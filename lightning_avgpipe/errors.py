@@ -25,6 +25,10 @@ class SkippedStepError(CaptureError):
     """A training step returned None for the micro-batch that it was to be followed on; another one may do."""
 
 
+class MicroBatchError(CaptureError):
+    """A step function that cannot be followed on a part of a batch; the whole batch may do. All processes raise it."""
+
+
 class PartitionError(AvgPipeError, ValueError):
     """A model that cannot be divided into the wanted stages."""
 

@@ -18,6 +18,7 @@ from tests.callbacks.test_freed_devices import WithSlowHead
 from tests.callbacks.test_freezing import FineTuned
 from tests.elastic.models import Batches
 from tests.models import MLP, Blocks, loader
+from tests.strategy.test_batches import AllAtOnce
 from tests.trainers import trainer
 
 
@@ -71,7 +72,7 @@ def main(
     schedule="advance_forward", **options
 ) -> None:  # fmt: skip
     torch.manual_seed(5)
-    known = (MLP, Stuck, Divided, FineTuned, WithSlowHead, Blocks)
+    known = (MLP, Stuck, Divided, FineTuned, WithSlowHead, Blocks, AllAtOnce)
     module = {kind.__name__: kind for kind in known}[model]()
     kind = Doomed if any(dies) else AvgPipeStrategy
     Doomed.folder, Doomed.dies = folder, dies

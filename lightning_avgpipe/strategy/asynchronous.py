@@ -36,7 +36,7 @@ from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.stream import Stream
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.errors import ConfigurationError, ScheduleError
+from lightning_avgpipe.errors import ConfigurationError, MicroBatchError, ScheduleError
 from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy.ahead import STEP, AheadIterations, Read
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
@@ -97,19 +97,21 @@ class AsynchronousIterations(AheadIterations):
     def _overlaps(self) -> bool:
         return self.cluster.stage_map.num_stages > 1
 
-    def train(self, batch: Any, *rest: Any) -> Any:
+    def train(self, batches: Sequence[Any], *rest: Any) -> Any:
         """Run until the stages here have ended a batch."""
         passes = self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
         if passes or not self._overlaps or (self._stream is None and self.deployment.replans):
             self.drain()
-            return super().train(batch, *rest)
-        (taken,) = self.batches.take(batch)
-        current = self._coming.popleft() if self._coming else self._made(taken, rest, 0)
+            return super().train(batches, *rest)
+        (batch,) = batches
+        current = self._coming.popleft() if self._coming else self._made(batch, rest, 0)
         if current.batches[0] is not batch or current.changed:
             raise self.other_batch()
         current.progress = None
         try:
             return self._run_in_turn(current)
+        except MicroBatchError:
+            raise  # nothing has run yet
         except BaseException:
             if self.cluster.world.world_size > 1:
                 self.broken()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_avgpipe.comm.cluster import Cluster
@@ -41,6 +42,7 @@ class BatchSplitter:
         self._seen: dict[tuple[str, int], Seen] = {}
         self._warned: set[str] = set()
         self._unweighted = _LOOKED_AT
+        self._whole: set[RunningStage | None] = set()
 
     @property
     def loss_weight(self) -> LossWeight | None:
@@ -54,6 +56,26 @@ class BatchSplitter:
     def own(self) -> SplitBatch | None:
         """The user's function that splits, if there is one."""
         return getattr(self._trainer.lightning_module, "split_batch", None) or self._configuration.options.split_batch
+
+    @property
+    def count(self) -> int:
+        """M, as far as batches have as many samples."""
+        return (
+            1 if self._keeps_whole else self._configuration.options.microbatches(self._cluster.stage_map.given_stages)
+        )
+
+    def keep_whole(self) -> None:
+        """The step that runs now takes no part of a batch: with ``num_microbatches="auto"`` it gets whole ones."""
+        self._whole.add(self._running)
+
+    @property
+    def _keeps_whole(self) -> bool:
+        return self._configuration.options.num_microbatches == "auto" and self._running in self._whole
+
+    @property
+    def _running(self) -> RunningStage | None:
+        stage = self._trainer.state.stage
+        return RunningStage.VALIDATING if stage == RunningStage.SANITY_CHECKING else stage
 
     def weighing(self, works: list[list[MicroBatch]]) -> Callable[[], list[list[MicroBatch]]]:
         """Begin to weigh the micro-batches of an iteration of training, by pipeline, over replicas.
@@ -102,10 +124,9 @@ class BatchSplitter:
     def parts(self, batch: Any) -> list[MicroBatch]:
         """The micro-batches of a batch, not weighed."""
         options, trainer, module = self._configuration.options, self._trainer, self._trainer.lightning_module
-        count = options.microbatches(self._cluster.stage_map.given_stages)
-        if self.own is not None:
+        count, index = self.count, self._batches.dataloader_idx
+        if self.own is not None and not self._keeps_whole:
             return split_with(self.own, batch, count)
-        index = self._batches.dataloader_idx
         expected = expected_now(trainer, index, changed=not self._batches.distributor.early)
         stage = "" if trainer.state.stage is None else trainer.state.stage.value
         first = (stage, index) not in self._seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, run_together
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.errors import AvgPipeError, MicroBatchError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
@@ -33,6 +34,7 @@ from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.strategy.trained import agree_on_trained
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.training.plan_maker import Examples
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -86,7 +88,8 @@ class Iterations:
     @contextlib.contextmanager
     def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
         """Within this context a training step clears the gradients where Lightning does: before its first backward."""
-        self.zero_grad = zero_grad
+        # once, also where the batch is tried a second time
+        self.zero_grad = None if zero_grad is None else functools.cache(zero_grad)
         try:
             yield
         finally:
@@ -94,15 +97,17 @@ class Iterations:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def train(self, batch: Any, *rest: Any) -> Any:
-        """Run all forwards and backwards of a batch, and of those of the other pipelines.
+    def train(self, batches: Sequence[Any], *rest: Any) -> Any:
+        """Run all forwards and backwards of a batch for each pipeline.
 
         A micro-batch for which the step returns None has no backward. With none left the batch is skipped.
 
         Returns:
-            What the step would have returned for the batch, detached; None if it is skipped.
+            What the step would have returned for the first batch, detached; None if it is skipped.
+        Raises:
+            MicroBatchError: the step cannot be followed on a micro-batch; whole batches can be tried. All processes
+                raise it.
         """
-        batches = self.batches.take(batch)
         if self.zero_grad is not None and self.deployment.arrange(batches):
             self.schedule_control.begin_again()
         works = [self.splitter.split(part, n) for n, part in enumerate(batches)]
@@ -139,7 +144,11 @@ class Iterations:
         return None if 0 in models.skipped else result
 
     def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
-        """Run a step without backward; on the last stage's rank the merged result, None elsewhere."""
+        """Run a step without backward; on the last stage's rank the merged result, None elsewhere.
+
+        Raises:
+            MicroBatchError: as :meth:`train`.
+        """
         contexts = {"validation_step": "val_step_context", "test_step": "test_step_context"}
         context = getattr(self.trainer.precision_plugin, contexts.get(step, "predict_step_context"))
         parts = self.splitter.split(batch, weighs=step != "predict_step" and self.splitter.loss_weight is not None)
@@ -347,12 +356,17 @@ class Iterations:
     ) -> bool:
         """Make the stages of a step, if they are not there; tells whether they are."""
         decides = step == "training_step" or self.trainer.state.fn != TrainerFn.FITTING
-        examples = [(part.data, *rest) for parts in works for part in parts]
+        size, total = works[0][0].size, sum(part.size for part in works[0])
+        optional = len(works[0]) > 1 and self.configuration.options.num_microbatches == "auto"
+        examples = Examples([(part.data, *rest) for parts in works for part in parts], optional)
         stages = self.cluster.stage_map.num_stages
         try:
             made = self.deployment.prepare(step, partial(run, 0, 0), examples, decides, schedule, trains)
+        except MicroBatchError as error:
+            raise MicroBatchError(
+                f"{step} fails on {size} of the {total} samples of a batch: {error}"
+            ) from error.__cause__
         except Exception as error:
-            size, total = works[0][0].size, sum(part.size for part in works[0])
             if size < total and not isinstance(error, AvgPipeError):  # of the user's code
                 error.add_note(
                     f"it was given {size} of the {total} samples of a batch; a step that needs all of them at once "

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.advise.request import Request
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.observer import Observers
-from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.errors import MicroBatchError, PartitionError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import MemoryLimit
 from lightning_avgpipe.strategy import lightning_changes as changes
@@ -208,7 +208,7 @@ class PipelineRun:
         plan = self.plan = self.deployment.plan
         assert plan is not None
         announce(plan, self.cluster, self.configuration.options.shard_optimizer_states)
-        if plan.graph.carried and self.configuration.options.microbatches(self.cluster.stage_map.given_stages) > 1:
+        if plan.graph.carried and self.splitter.count > 1:
             self.splitter.warn_once(
                 f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
                 "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
@@ -258,8 +258,27 @@ class PipelineRun:
         return self.deployment.pipeline.leaves(_STEPS[stage], rank, batch)
 
     def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """An iteration of the pipeline."""
-        return self.iterations.train(*args) if name == "training_step" else self.iterations.evaluate(name, *args)
+        """An iteration of the pipeline; on the whole batch, if M was left to us and the step takes no part of it."""
+        batch, *rest = args
+        if name == "training_step":
+            run = partial(self.iterations.train, self.batches.take(batch), *rest)
+        else:
+            run = partial(self.iterations.evaluate, name, batch, *rest)
+        try:
+            return run()
+        except MicroBatchError as found:
+            reason = str(found)
+        self.splitter.keep_whole()
+        try:
+            result = run()
+        except Exception as error:
+            error.add_note(f"num_microbatches='auto' was tried as 1, because {reason}")
+            raise
+        self.splitter.warn_once(
+            f"batches are not split into micro-batches for {name}, so its stages take turns: {reason}. An explicit "
+            "num_microbatches makes this an error"
+        )
+        return result
 
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any

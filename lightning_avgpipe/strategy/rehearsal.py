@@ -221,7 +221,8 @@ class Rehearsal:
         self._module.on_train_batch_start(batch, 0)
         self._module._current_fx_name = "training_step"
         kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
-        self.pipeline.iterations.train(*kwargs.values())
+        _, *rest = kwargs.values()
+        self.pipeline.iterations.train(self.pipeline.batches.take(batch), *rest)
 
     def _clear_gradients(self) -> None:
         self.pipeline.models.clear_gradients()

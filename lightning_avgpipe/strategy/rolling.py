@@ -93,17 +93,16 @@ class RollingIterations(AheadIterations):
         self._next: _Iteration | None = None  # has been read ahead
         self._trained: frozenset[str] = frozenset()  # as the iteration began
 
-    def train(self, batch: Any, *rest: Any) -> Any:
-        """Run a batch until pipeline 0 has ended it; without a step, until all have."""
+    def train(self, batches: Sequence[Any], *rest: Any) -> Any:
+        """Run batches until pipeline 0 has ended it; without a step, until all have."""
         if self.models.num_models == 1 or self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward:
-            return super().train(batch, *rest)
-        batches = self.batches.take(batch)
+            return super().train(batches, *rest)
         iteration, self._next = self._next, None
         if iteration is None:
             if self.zero_grad is not None and self.deployment.arrange(batches):
                 self.schedule_control.begin_again()
             iteration = self._made(batches, rest, None)
-        elif iteration.batches[0] is not batch or iteration.changed:
+        elif iteration.batches[0] is not batches[0] or iteration.changed:
             raise self.other_batch()
         iteration.progress = None
         self._clear_in_turn(iteration)

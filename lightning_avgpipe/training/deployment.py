@@ -27,7 +27,7 @@ from lightning_avgpipe.training.holdings import Holdings
 from lightning_avgpipe.training.kept import check_movable
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
-from lightning_avgpipe.training.plan_maker import PlanMaker
+from lightning_avgpipe.training.plan_maker import Examples, PlanMaker
 from lightning_avgpipe.training.replicas import check_shared
 from lightning_avgpipe.training.state import (
     own_state_dict,
@@ -114,7 +114,7 @@ class Deployment:
         self,
         step: str,
         run: Callable[..., Any],
-        examples: Sequence[Sequence[Any]],
+        examples: Examples,
         decides: bool,
         schedule: Schedule,
         num_pipelines: int = 1,
@@ -124,14 +124,16 @@ class Deployment:
         Args:
             step: name of the step function.
             run: executes it.
-            examples: arguments of micro-batches, of which the first is followed that training does not skip. If it
-                skips all of them, the step stays as it is.
+            examples: what it is called with, of which the first is followed that training does not skip. If it skips
+                all of them, the step stays as it is.
             decides: whether the plan is made for this step. In training ``training_step`` decides; a validation that
                 comes before it (a sanity check) runs on a provisional plan, for which nobody gives anything up.
             schedule: that it will run with.
             num_pipelines: that will train.
         Returns:
             Whether a plan was made that stays.
+        Raises:
+            MicroBatchError: it fails on an example, and batches may stay whole. Nothing has changed.
         """
         if self._due and step == "training_step":
             self._due = False
@@ -172,7 +174,7 @@ class Deployment:
         self,
         step: str,
         run: Callable[..., Any],
-        examples: Sequence[Sequence[Any]],
+        examples: Examples,
         final: bool,
         schedule: Schedule,
         num_pipelines: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.whole_backwards import with_whole_backwards
-from lightning_avgpipe.errors import SkippedStepError
+from lightning_avgpipe.errors import AvgPipeError, MicroBatchError, SkippedStepError, described
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.halving import Halving
 from lightning_avgpipe.planning.model_memory import state_copies
@@ -25,7 +25,25 @@ from lightning_avgpipe.planning.turns import slowness_of
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.training.holdings import Holdings
 
-Examples = Sequence[Sequence[Any]]
+
+@dataclass(frozen=True)
+class Examples:
+    """What a step is called with, of which it is followed on one.
+
+    Attributes:
+        args: arguments of micro-batches.
+        optional: whether batches may as well stay whole, if it cannot be followed on a part of one.
+    """
+
+    args: Sequence[Sequence[Any]]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What the user's code raised on rank 0, for the other processes."""
+
+    reason: str
 
 
 class PlanMaker:
@@ -88,7 +106,7 @@ class PlanMaker:
         Args:
             step: name of the step function.
             run: executes it.
-            examples: arguments of micro-batches.
+            examples: what it is called with.
             schedule: that it will run with.
             num_pipelines: N.
             before: the provisional plan that there was, whose units are opened further.
@@ -125,24 +143,37 @@ class PlanMaker:
         return Conditions(schedule, state_copies=copies, num_pipelines=num_pipelines, num_groups=teams)
 
     def _on_first(self, examples: Examples, make: Callable[[Sequence[Any]], Any]) -> Any:
-        """What is made of the first example that is not skipped; None if all are."""
+        """What is made of the first example that is not skipped; None if all are.
+
+        Raises:
+            MicroBatchError: the user's code failed, and there is another way to try; on every process.
+        """
+        cause: Exception | None = None
 
         def attempt(args: Sequence[Any]) -> Any:
+            nonlocal cause
             try:
                 with alone():
                     return make(args)
             except SkippedStepError:
                 return None
+            except Exception as error:
+                if not examples.optional or isinstance(error, AvgPipeError):
+                    raise
+                cause = error
+                return _Failed(described(error))
 
-        for args in examples:
+        for args in examples.args:
             made = self._holdings.gather.on_rank_zero(partial(attempt, args))
+            if isinstance(made, _Failed):
+                raise MicroBatchError(made.reason) from cause
             if made is not None:
                 return made
         return None
 
     def _measured_slowness(self, step: str, run: Callable[..., Any], examples: Examples) -> tuple[float, ...]:
         seconds = 0.0
-        for args in examples:
+        for args in examples.args:
             with contextlib.suppress(SkippedStepError), alone():
                 with self._cluster.monitor.during("measures its device"):
                     seconds = self.planner.seconds(step, run, args)

@@ -171,3 +171,65 @@ def fit_apart_alone() -> list[dict[str, Tensor]]:
         pipeline(2).fit(module, data)
         found.append(module.state_dict())
     return found
+
+
+class AllAtOnce(MLP):
+    """Models of several series want all of them in each batch.
+
+    Args:
+        of: the steps that do.
+    """
+
+    def __init__(self, *of: str) -> None:
+        super().__init__()
+        self.of = of or ("training_step",)
+        self.cleared = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._check("training_step", batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._check("validation_step", batch)
+        super().validation_step(batch, batch_idx)
+
+    def _check(self, step: str, batch: Any) -> None:
+        if step in self.of and len(batch[0]) != 8:
+            raise ValueError(f"8 series are needed, {len(batch[0])} were given")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.cleared += 1
+
+
+@pytest.mark.parametrize(
+    ("of", "options"),
+    [
+        (("training_step",), {}),
+        (("training_step",), {"num_pipelines": 2}),
+        (("training_step",), {"weight_policy": "stash"}),
+        (("validation_step",), {}),
+        (("training_step", "validation_step"), {"verify": True}),
+    ],
+)
+def test_a_step_that_takes_no_part_of_a_batch_gets_whole_ones(of: tuple[str, ...], options: dict[str, Any]) -> None:
+    models, said = [], []
+    for count in (1 if "training_step" in of else 8, "auto"):
+        torch.manual_seed(3)
+        model = AllAtOnce(*of) if count == "auto" else AllAtOnce("no step")
+        runner = pipeline(2, strategy={"num_microbatches": count, **options}, max_epochs=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            runner.fit(model, loader(MLP, 32, 8), loader(MLP, 16, 8))
+        models.append(model)
+        said = [str(warning.message) for warning in caught if "batches are not split" in str(warning.message)]
+        assert runner.strategy.plan.num_stages == 2 and torch.isfinite(runner.callback_metrics["val_loss"])
+    expected, found = models
+    assert found.cleared == expected.cleared
+    assert_same_parameters(expected, found)
+    assert all("ValueError: 8 series are needed, 1 were given" in text for text in said)
+    assert sorted(of) == sorted(text.partition(" for ")[2].partition(", so its stages take turns")[0] for text in said)
+
+
+def test_an_explicit_number_of_micro_batches_stays_an_error() -> None:
+    with pytest.raises(ValueError, match="8 series are needed, 2 were given"):
+        pipeline(2, strategy={"num_microbatches": 4}).fit(AllAtOnce(), loader(MLP, 16, 8))

@@ -73,6 +73,21 @@ def test_every_way_to_start_processes_trains_the_same(way: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_processes_agree_to_split_no_batches_for_a_step_that_takes_no_part_of_one(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = MLP()
+    pipeline(2, strategy={"num_microbatches": 1}, max_epochs=2).fit(model, loader(MLP, 24, 8, shuffle=True))
+    given = {"model": "AllAtOnce", "microbatches": "auto"}
+    with started(*commands("script", tmp_path, **given)) as (process,):
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, errors
+    assert errors.count("batches are not split into micro-batches for training_step") == 1
+    for rank in range(2):
+        weights = torch.load(tmp_path / f"weights-{rank}.pt")
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "world_size"), [("script", 2), ("torchrun", 2), ("two nodes", 4)])
 def test_every_way_to_start_processes_starts_those_that_share_devices(
     way: str, world_size: int, tmp_path: Path

@@ -38,16 +38,17 @@ class Fails(MLP):
 
 
 @pytest.mark.parametrize(
-    ("last", "note"),
+    ("last", "count", "note"),
     [
-        (0, "while training_step was followed on a first micro-batch"),
-        (0, "of the 8 samples of a batch; a step that needs all of them at once trains with num_microbatches=1"),
-        (1, "stage 0 of 2 (rank 0) failed in F0"),
+        (0, "auto", "while training_step was followed on a first micro-batch"),
+        (0, "auto", "was tried as 1, because training_step fails on 1 of the 8 samples of a batch: Blown: the fuse"),
+        (0, 4, "of the 8 samples of a batch; a step that needs all of them at once trains with num_microbatches=1"),
+        (1, "auto", "stage 0 of 2 (rank 0) failed in F0"),
     ],
 )
-def test_an_exception_of_the_step_comes_as_it_is_with_a_note(last: int, note: str) -> None:
+def test_an_exception_of_the_step_comes_as_it_is_with_a_note(last: int, count: Any, note: str) -> None:
     with pytest.raises(Blown) as caught:
-        pipeline(2).fit(Fails(last), loader(MLP, 16, 8))
+        pipeline(2, strategy={"num_microbatches": count}).fit(Fails(last), loader(MLP, 16, 8))
     assert any(note in line for line in caught.value.__notes__)
 
 
