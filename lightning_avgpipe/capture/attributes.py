@@ -18,7 +18,6 @@ from lightning_avgpipe.capture.outside import outside, places
 from lightning_avgpipe.capture.shared_objects import Names
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects, Variable
-from lightning_avgpipe.utils.opaque import is_generator
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, address
 
@@ -359,11 +358,14 @@ class Mutations:
                 found[key] = min(first)
         return found
 
-    def idle_generators(self) -> tuple[Key, ...]:
-        """Attributes and variables that are generators of random numbers, from which nobody has drawn."""
-        held = ((key, h.state().get("value") if isinstance(h, Variable) else h) for key, h in self.attributes.items())
+    def idle_generators(self) -> tuple[tuple[str, str, int], ...]:
+        """Attributes and variables that lead to generators of random numbers from which nobody has drawn; and which."""
         drawn = self.found() | self._first.keys()
-        return tuple(sorted(key for key, found in held if is_generator(found) and id(found) not in drawn))
+        if drawn.issuperset(map(id, self.objects.generators)):
+            return ()
+        reached = ((key, Objects([h], opaque="generators").generators) for key, h in self.attributes.items())
+        found = [(*key, n) for key, held in reached for n, one in enumerate(held) if id(one) not in drawn]
+        return tuple(sorted(found, key=lambda key: (key[1].startswith("_"), key)))  # as the user knows them
 
     def of_units(self) -> tuple[Key, ...]:
         """Attributes that units have assigned, or whose objects they have changed; also those that glue assigned."""

@@ -168,8 +168,8 @@ class CallGraph:
             they are opened, such as forward hooks, is no obstacle.
         opened: calls of modules that hold units, in the order in which they ended.
         trained: full names of the parameters that were trained when the step was captured.
-        idle_generators: path and name of attributes, or nothing and the name of a variable, that are generators of
-            random numbers from which the step did not draw.
+        idle_generators: path and name of attributes, or nothing and the name of a variable, that lead to generators of
+            random numbers from which the step did not draw; and which of those that they lead to.
     """
 
     step: str
@@ -194,7 +194,7 @@ class CallGraph:
     leaving: frozenset[str] = frozenset()
     opened: tuple[Opened, ...] = ()
     trained: frozenset[str] = frozenset()
-    idle_generators: tuple[tuple[str, str], ...] = ()
+    idle_generators: tuple[tuple[str, str, int], ...] = ()
 
     @cached_property
     def changed(self) -> frozenset[str]:

@@ -15,25 +15,29 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.utils.objects import Variable
+from lightning_avgpipe.utils.objects import Variable, is_open, led_to
+from lightning_avgpipe.utils.opaque import is_opaque
+from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
 _LIBRARY = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")})
 # Wherever they are: packages of a user, of the system below a virtual environment, or on PYTHONPATH.
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _OWN = str(Path(__file__).parents[1])
 _KINDS = ("global ", "class ", "enclosed ")  # how full names begin
+_MOST = 1000  # items of a container that may hold functions
 _CODE = (types.FunctionType, types.MethodType, type, types.ModuleType, nn.Module)
 
 
 def outside(module: nn.Module) -> dict[str, Variable]:
-    """The variables that the code of a module's classes names, and of the functions and classes that it names in turn.
+    """The variables that a module's code names, and the functions and classes that it names in turn.
 
-    Code of installed packages is not looked at.
+    That is the code of its classes, and of functions and objects in its attributes. Code of installed packages is not
+    looked at.
 
     Returns:
         By full name, such as ``global mine.CALLS`` or ``class mine.Net.calls``; the same objects each time.
     """
-    return _reached(_classes(module)).variables
+    return _reached(*_code_of(module)).variables
 
 
 def variable(module: nn.Module, path: str, name: str) -> Variable:
@@ -49,21 +53,44 @@ def variable(module: nn.Module, path: str, name: str) -> Variable:
 
 def places(module: nn.Module, name: str) -> int:
     """How many lines of this code name a variable."""
-    lines = _reached(_classes(module)).lines
+    lines = _reached(*_code_of(module)).lines
     last = next(part for part in reversed(name.split(".")) if not part.isdecimal())
     return len(lines[last])
 
 
-def _classes(module: nn.Module) -> tuple[type, ...]:
-    found = (type(held) for m in module.modules() for held in (m, *vars(m).values()))
-    return tuple(filter(_is_own, dict.fromkeys(found)))
+class _Function:
+    """A function that an attribute leads to, without what it encloses: the attribute leads to that as well.
+
+    Functions are remembered, and what they enclose may be a whole model.
+    """
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.code, self.namespace = function.__code__, function.__globals__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Function) and self.code is other.code and self.namespace is other.namespace
+
+    def __hash__(self) -> int:
+        return id(self.code)
+
+
+def _code_of(module: nn.Module) -> tuple[tuple[type, ...], tuple[_Function, ...]]:
+    """Classes, and functions in attributes."""
+    modules = list(module.modules())
+    held = [h for m in modules for name, h in vars(m).items() if name not in REGISTRIES]
+    reached = led_to(held, _MOST)
+    functions = (_Function(f) for f in reached if isinstance(f, types.FunctionType) and _is_own(f))
+    classes = map(type, (*modules, *held, *reached))
+    return tuple(filter(_is_own, dict.fromkeys(classes))), tuple(dict.fromkeys(functions))
 
 
 @functools.lru_cache(maxsize=64)
-def _reached(classes: tuple[type, ...]) -> _Reached:
+def _reached(classes: tuple[type, ...], functions: tuple[_Function, ...]) -> _Reached:
     reached = _Reached()
     for kind in classes:
         reached.enter(kind)
+    for function in functions:
+        reached.read(function.code, function.namespace)
     return reached
 
 
@@ -84,8 +111,10 @@ class _Reached:
         if isinstance(thing, types.FunctionType):
             for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
                 self._enclosed(thing, name, cell)
-            for code in _codes(thing.__code__):
-                self._read(code, thing.__globals__)
+            names, defaults = thing.__code__.co_varnames[: thing.__code__.co_argcount], thing.__defaults__ or ()
+            for name, held in (*zip(names[::-1], defaults[::-1], strict=False), *(thing.__kwdefaults__ or {}).items()):
+                self._default(thing, name, held)
+            self.read(thing.__code__, thing.__globals__)
         elif isinstance(thing, type):
             for kind in filter(_is_own, thing.__mro__):
                 for name, held in list(vars(kind).items()):
@@ -109,6 +138,17 @@ class _Reached:
             self._seen.add(id(cell))
             same = sum(f"{key}.".startswith(f"enclosed {_name(function)}.{name}.") for key in self.variables)
             self.variables[f"enclosed {_name(function)}.{name}{f'.{same}' if same else ''}"] = variable
+
+    def _default(self, function: types.FunctionType, name: str, held: Any) -> None:
+        if isinstance(held, _CODE):
+            self.enter(held)
+        elif is_open(type(held)) or is_opaque(held):
+            self._variable(f"enclosed {_name(function)}", {name: held}, name)
+
+    def read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
+        """Code, and that of functions in it, with its global variables."""
+        for part in _codes(code):
+            self._read(part, namespace)
 
     def _read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         before: Any = None  # the Python module whose attribute may come next

@@ -34,7 +34,7 @@ from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.objects import Objects, Variable
+from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.random_streams import generators
 
 
@@ -59,13 +59,12 @@ def scope(program: StageProgram, module: nn.Module) -> tuple[list[nn.Module], fr
     return [m for m in module.modules() if id(m) not in foreign], frozenset(s for node in nodes for s in node.states)
 
 
-def unowned(program: StageProgram, module: nn.Module) -> list[Variable]:
-    """The variables that units change (global counters), or may: generators of random numbers, of which those that
-    draw nothing when the step is captured may be drawn from later.
-    """
-    changed = {name for path, name in program.graph.of_units if not path}
-    variables = outside(module).items()
-    return [variable for name, variable in variables if name in changed or Objects([variable], opaque=True).draws]
+def unowned(program: StageProgram, module: nn.Module) -> list[Any]:
+    """The variables that units change (global counters); of others generators, from which they may begin to draw."""
+    changed, found = {name for path, name in program.graph.of_units if not path}, list[Any]()
+    for name, variable in outside(module).items():
+        found += [variable] if name in changed else Objects([variable], opaque="generators").generators
+    return found
 
 
 # -- what a repetition finds, and leaves -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ class Objects:
         roots: where to begin.
         modules: whose attributes are looked at nevertheless.
         contents: whether the numbers in tensors are kept as well, except for parameters.
-        opaque: whether what is in arrays and generators of random numbers is kept as well.
+        opaque: whether what is in arrays and generators of random numbers is kept as well, or in generators only.
 
     Attributes:
         tensors: that the objects hold, each once, in the order in which they are reached.
@@ -121,7 +121,7 @@ class Objects:
         roots: Iterable[Any],
         modules: Iterable[nn.Module] = (),
         contents: bool = False,
-        opaque: bool = False,
+        opaque: bool | Literal["generators"] = False,
     ) -> None:
         self.tensors: list[Tensor] = []
         self.owners: list[Any] = []
@@ -129,6 +129,7 @@ class Objects:
         self._indices: dict[int, int] = {}
         self._opaque: list[tuple[Any, Any]] = []
         opened = {id(module): module for module in modules}
+        is_opaque = opaque_contents.is_generator if opaque == "generators" else opaque_contents.is_opaque
         seen: set[int] = set()
         waiting = [*opened.values(), *roots][::-1]
         while waiting:
@@ -139,7 +140,7 @@ class Objects:
             seen.add(id(obj))
             if isinstance(obj, Tensor):
                 self.tensors.append(obj)
-            elif opaque and opaque_contents.is_opaque(obj):
+            elif opaque and is_opaque(obj):
                 self._opaque.append((obj, opaque_contents.contents(obj)))
             elif is_open(cls) or id(obj) in opened:
                 state = _state(obj)
@@ -220,9 +221,9 @@ class Objects:
         return any(id(obj) in others for obj in found)
 
     @property
-    def draws(self) -> bool:
-        """Whether a generator of random numbers is among them."""
-        return any(opaque_contents.is_generator(obj) for obj, _ in self._opaque)
+    def generators(self) -> list[Any]:
+        """Those of random numbers among them, in the order in which they are reached."""
+        return [obj for obj, _ in self._opaque if opaque_contents.is_generator(obj)]
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Each object with the items that it held; None for one that has none."""
@@ -295,6 +296,26 @@ class Objects:
             new = _State(_mapped(fn, state.items), _mapped(fn, state.attributes))
             if not state.is_same(new):
                 _put(obj, new)
+
+
+def led_to(roots: Iterable[Any], most: int) -> list[Any]:
+    """The objects with code that are reached: functions, and what has attributes.
+
+    Args:
+        roots: where to begin.
+        most: items of a container that is looked into; a longer one is data.
+    """
+    seen: dict[int, Any] = {}
+    waiting = list(roots)
+    while waiting:
+        obj = waiting.pop()
+        cls: Any = type(obj)
+        if cls in _ATOMS or id(obj) in seen or not is_open(cls):
+            continue
+        seen[id(obj)] = obj
+        if not isinstance(obj, (*_ITEMS, tuple, frozenset)) or 0 < len(obj) <= most:
+            waiting.extend(_state(obj).children())
+    return list(seen.values())
 
 
 def is_open(cls: type) -> bool:

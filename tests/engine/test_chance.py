@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -316,6 +317,66 @@ class OfGlobalEverywhere(OfOwnGenerators):
 def test_so_it_is_with_a_global_one() -> None:
     with pytest.raises(StepChangedError, match=r"draws random numbers from 'global .*GLOBAL'"):
         trained(OfGlobalEverywhere(lambda model: 1.0), 2)
+
+
+class Source:
+    """Something to draw from."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(5)
+
+    def draw(self, model: Any) -> float:
+        return float(self.generator.random())
+
+    def draw_elsewhere(self, model: Any) -> float:
+        return GLOBAL.random()
+
+    def __call__(self, model: Any) -> float:
+        return self.draw(model)
+
+
+def seeded(seed: int) -> Callable[[Any], float]:
+    generator = random.Random(seed)
+    return lambda model: generator.random()
+
+
+def through(draw: Callable[[], float], model: Any) -> float:
+    return draw()
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda model: GLOBAL.random(), "'global .*GLOBAL'"),
+        (functools.partial(through, of_global_python), "'global .*GLOBAL'"),
+        (Source().draw_elsewhere, "'global .*GLOBAL'"),
+        (Source().draw, "a generator in 'draw'"),
+        (Source(), "a generator in 'draw'"),
+        (seeded(5), "a generator in 'draw'"),
+        (lambda model, generator=random.Random(5): generator.random(), "a generator in 'draw'"),  # noqa: B008
+    ],
+)
+def test_so_it_is_with_one_that_a_function_in_an_attribute_leads_to(draw: Callable[[Any], float], name: str) -> None:
+    model = OfOwnGenerators(draw)
+    trained(model, 1)
+    with pytest.raises(StepChangedError, match=f"draws random numbers from {name} between submodules"):
+        trained(model, 2)
+
+
+def test_so_it_is_with_one_that_is_the_default_of_a_global_function() -> None:
+    with pytest.raises(StepChangedError, match=r"draws random numbers from 'enclosed .*of_default.generator'"):
+        trained(OfDefault(lambda model: 1.0), 2)
+
+
+def of_default(generator: random.Random = random.Random(5)) -> float:  # noqa: B008
+    return generator.random()
+
+
+class OfDefault(OfOwnGenerators):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * (of_default() if self.late else 1.0)
+        return self.head(x)
 
 
 def test_what_only_the_last_stage_comes_to_may_begin_to_draw() -> None:
