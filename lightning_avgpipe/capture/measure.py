@@ -187,7 +187,7 @@ class _Timer(StepTracer):
         return run(*args, **kwargs)
 
     def _any_known(self, tensors: Sequence[Tensor]) -> bool:
-        return any(self.value_of(t) is not None for t in tensors)
+        return any(self.known.value_of(t) is not None for t in tensors)
 
     def _node(
         self,
@@ -233,15 +233,15 @@ class _Timer(StepTracer):
 
     def _remember(self, node: Node, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         for leaf, value in zip(given, node.outputs, strict=True):
-            if value >= 0 and not self.is_known(leaf):
+            if value >= 0 and leaf not in self.known:
                 self._learn(leaf, value)
         for i, value, base in node.writes:
             target = tensors[i]._base if base else tensors[i]
-            if target is not None and not self.is_known(target):
+            if target is not None and target not in self.known:
                 self._learn(target, value)
 
     def _learn(self, tensor: Tensor, value: int) -> None:
-        self.know(tensor, value)
+        self.known.learn(tensor, value)
         self.saved.learn(tensor, value)
 
     def _measure(self, execution: Execution) -> None:

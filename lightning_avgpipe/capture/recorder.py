@@ -104,7 +104,7 @@ class Recorder(StepTracer):
         self._storages: dict[int, int] = {}
         self._provenance = Provenance()
         self.hidden = HiddenTensors(
-            module, self.nodes, self._provenance, lambda tensor: self.value_of(tensor) is not None,
+            module, self.nodes, self._provenance, lambda tensor: self.known.value_of(tensor) is not None,
             self.state.is_buffer, self._draws_on_host, foresight.exports,
         )  # fmt: skip
         self._packer = Packer(module)
@@ -132,7 +132,7 @@ class Recorder(StepTracer):
         states = self._states([*module.parameters(), *module.buffers(), *used], changes)
         result = self._provenance.followed(result, (args, kwargs), module.modules() if exports else ())
         self.mutations.pass_over()
-        used += [t for t in tree.tensors(result) if self._provenance.birth(t) is not None or self.is_known(t)]
+        used += [t for t in tree.tensors(result) if self._provenance.birth(t) is not None or t in self.known]
         inputs = self._inputs([*visible, *used])
         parameters = self._parameters([*module.parameters(), *used])
         free = not (inputs or parameters or states or draws or path in self.resident)
@@ -274,7 +274,7 @@ class Recorder(StepTracer):
     def _taken(self, tensors: Sequence[Tensor]) -> None:
         """The node that comes next takes these tensors."""
         self.batch.taken(tensors, len(self.nodes))
-        self.assignments.taken([t for t in tensors if self.value_of(t) is None], len(self.nodes))
+        self.assignments.taken([t for t in tensors if self.known.value_of(t) is None], len(self.nodes))
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()
@@ -291,12 +291,13 @@ class Recorder(StepTracer):
                 continue
             for target, base in ((tensor, False), (tensor._base, True)):
                 if target is not None and id(target) not in self._owned:  # whose uses are known by name
-                    known = self.value_of(target) if self.is_known(target) else None
+                    known = self.known.own_value_of(target)
                     writes.append((i, self._new_value(target, node.name) if known is None else known, base))
         outputs = []
         for leaf in given:
-            if self.is_known(leaf):
-                outputs.append(self._known[id(leaf)][1])
+            known = self.known.own_value_of(leaf)
+            if known is not None:
+                outputs.append(known)
                 continue
             same = next((i for i, t in enumerate(tensors) if t is leaf), None)
             outputs.append(-1 - same if same is not None else self._new_value(leaf, node.name))
@@ -310,7 +311,7 @@ class Recorder(StepTracer):
         return self.units.path(module)
 
     def _inputs(self, tensors: list[Tensor]) -> tuple[int, ...]:
-        found = (self.value_of(t) for t in tensors)
+        found = (self.known.value_of(t) for t in tensors)
         return tuple(dict.fromkeys(value for value in found if value is not None))
 
     def _new_value(self, tensor: Tensor, name: str) -> int:
@@ -323,7 +324,7 @@ class Recorder(StepTracer):
             )
         )  # fmt: skip
         self._held.append(tensor)
-        self.know(tensor, index)
+        self.known.learn(tensor, index)
         return index
 
     def keep(self, tensors: list[Tensor]) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from lightning_avgpipe.capture.known_tensors import KnownTensors
 from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET
 
 # fmt: off
@@ -138,6 +138,7 @@ class StepTracer(TorchFunctionMode):
         place: where the step computes; None: where its parameters are.
 
     Attributes:
+        known: tensors that came out of nodes, and their values.
         rehearses: whether the step runs to learn something of it, and once more for good.
     """
 
@@ -149,7 +150,7 @@ class StepTracer(TorchFunctionMode):
         self._units = units
         self._owned = owned
         self._inside = False  # a unit, or a node's own work, is running: nothing is a node now
-        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.known = KnownTensors()
         self._eager: contextlib.AbstractContextManager[Any] | None = None  # left while a unit runs, and entered again
 
     # -- what subclasses decide; while they do, nothing is followed ---------------------------------------------------
@@ -188,29 +189,6 @@ class StepTracer(TorchFunctionMode):
     def unit(self, module: nn.Module) -> str | None:
         """The path of a unit; None for a module that is followed. Asked when it is called."""
         return self._units.get(id(module))
-
-    # -- known tensors ----------------------------------------------------------------------------------------------
-
-    def know(self, tensor: Tensor, value: int) -> None:
-        """Remember that this tensor object holds a value."""
-        self._known[id(tensor)] = (weakref.ref(tensor), value)
-
-    def value_of(self, tensor: Tensor) -> int | None:
-        """The value that a tensor holds, looked up through a view's base as well; None if it is free."""
-        entry = self._known.get(id(tensor))
-        if entry is not None and entry[0]() is tensor:
-            return entry[1]
-        base = tensor._base
-        if base is not None:
-            entry = self._known.get(id(base))
-            if entry is not None and entry[0]() is base:
-                return entry[1]
-        return None
-
-    def is_known(self, tensor: Tensor) -> bool:
-        """Whether this very object (not its base) holds a value."""
-        entry = self._known.get(id(tensor))
-        return entry is not None and entry[0]() is tensor
 
     # -- the two hooks ----------------------------------------------------------------------------------------------
 

@@ -17,44 +17,22 @@ another.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.known_tensors import KnownTensors
+from lightning_avgpipe.engine.operation import Operation, Outcome, Runner
+from lightning_avgpipe.engine.path import Entry, Path, Step
+from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.utils.parcel import Parcel
-from lightning_avgpipe.utils.placeholder import Absent, Description
+from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.source import source_line
-from lightning_avgpipe.utils.torch_compat import address
-
-# What a node gave: described, or what it wrote into objects too.
-Entry = Description | Parcel
-
-
-class Step(NamedTuple):
-    """A node off the captured path, and what it gave."""
-
-    node: Node
-    entry: Entry
-
-
-class Path(NamedTuple):
-    """What the stages so far did with a micro-batch, if it was not what was captured.
-
-    Attributes:
-        entries: of captured nodes what they gave; then steps.
-        values: the numbers of those that are sent.
-        shared: those of them that share memory.
-        ended: whether the step has returned None.
-    """
-
-    entries: tuple[Entry | Step, ...]
-    values: tuple[int, ...]
-    shared: frozenset[int]
-    ended: bool = False
+from lightning_avgpipe.utils.torch_compat import address, version_of
 
 
 class Detour:
@@ -62,32 +40,33 @@ class Detour:
 
     Args:
         program: of the stage.
+        known: tensors of the step, and their values.
+        owned: ``id -> full name`` of parameters.
         before: what the stages before did.
         shared: values from them that share memory.
 
     Attributes:
-        values: the numbers of those that are sent.
-        sent: these.
-        shared: those that share memory, here or as they were sent.
+        sent: values for the later stages.
     """
 
     def __init__(
-        self, program: StageProgram, before: Sequence[Entry | Step], shared: frozenset[int] = frozenset()
+        self,
+        program: StageProgram,
+        known: KnownTensors,
+        owned: Mapping[int, str],
+        before: Sequence[Entry | Step],
+        shared: frozenset[int] = frozenset(),
     ) -> None:
-        self.shared = shared
         self._program = program
+        self._known = known
+        self._owned = owned
+        self._shared = shared  # values that share memory, here or as they were sent
+        self._own: list[Step] = []
+        self._ended = False
         self._steps = [entry.node for entry in before if isinstance(entry, Step)]
-        self._numbers = self._unused_numbers()
-        self.values: tuple[int, ...] = ()
+        self._numbers = _unused_numbers(len(program.graph.values), self._steps)
+        self._values: tuple[int, ...] = ()
         self.sent: tuple[Tensor, ...] = ()
-
-    def _unused_numbers(self) -> Iterator[int]:
-        number = len(self._program.graph.values)
-        taken = {value for node in self._steps for value in (*node.outputs, *(v for _, v, _ in node.writes))}
-        while True:
-            if number not in taken:
-                yield number
-            number += 1
 
     def is_later(self, names: set[str]) -> bool:
         """Whether units or parameters of these names are those of a later stage."""
@@ -104,44 +83,112 @@ class Detour:
         """Whether the step changes state between units: it is not known which node would."""
         return bool(self._program.graph.upkeep or self._program.graph.glue_states)
 
-    def may_write(self, value: int | None, is_owned: bool) -> bool:
-        """Whether nobody holds what a node has written into, a value or another tensor; weights are never free."""
-        if value is None:
-            return self._program.is_last and not is_owned
-        return value not in self.shared
+    def path(self, entries: tuple[Entry | Step, ...]) -> Path:
+        """What all stages so far did, of which captured nodes and the stages before gave these entries."""
+        return Path((*entries, *self._own), self._values, self._shared, self._ended)
 
-    def share(self, values: Sequence[int]) -> None:
-        """These values may be views of weights."""
-        self.shared |= set(values)
-
-    def node(self, position: int, kind: Any, name: str) -> Node:
+    def _node(self, position: int, kind: Any, name: str) -> Node:
         """A node like the captured ones that do the same."""
         like = self._program.alike.get((kind, name))
         if like is None:
             return Node(position, kind, name, source_line())
         return replace(like, index=position, source=source_line(), inputs=(), outputs=(), writes=())
 
-    def number(self) -> int:
-        """Of a value that is made now."""
-        return next(self._numbers)
+    def begin(self, node: Node, outcome: Outcome, tensors: Sequence[Tensor], here: bool) -> None:
+        """Here the detour begins: a captured node has given something else than then.
 
-    def note(self, node: Node) -> None:
-        """A node was executed."""
+        Args:
+            node: as it was captured.
+            outcome: what it gave.
+            tensors: that it took.
+            here: whether it belongs to this stage, and nothing else depends on what it was captured to do.
+        Raises:
+            StepChangedError: the step cannot go on from there.
+        """
+        names = {node.name} if node.kind == "call" else set(node.parameters)
+        found, graph = len(outcome.tensors), self._program.graph
+        if found != len(node.outputs) or not here or node.writes or not self.may_run(node.kind, names):
+            raise StepChangedError(
+                f"{node} returned {len(node.outputs)} tensors when {graph.step} was captured, and returned {found} "
+                f"now{', or what it was given only then' if found == len(node.outputs) else ''} (stage "
+                f"{self._program.stage}); return the same structure for every batch, with empty tensors where there "
+                "is nothing to return"
+            )
+        self._note(node, outcome, tensors, ())
+
+    def run(self, operation: Operation, position: int, runner: Runner) -> Any:
+        """Execute what was not there when the step was captured; gives its result."""
+        node = self._node(position, operation.kind, operation.name)
+        tensors, objects = operation.opened(node)
+        versions = [version_of(tensor) for tensor in tensors]
+        outcome = runner.run(operation, node, objects)
+        self._note(node, outcome, tensors, self._writes(node, tensors, versions))
+        return outcome.result
+
+    def _note(
+        self, node: Node, outcome: Outcome, tensors: Sequence[Tensor], writes: tuple[tuple[int, int, bool], ...]
+    ) -> None:
+        node = replace(node, outputs=self._outputs(node.kind, outcome.tensors, tensors), writes=writes)
         self._steps.append(node)
+        if not self._program.is_last:
+            self._own.append(Step(node, outcome.entry))
 
-    def leave(self, names: set[str], needed: Sequence[int], alive: dict[int, Tensor]) -> None:
+    def _outputs(self, kind: str, leaves: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Numbers for what a node gave, as of :attr:`Node.outputs`."""
+        outputs = []
+        for leaf in leaves:
+            same = next((i for i, t in enumerate(tensors) if t is leaf), None)
+            value = self._known.own_value_of(leaf)
+            if value is None and same is None:
+                value = next(self._numbers)
+                self._known.learn(leaf, value)
+            outputs.append(-1 - (same or 0) if value is None else value)
+        weights = {address(t) for t in tensors if kind == "glue" and id(t) in self._owned}
+        if weights:
+            views = zip(outputs, leaves, strict=True)
+            self._shared |= {value for value, leaf in views if value >= 0 and address(leaf) in weights}
+        return tuple(outputs)
+
+    def _writes(
+        self, node: Node, tensors: Sequence[Tensor], versions: Sequence[int]
+    ) -> tuple[tuple[int, int, bool], ...]:
+        """What a node has written into, as of :attr:`Node.writes`."""
+        writes = []
+        for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+            if version_of(tensor) == version:
+                continue
+            value = self._known.value_of(tensor)
+            if not self._may_write(value, id(tensor) in self._owned):
+                raise StepChangedError(
+                    f"{node} writes into a weight, or a tensor that others may share, which it did not do when "
+                    f"{self._program.graph.step} was captured (stage {self._program.stage}); compute out of place"
+                )
+            if value is not None:
+                writes.append((i, value, tensor not in self._known))
+        return tuple(writes)
+
+    def _may_write(self, value: int | None, is_owned: bool) -> bool:
+        """Whether nobody holds what a node has written into, a value or another tensor; weights are never free."""
+        if value is None:
+            return self._program.is_last and not is_owned
+        return value not in self._shared
+
+    def leave(self, names: set[str], used: Sequence[Tensor], ended: bool = False) -> None:
         """Choose what is sent when a node of a later stage is reached, or the end.
 
         Args:
             names: of what the node uses; none at the end.
-            needed: values that it takes, or that the last stage will look at.
-            alive: all values that there are.
+            used: tensors that it takes, or that the last stage will look at.
+            ended: whether the step has returned None.
         """
+        self._ended = ended
+        needed = [value for t in used if (value := self._known.value_of(t)) is not None]
+        alive = self._known.alive()
         wanted = [*needed, *(now for value in self._captured_at(names) for now in self._now(value))]
-        self.values = tuple(v for v in dict.fromkeys(wanted) if v in alive and not isinstance(alive[v], Absent))
-        self.sent = tuple(alive[value] for value in self.values)
+        self._values = tuple(v for v in dict.fromkeys(wanted) if v in alive and not isinstance(alive[v], Absent))
+        self.sent = tuple(alive[value] for value in self._values)
         owners = Counter(map(address, self.sent))
-        self.shared |= {v for v, tensor in zip(self.values, self.sent, strict=True) if owners[address(tensor)] > 1}
+        self._shared |= {v for v, tensor in zip(self._values, self.sent, strict=True) if owners[address(tensor)] > 1}
 
     def _captured_at(self, names: set[str]) -> tuple[int, ...]:
         """The values that crossed a cut before the node of a later stage, and after this stage, when captured."""
@@ -159,3 +206,9 @@ class Detour:
                 yield from (number for number in node.outputs if number >= 0)
                 yield from (number for _, number, _ in node.writes)
                 return
+
+
+def _unused_numbers(begin: int, steps: Sequence[Node]) -> Iterator[int]:
+    """Numbers for values, of which there were so many when the step was captured, and in these steps others."""
+    taken = {value for node in steps for value in (*node.outputs, *(v for _, v, _ in node.writes))}
+    return (number for number in count(begin) if number not in taken)

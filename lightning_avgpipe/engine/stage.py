@@ -15,12 +15,12 @@ from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.constants import Constants
-from lightning_avgpipe.engine.detour import Path
 from lightning_avgpipe.engine.forward_only import check_nothing_asks, check_same
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.halves import Watch, WeightHalf, input_half
 from lightning_avgpipe.engine.idle_generators import IdleGenerators
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
+from lightning_avgpipe.engine.path import Path
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import Observations, Surroundings, UnitRepeater, overwritten, scope, unowned
 from lightning_avgpipe.engine.replay import Observe, Replayed, replay

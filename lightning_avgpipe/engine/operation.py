@@ -1,0 +1,143 @@
+"""Operations: what a step does now, how this stage executes it, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.known_tensors import KnownTensors
+from lightning_avgpipe.engine.path import Entry
+from lightning_avgpipe.engine.randomness import Draws
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.parcel import Packer, Parcel
+from lightning_avgpipe.utils.placeholder import described
+
+Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
+
+
+class Operation(NamedTuple):
+    """What the step has come to.
+
+    Attributes:
+        kind, name: as of a :class:`Node`.
+        run: ``run(*args, **kwargs)`` executes it.
+        tensors: among its arguments.
+        module: that is called, if it is a call.
+    """
+
+    kind: str
+    name: str
+    run: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    tensors: list[Tensor]
+    module: nn.Module | None = None
+
+    def __str__(self) -> str:
+        return {"call": f"unit '{self.name}'", "glue": f"{self.name}()", "region": "a checkpoint"}[self.kind]
+
+    def matches(self, node: Node | None) -> bool:
+        """Whether the step did this, at a node, when it was captured."""
+        return node is not None and node.kind == self.kind and (node.name == self.name or self.kind == "region")
+
+    def uses(self, owned: Mapping[int, str]) -> set[str]:
+        """The names of the unit, or of the parameters, that it uses."""
+        return {self.name} if self.kind == "call" else {owned[id(t)] for t in self.tensors if id(t) in owned}
+
+    def opened(self, node: Node) -> tuple[list[Tensor], Objects | None]:
+        """All tensors that a node takes, also those in objects that it may write into; and these objects."""
+        if not node.opens:
+            return self.tensors, None
+        modules = self.module.modules() if self.module is not None and node.exports else ()
+        objects = Objects((self.args, self.kwargs), modules)
+        return [*self.tensors, *objects.tensors], objects
+
+
+class Outcome(NamedTuple):
+    """What came of an operation.
+
+    Attributes:
+        result: of it.
+        tensors: in all that it gave.
+        parcel: of what it wrote into objects, if it does so.
+    """
+
+    result: Any
+    tensors: list[Tensor]
+    parcel: Parcel | None = None
+
+    @property
+    def entry(self) -> Entry:
+        """The same for later stages."""
+        return described(self.result) if self.parcel is None else self.parcel
+
+    def is_as_captured(self, node: Node, taken: Sequence[Tensor], known: KnownTensors) -> bool:
+        """Whether a captured node gave back what it was given where it did so then, and as many tensors."""
+        if len(self.tensors) != len(node.outputs):
+            return False
+        for value, tensor in zip(node.outputs, self.tensors, strict=True):
+            if value < 0:
+                if tensor is not taken[-1 - value]:
+                    return False
+            elif value in node.inputs and known.own_value_of(tensor) != value:
+                return False
+        return True
+
+    def apart(self, node: Node, taken: Sequence[Tensor]) -> Outcome:
+        """The same of a captured node that gives back what it was given, and gave something new then.
+
+        A view stands for that, which gets the number of the new one; what was given keeps its own.
+        """
+        given = set(map(id, taken))
+        if given.isdisjoint(map(id, self.tensors)):
+            return self
+        leaves, spec = tree.flatten(self.result)
+        values = iter(node.outputs)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                value = next(values)
+                if id(leaf) in given and value >= 0 and value not in node.inputs:
+                    leaves[i] = leaf.view_as(leaf)
+        return Outcome(tree.unflatten(leaves, spec), [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+
+
+class Runner:
+    """Executes the operations of one stage's part of a step.
+
+    Args:
+        draws: random numbers for what draws; None: nothing does.
+        repeat: makes what executes a unit into what keeps less for the backward.
+        packer: of the module; None if no unit writes into objects.
+        after_unit: called after each unit.
+    """
+
+    def __init__(
+        self, draws: Draws | None, repeat: Repeat | None, packer: Packer | None, after_unit: Callable[[], None]
+    ) -> None:
+        self._draws = draws
+        self._repeat = repeat
+        self._packer = packer
+        self._after_unit = after_unit
+
+    def run(self, operation: Operation, node: Node, objects: Objects | None) -> Outcome:
+        """Execute what stands at a node and may write into these objects."""
+        run = operation.run
+        if self._repeat is not None and node.kind == "call":
+            run = self._repeat(node, run)
+        if self._draws is None or node.kind == "glue":
+            result = run(*operation.args, **operation.kwargs)
+        else:
+            # a region is code of the step itself, whose path is ""
+            inside = "" if node.kind == "region" else node.name
+            with self._draws.functions((inside, *node.drawn)):
+                result = run(*operation.args, **operation.kwargs)
+        if node.kind == "call":
+            self._after_unit()
+        if objects is not None and self._packer is not None:
+            parcel, tensors = self._packer.pack(result, objects)
+            return Outcome(result, tensors, parcel)
+        return Outcome(result, [result] if type(result) is Tensor else tree.tensors(result))
