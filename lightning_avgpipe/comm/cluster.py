@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -18,10 +18,11 @@ from lightning_avgpipe.comm.batch_stream import BatchSink, BatchSource, BatchStr
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.control import ControlChannel, ControlChannels
 from lightning_avgpipe.comm.links import measure_links
-from lightning_avgpipe.comm.meetings import AVERAGING, LivingCollectives, LivingReplicaGroup, Meetings
+from lightning_avgpipe.comm.meetings import LivingCollectives, LivingReplicaGroup, Meetings
 from lightning_avgpipe.comm.membership import Membership
 from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.comm.network import Network
+from lightning_avgpipe.comm.parties import Parties, control_routes
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.comm.routes import Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap
@@ -104,13 +105,13 @@ class Cluster:
                 self.leaders = self._together(Party("leaders", tuple(ranks[0] for ranks in layout)), rank)
             team, replica = stage_map.team(number)
             if self.membership is not None:
-                whole, world = self._counterparts(position, replica), Party("world", self.world.ranks)
+                whole, world = self._parties.counterparts(position, replica), Party("world", self.world.ranks)
                 self.replica_group = LivingReplicaGroup(whole, world, self._meetings, network, self._moved)
             elif stage_map.num_teams > 1:
-                members = self._together(self._counterparts(position, replica), rank)
+                members = self._together(self._parties.counterparts(position, replica), rank)
                 self.replica_group = ReplicaGroup(members, team, on_host=shares_devices)
             if stage_map.replicas > 1:
-                members = self._together(self._replicas(position, team), rank)
+                members = self._together(self._parties.replicas(position, team), rank)
                 self.replicas = ReplicaGroup(members, replica, on_host=shares_devices)
         self._replicate_stages(rank)
         self._begin(None)  # there is nothing to watch before it is open
@@ -270,7 +271,7 @@ class Cluster:
         self._links = None
         self.transport.rearrange(stage_map)
         if self._is_open and stage_map.stage_replicas:
-            parties = list(self._of_stages())
+            parties = list(self._parties.of_stages())
 
             def join() -> None:
                 for party in parties:
@@ -281,7 +282,7 @@ class Cluster:
         self._replicate_stages(self._number)
 
     def _replicate_stages(self, rank: int) -> None:
-        for party in self._of_stages():
+        for party in self._parties.of_stages():
             if rank in party.ranks:
                 self.replicas = ReplicaGroup(self._together(party, rank), party.ranks.index(rank))
 
@@ -307,7 +308,7 @@ class Cluster:
         Args:
             what: they are then.
         """
-        parties = [replace(party, what=what) for party in self._parties() if party.what == "replicas"]
+        parties = [replace(party, what=what) for party in self._parties if party.what == "replicas"]
 
         def join() -> None:
             for party in parties:
@@ -355,43 +356,14 @@ class Cluster:
         """Unless the processes are connected: another trainer may have run since."""
         if not self._network.is_open:
             self._network.open()
-            for party in self._parties():
+            for party in self._parties:
                 self._network.join(party)
-            for route in _control_routes(self.stage_map, relays=not self.survives):
+            for route in control_routes(self.stage_map, relays=not self.survives):
                 self._network.connect(route)
 
-    def _parties(self) -> Iterator[Party]:
-        layout = self.stage_map.layout
-        if not self.survives:
-            yield Party("world", self.world.ranks)
-        yield from self._of_stages()
-        if len(layout) > 1 or self.survives:
-            yield from (Party("group", ranks) for ranks in layout)
-        if len(layout) > 1 and not self.survives:
-            yield Party("leaders", tuple(ranks[0] for ranks in layout))
-            for position in range(self.stage_map.group_size):
-                if self.stage_map.num_teams > 1:
-                    yield from (self._counterparts(position, r) for r in range(self.stage_map.replicas))
-                if self.stage_map.replicas > 1:
-                    yield from (self._replicas(position, team) for team in range(self.stage_map.num_teams))
-
-    def _counterparts(self, position: int, replica: int) -> Party:
-        """Those of other teams."""
-        # two processes of one device meet on the host: no communicator of devices can have a device twice
-        ranks = [ranks[position] for ranks in self.stage_map.layout[replica :: self.stage_map.replicas]]
-        return Party(AVERAGING, tuple(sorted(ranks)), on_host=self._shares_devices)
-
-    def _of_stages(self) -> Iterator[Party]:
-        """The replicas of single stages."""
-        for ranks in self.stage_map.layout:
-            for stage, count in enumerate(self.stage_map.stage_replicas):
-                if count > 1:
-                    yield Party("replicas", tuple(ranks[i] for i in self.stage_map.ranks(stage)), on_host=False)
-
-    def _replicas(self, position: int, team: int) -> Party:
-        count = self.stage_map.replicas
-        ranks = [ranks[position] for ranks in self.stage_map.layout[team * count : (team + 1) * count]]
-        return Party("replicas", tuple(sorted(ranks)), on_host=self._shares_devices)
+    @property
+    def _parties(self) -> Parties:
+        return Parties(self.stage_map, self._shares_devices, self.survives)
 
     def _moved(self) -> None:
         self._arrivals.moved()
@@ -453,16 +425,3 @@ class Cluster:
             return BatchSource(outboxes, control.agree, control.requests)
         inbox, waits = self.transport.inbox(routes[self.rank]), f"waits for a batch from {self._names[reader]}"
         return BatchSink(inbox, control.agree, self.device, lambda ready: self.waits.until(ready, waits))
-
-
-def _control_routes(stage_map: StageMap, relays: bool) -> Iterator[Route]:
-    """Of all that is not between stages."""
-    for leader, *others in stage_map.layout:
-        if leader != 0 and relays:
-            yield Route("relay", 0, leader)
-        for rank in others:
-            yield Route("news", leader, rank)
-            yield Route("reports", rank, leader)
-    for ranks in stage_map.layout:
-        reader = ranks[stage_map.reader]
-        yield from (Route("batches", reader, rank) for rank in ranks if rank != reader)
