@@ -23,7 +23,7 @@ def num_frozen(graph: CallGraph, cuts: Sequence[int], trained: Collection[str]) 
 def backward_ends(graph: CallGraph) -> int:
     """The node at which the backward ends: before it nothing was trained when the step was captured."""
     asking = _asking(graph, graph.trained)
-    return max(p for p in range(len(graph.nodes)) if asking.isdisjoint(graph.live(p)))
+    return max((p for p in range(len(graph.nodes)) if asking.isdisjoint(graph.live(p))), default=0)
 
 
 def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]:

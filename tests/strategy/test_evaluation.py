@@ -88,13 +88,22 @@ class EvaluatesOneUnit(Base):
         return self.net.blocks[4](batch)
 
 
+class EvaluatesNothing(Base):
+    """No unit at all."""
+
+    def value(self, batch: Tensor) -> Tensor:
+        return batch
+
+
 def data(count: int) -> DataLoader[Any]:
     torch.manual_seed(1)
     return DataLoader([torch.randn(8, 16) for _ in range(count)], batch_size=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sanity", [0, 2])
-@pytest.mark.parametrize("model", [DecodesToo, DecodesFirst, TrainsByWeights, EvaluatesByWeights, EvaluatesOneUnit])
+@pytest.mark.parametrize(
+    "model", [DecodesToo, DecodesFirst, TrainsByWeights, EvaluatesByWeights, EvaluatesOneUnit, EvaluatesNothing]
+)
 def test_a_validation_may_call_other_units_than_training(model: type[Base], sanity: int) -> None:
     piped = model()
     plain, found = copy.deepcopy(piped), []
