@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +28,7 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.schedule.kinds import Placement
 
-__all__ = ["TIMEOUT", "add_options", "connected", "free_port", "launch"]
+__all__ = ["TIMEOUT", "add_options", "begin", "connected", "free_port", "launch"]
 
 TIMEOUT = timedelta(minutes=3)
 
@@ -92,6 +94,16 @@ def connected(
     cluster.group.barrier()
     cluster.close()
     dist.destroy_process_group()
+
+
+def begin() -> tuple[int, int]:
+    """In a rank: be what torchrun would have started, quiet and with one thread; gives the rank and how many."""
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    return int(rank), int(size)
 
 
 def free_port() -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import os
 import random
@@ -23,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +35,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import network
-from benchmarks.processes import add_options, launch
+from benchmarks.processes import add_options, begin, launch
 from lightning_avgpipe import AvgPipeStrategy, PipelineTimeline
 from lightning_avgpipe.comm.bandwidth import measure_bandwidth
 from lightning_avgpipe.planning import pipedream
@@ -288,14 +286,10 @@ def beside_ddp(steps: int, rounds: int) -> dict[str, Any]:
 
 def work(options: argparse.Namespace) -> None:
     """What each process does, as torchrun would start it; rank 0 writes the result."""
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}
+    rank, _ = begin()
     name, steps, rounds, pictures = json.loads(options.work)
-    torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
     found = on_network(SETTINGS[name], steps, rounds, pictures) if name else beside_ddp(steps, rounds)
-    if rank == "0":
+    if rank == 0:
         options.result.write_text(json.dumps(found))
 
 

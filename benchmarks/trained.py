@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +24,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import network
-from benchmarks.processes import add_options, launch
+from benchmarks.processes import add_options, begin, launch
 from benchmarks.schedules import Blocks
 from lightning_avgpipe import AvgPipeStrategy, PipeOptim
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, StageCosts, build, simulate
@@ -135,11 +132,7 @@ def _seconds(costs: Costs, strategy: dict[str, Any]) -> float:
 
 def _work(options: argparse.Namespace) -> None:
     """What each process does, as torchrun would start it; rank 0 writes the results."""
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}
-    torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    rank, _ = begin()
     work = json.loads(options.work)
     costs, found = Costs(**work["costs"]), [[] for _ in work["strategies"]]
     for strategy in work["strategies"]:
@@ -148,7 +141,7 @@ def _work(options: argparse.Namespace) -> None:
     for _ in range(work["rounds"]):
         for seconds, strategy in zip(found, work["strategies"], strict=True):
             seconds.append(_seconds(costs, strategy))
-    if rank == "0":
+    if rank == 0:
         options.result.write_text(json.dumps(found))
 
 

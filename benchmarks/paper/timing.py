@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 import tempfile
 import time
-import warnings
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.paper.peers import PEERS, STAGES, NotPossible
 from benchmarks.paper.settings import MICROBATCHES
 from benchmarks.paper.workloads import WORKLOADS, Workload
-from benchmarks.processes import TIMEOUT, add_options, launch
+from benchmarks.processes import TIMEOUT, add_options, begin, launch
 from benchmarks.resident import Resident
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.errors import AvgPipeError
@@ -144,11 +142,7 @@ def _again(loader: Any) -> Any:
 
 def _work(options: argparse.Namespace) -> None:
     """What each process does, as torchrun would start it; rank 0 writes the result."""
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}
-    torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    rank, size = begin()
     name, system, given, folder, steps, seed = json.loads(options.work)
     setting = None if given is None else Setting(*given)
     workload = WORKLOADS[name]
@@ -161,10 +155,10 @@ def _work(options: argparse.Namespace) -> None:
     except (AvgPipeError, NotPossible) as error:
         found = {"refused": str(error).split("\n")[0]}
     if "memory" in found:
-        found["memory"] = _gathered(int(rank), int(size), found["memory"])
+        found["memory"] = _gathered(rank, size, found["memory"])
     if dist.is_initialized():
         dist.destroy_process_group()
-    if rank == "0":
+    if rank == 0:
         options.result.write_text(json.dumps(found))
 
 
