@@ -85,7 +85,7 @@ class ParallelModels:
         """Full name -> gradient of one model, as far as it is held here."""
         ensemble = self._ensemble
         if ensemble is not None:
-            return ensemble.gradients(number)
+            return ensemble.models.gradients(number)
         return OneModel(self._module).gradients(number)
 
     def restart(self, number: int, like: int | None) -> None:
@@ -134,7 +134,8 @@ class ParallelModels:
     def tensors_beside(self) -> list[torch.Tensor]:
         """What parallel models have of their own that are not in the module."""
         ensemble = self._ensemble
-        return [] if ensemble is None else [t for n in range(1, ensemble.size) for t in ensemble.tensors(n).values()]
+        others = range(1, 1 if ensemble is None else ensemble.models.size)
+        return [] if ensemble is None else [t for n in others for t in ensemble.tensors(n).values()]
 
     def synchronise(self, count: int, steps: bool) -> int:
         """Let replicas agree which models had a batch, and which of these a loss. Every process calls it.
@@ -211,7 +212,7 @@ class ParallelModels:
     def _parameters(self, number: int) -> dict[str, torch.nn.Parameter]:
         """Of one model, as far as they are held here."""
         if self._ensemble is not None:
-            return self._ensemble.parameters(number)
+            return self._ensemble.models.parameters(number)
         return {name: p for name, p in self._module.named_parameters() if not p.is_meta}
 
     def after_backwards(self, loss: torch.Tensor, count: int) -> None:
@@ -241,7 +242,7 @@ class ParallelModels:
         """Lightning clears the gradients of pipeline 0; here go those of the others."""
         self.begin_accumulation()
         if self._ensemble is not None:
-            self._ensemble.clear_gradients()
+            self._ensemble.models.clear_gradients()
 
     # -- the optimizers' step ----------------------------------------------------------------------------------------
 
@@ -280,7 +281,7 @@ class ParallelModels:
                 others = [self._step_other(self._ensemble, n, results, kwargs) for n in range(1, self._fed)]
             if steps or any(others):
                 with self._observers.activity("averaging"):
-                    self._ensemble.stepped(self._fed - len(self.check.left_out))
+                    self._ensemble.averager.stepped(self._fed - len(self.check.left_out))
             if is_overridden("optimizer_step", self._module):  # whose code after the step may look
                 self._finish_averaging()
             self._ensemble.mark(bool(self._trainer.is_last_batch))
@@ -304,15 +305,15 @@ class ParallelModels:
         does, when it begins.
         """
         ensemble = self._ensemble
-        if (self.observed or self._cluster.survives) and ensemble is not None and ensemble.averages:
+        if (self.observed or self._cluster.survives) and ensemble is not None and ensemble.averager.is_under_way:
             self._finish_averaging()
             ensemble.mark(bool(self._trainer.is_last_batch))
 
     def _finish_averaging(self) -> None:
         ensemble = self._ensemble
-        if ensemble is not None and ensemble.averages:
+        if ensemble is not None and ensemble.averager.is_under_way:
             with self._observers.activity("averaging"):
-                ensemble.finish_averaging()
+                ensemble.averager.finish()
 
     def together_with(self, optimizer: Optimizer) -> list[Optimizer]:
         """The optimizers of other pipelines that step in this iteration, if this is that of pipeline 0."""
@@ -343,7 +344,7 @@ class ParallelModels:
         ensemble = self._ensemble
         if number is None:
             return self._deployment.models.showing_reference()
-        check_number(number, 1 if ensemble is None else ensemble.size)
+        check_number(number, 1 if ensemble is None else ensemble.models.size)
         if ensemble is None:
             return contextlib.nullcontext()
         ensemble.checksums.forget()

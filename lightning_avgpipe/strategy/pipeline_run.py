@@ -294,7 +294,8 @@ class PipelineRun:
     def _iterated(self) -> None:
         if self._survivors is not None:
             ensemble = self.deployment.models.ensemble
-            self._survivors.end_iteration(self.configuration.num_pipelines, ensemble is None or not ensemble.steps)
+            averaged = ensemble is None or not ensemble.averager.steps
+            self._survivors.end_iteration(self.configuration.num_pipelines, averaged)
         self.end_iteration()
 
     def end_iteration(self) -> None:

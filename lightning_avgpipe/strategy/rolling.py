@@ -141,14 +141,14 @@ class RollingIterations(AheadIterations):
         if iteration is None or ensemble is None:  # nothing was trained
             return
         try:
-            for n in range(ensemble.size):
+            for n in range(ensemble.models.size):
                 if 0 < n < self.models.stepping:
                     if n < len(iteration.works):
                         self._end(iteration, n)
                         self._after(iteration, n, steps=True)
                     step(n)
                 with self.observers.activity("averaging"):
-                    ensemble.end_turn(n)
+                    ensemble.averager.end_turn(n)
                 self._go_on(n, iteration)
             self._issue(iteration)
             self._foresight.check()
@@ -232,7 +232,7 @@ class RollingIterations(AheadIterations):
 
     def _begin_turns(self) -> None:
         assert self.deployment.models.ensemble is not None
-        self.deployment.models.ensemble.begin_turns()
+        self.deployment.models.ensemble.averager.begin_turns()
         self._foresight.begin(self.deployment.pipeline.graph(_STEP))
         self._trained = self._trained_now
 
@@ -243,7 +243,7 @@ class RollingIterations(AheadIterations):
             self._checked
             and _STEP in self.deployment.pipeline.steps
             and ensemble is not None
-            and ensemble.size == self.configuration.num_pipelines
+            and ensemble.models.size == self.configuration.num_pipelines
             and not self.deployment.replans
             and not [*self.observers]
             and not self.schedule_control.measures(iteration.works, self.configuration.num_pipelines)
@@ -327,13 +327,13 @@ class RollingIterations(AheadIterations):
     def _buffers(self, n: int) -> dict[str, Tensor]:
         """What a step of one model writes into, beside its parameters."""
         assert self.deployment.models.ensemble is not None
-        return self.deployment.models.ensemble.buffers(n, self.deployment.pipeline.graph(_STEP).changed)
+        return self.deployment.models.ensemble.models.buffers(n, self.deployment.pipeline.graph(_STEP).changed)
 
     def _clear(self, n: int) -> None:
         """Clear the gradients of one model."""
         assert self.deployment.models.ensemble is not None
         if n:
-            self.deployment.models.ensemble.clear_gradients(n)
+            self.deployment.models.ensemble.models.clear_gradients(n)
         else:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()

@@ -207,7 +207,7 @@ class Deployment:
         """The processes get the stages that a plan gives them."""
         placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
         if self._final and self.plan is not None and self.models.has_trained:
-            models = 1 if self.models.ensemble is None else self.models.ensemble.size
+            models = 1 if self.models.ensemble is None else self.models.ensemble.models.size
             check_movable(self.plan, plan, self._arranged, placed, models)
         self._cluster.rearrange(placed)
         check_shared(plan.graph, plan.cuts, self._cluster.stage_map)

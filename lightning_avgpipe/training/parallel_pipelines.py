@@ -92,7 +92,7 @@ class ParallelPipelines:
                     self._recompute,
                     n,
                     partial(ensemble.place, n),
-                    partial(ensemble.foreign_tensors, n),
+                    partial(ensemble.models.foreign_tensors, n),
                 )
                 for n in range(1, num_pipelines)
             ]
@@ -165,7 +165,7 @@ class ParallelPipelines:
 
     def _load(self) -> None:
         assert self.ensemble is not None
-        if self._saved is not None and self.num_saved == self.ensemble.total:
+        if self._saved is not None and self.num_saved == self.ensemble.models.total:
             load_ensemble_state(self.ensemble, self._saved)
         self._saved = None
 
@@ -179,7 +179,7 @@ class ParallelPipelines:
     def abandon(self) -> None:
         """Go on with one model after a failure, without waiting for anybody."""
         if self.ensemble is not None:
-            self.ensemble.abandon()
+            self.ensemble.averager.abandon()
         self.dissolve(average=False)
 
     @contextlib.contextmanager

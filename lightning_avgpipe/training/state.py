@@ -85,15 +85,15 @@ def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str
     The models of all groups follow each other, so it does not matter how many groups there are. Pipeline 0's optimizer
     state is missing, since it is that of the checkpoint.
     """
-    state: dict[str, Any] = {"steps": ensemble.steps, "active": ensemble.active, "models": []}
+    state: dict[str, Any] = {"steps": ensemble.averager.steps, "active": ensemble.averager.active, "models": []}
     with ensemble.showing_reference(False):
-        for n in range(ensemble.size):
+        for n in range(ensemble.models.size):
             tensors = ensemble.tensors(n)
             state["models"].append(gather(cluster.group, tensors, {name: (owner[name],) for name in tensors}))
         state["optimizers"] = [
             [full_optimizer_state(optimizer, cluster.group) for optimizer in ensemble.optimizers(n)]
-            for n in range(ensemble.size)
-            if ensemble.first + n
+            for n in range(ensemble.models.size)
+            if ensemble.models.first + n
         ]
         if ensemble.outer is not None:
             state["outer_names"] = list(ensemble.names)
@@ -118,8 +118,8 @@ def _joined(state: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
 
 def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
     """What :func:`full_ensemble_state` has saved, as far as this process holds it; there are as many models."""
-    first, size = ensemble.first, ensemble.size
-    ensemble.load_progress(state["steps"], min(size, max(0, state["active"] - first)))
+    first, size = ensemble.models.first, ensemble.models.size
+    ensemble.averager.load_progress(state["steps"], min(size, max(0, state["active"] - first)))
     for n, tensors in enumerate(state["models"][first : first + size]):
         ensemble.load(n, tensors)
     for number in range(max(first, 1), first + size):

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_avgpipe.comm.control import ControlChannel
+from lightning_avgpipe.elastic.averager import Averager
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity, average
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.strategy.loop import PipelineOptimization
@@ -63,7 +64,7 @@ def stepped(replica_group: Any, **options: Any) -> Ensemble:
     ensemble.place(0)
     torch._foreach_add_([p.detach() for p in model.parameters()], 0.1)
     model.first[1].running_mean.add_(1.0)
-    ensemble.stepped(1)
+    ensemble.averager.stepped(1)
     return ensemble
 
 
@@ -96,7 +97,7 @@ def test_whoever_looks_waits_for_the_other_groups(look: Callable[[Ensemble], Any
     replica_group = Twins()
     ensemble = stepped(replica_group)
     begun = replica_group.begun
-    assert ensemble.averages
+    assert ensemble.averager.is_under_way
     assert replica_group.ended == 0 < begun
     look(ensemble)
     assert replica_group.ended >= begun
@@ -106,14 +107,14 @@ def test_what_has_been_begun_ends_with_the_averages() -> None:
     # the mean of two equal groups is one of them
     ensemble, expected = (stepped(replica_group, outer_lr=1.0) for replica_group in (Twins(), None))
     found = ensemble.tensors(0)
-    assert not ensemble.averages
+    assert not ensemble.averager.is_under_way
     assert_equal(found, expected.tensors(0))
 
 
 def test_after_a_failure_nobody_waits() -> None:
     replica_group = Twins()
     ensemble = stepped(replica_group)
-    ensemble.abandon()
+    ensemble.averager.abandon()
     ensemble.dissolve()
     assert replica_group.ended == 0
 
@@ -128,11 +129,11 @@ class Watching(L.Callback):
 def events_of(rank: int, callbacks: list[L.Callback], patch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Tensor]]:
     """What happens in a group of one process, in order, and with which weights it ends."""
     events: list[str] = []
-    settle, relay, run = Ensemble.finish_averaging, ControlChannel.relay, PipelineOptimization.run
+    settle, relay, run = Averager.finish, ControlChannel.relay, PipelineOptimization.run
 
-    def settling(ensemble: Ensemble) -> None:
-        events.extend(["met"] * ensemble.averages)
-        settle(ensemble)
+    def settling(averager: Averager) -> None:
+        events.extend(["met"] * averager.is_under_way)
+        settle(averager)
 
     def relaying(news: ControlChannel, *args: Any) -> Any:
         events.append("news")
@@ -142,7 +143,7 @@ def events_of(rank: int, callbacks: list[L.Callback], patch: pytest.MonkeyPatch)
         events.append("step")
         return run(loop, *args)
 
-    patch.setattr(Ensemble, "finish_averaging", settling)
+    patch.setattr(Averager, "finish", settling)
     patch.setattr(ControlChannel, "relay", relaying)
     patch.setattr(PipelineOptimization, "run", running)
     torch.manual_seed(4)

@@ -1,0 +1,124 @@
+"""The averager: holds parallel models together, now and then or one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from torch.optim import Optimizer
+
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.elastic.averaging import Averaging, Elasticity
+from lightning_avgpipe.elastic.models import Models
+from lightning_avgpipe.elastic.staggered import DEFAULT, StaggeredAveraging
+from lightning_avgpipe.utils.patching import nothing
+
+
+class Averager:
+    """Averages models when it is time; with other groups in the background.
+
+    Args:
+        models: that it holds together.
+        elasticity: how.
+        replica_group: processes that hold the parallel models of other groups; None if there are none.
+
+    Attributes:
+        steps: averaged or not, since the last averaging.
+        active: pipelines that had a batch since then.
+        outer: the optimizer of the reference, over all its tensors; None if it has none.
+    """
+
+    def __init__(self, models: Models, elasticity: Elasticity, replica_group: ReplicaGroup | None) -> None:
+        self._models = models
+        self._elasticity = elasticity
+        self._replica_group = replica_group
+        self.steps = self.active = 0
+        self.outer: Optimizer | None = None
+        self._begun: tuple[Averaging, Callable[[], None]] | None = None
+        self._turns: StaggeredAveraging | None = None
+
+    def follow(self, names: Collection[str]) -> None:
+        """The reference has these tensors too."""
+        reference = self._models.reference
+        if self._elasticity.outer_optimizer is not None:
+            if self.outer is None:
+                self.outer = self._elasticity.outer_optimizer(list(reference.values()))
+            else:
+                self.outer.param_groups[0]["params"] += [reference[name] for name in names]
+
+    def load_progress(self, steps: int, active: int) -> None:
+        """Go on in the midst of an interval between averagings."""
+        self.steps, self.active = steps, active
+
+    def stepped(self, active: int) -> None:
+        """The optimizers have stepped: average, if it is time.
+
+        Args:
+            active: pipelines that had a batch, counted from 0.
+        """
+        self._turns = None
+        self.steps += 1
+        self.active = max(self.active, active)
+        if self.steps >= self._elasticity.average_every:
+            self.begin()
+
+    def begin(self) -> None:
+        """Average what has been trained since the last time."""
+        self._begun = self._meeting(self.active)
+        self.steps = self.active = 0
+        if self._replica_group is None:
+            self.finish()
+
+    def _meeting(self, active: int) -> tuple[Averaging, Callable[[], None]]:
+        averaging = Averaging(self._models.contents(), self._models.centres(), active, self._replica_group)
+        if self._models.shared is None:
+            return averaging, nothing
+        self._models.placement.read_back()
+        return averaging, self._models.shared.begin([replica.buffers for replica in self._models.replicas])
+
+    def begin_turns(self) -> None:
+        """The models are about to step, one after the other, and each meets the reference alone. All have stepped as
+        often; the reference is not shown.
+        """
+        if self._turns is None and self._models.mine:  # a process may have frozen stages only
+            rate, alpha = self._elasticity.rate(self._models.total), self._elasticity.dilution(self._models.total)
+            self._turns = StaggeredAveraging(DEFAULT, self._models.contents(), self._models.centres(), alpha, rate)
+
+    def end_turn(self, number: int) -> None:
+        """The optimizers of model n have stepped: it meets the reference, and may begin its next iteration."""
+        if self._turns is not None:
+            self._turns.end(number)
+
+    def end_turns(self) -> None:
+        """What meets the reference next does so anew."""
+        self._turns = None
+
+    def recentre(self) -> None:
+        """Models have gone: the others move alike, so that the reference stays where it is and is their mean."""
+        models = self._models.contents(), self._models.centres()
+        Averaging(*models, self._models.size, self._replica_group).end(alpha=0.0, outer_lr=0.0)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an averaging has begun and not ended."""
+        return self._begun is not None
+
+    def finish(self) -> None:
+        """End the averaging that has begun, if one has. Whatever here shows or changes a model does so first."""
+        if self._begun is None:
+            return
+        (averaging, end_buffers), self._begun = self._begun, None
+        whole = True
+        while self._replica_group is not None and not self._replica_group.settle():
+            # groups have left: the reference becomes the mean of the models that there still are
+            whole = False
+            averaging, end_buffers = self._meeting(self._models.size)
+        alpha = self._elasticity.dilution(self._models.total)
+        if self.outer is not None and whole:
+            averaging.end_with(self.outer, alpha)
+        else:
+            averaging.end(alpha, self._elasticity.rate(self._models.total) if whole else 1.0)
+        end_buffers()
+
+    def abandon(self) -> None:
+        """Do not wait for other groups any more: they have failed."""
+        self._begun = None

@@ -1,0 +1,160 @@
+"""Models: what each of the parallel models has of its own on this process, and their reference."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.elastic.replica import Placement, Replica, alike, leaf_like
+from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
+from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
+
+
+class Models:
+    """Tensors of parallel models; the module itself is model 0.
+
+    Args:
+        placement: that shows one of them in the module.
+        replica_group: processes that hold the parallel models of other groups; None if there are none.
+
+    Attributes:
+        placement: as given.
+        replicas: of each model.
+        reference: name -> tensor, of all parameters that are trained anywhere; what other processes hold is on meta.
+        shared: buffers of the reference over groups; None if there is one group.
+    """
+
+    def __init__(self, placement: Placement, replica_group: ReplicaGroup | None) -> None:
+        self.placement = placement
+        self._replica_group = replica_group
+        self.replicas: list[Replica] = [placement.own]
+        self.reference: dict[str, Tensor] = {}
+        self.shared = None if replica_group is None else SharedBuffers(placement.own.buffers, replica_group)
+
+    @property
+    def size(self) -> int:
+        """N: the models of this group."""
+        return len(self.replicas)
+
+    @property
+    def total(self) -> int:
+        """The models of all groups."""
+        return self.size * (1 if self._replica_group is None else self._replica_group.count)
+
+    @property
+    def first(self) -> int:
+        """The number that this group's model 0 has among the models of all groups."""
+        return 0 if self._replica_group is None else self.size * self._replica_group.number
+
+    @property
+    def mine(self) -> list[str]:
+        """Parameters of which there is something here, in the same order on processes with the same stages."""
+        return [name for name in self.reference if name in self.placement.own.parameters]
+
+    def contents(self) -> list[list[Tensor]]:
+        """Of these parameters, for each model."""
+        return [[replica.parameters[name].detach() for name in self.mine] for replica in self.replicas]
+
+    def centres(self) -> list[Tensor]:
+        """Of these parameters, those of the reference."""
+        return [self.reference[name] for name in self.mine]
+
+    def counterparts(self, replica: Replica) -> dict[int, Tensor]:
+        """``id -> tensor`` of a model in the place of each of the module's own."""
+        return {id(p): replica.parameters[name] for name, p in self.placement.own.parameters.items()}
+
+    def clear_gradients(self, number: int | None = None) -> None:
+        """Of pipeline n, or of pipelines 1..N-1; those of pipeline 0 are the module's."""
+        for replica in self.replicas[1:] if number is None else (self.replicas[number],):
+            for parameter in replica.parameters.values():
+                parameter.grad = None
+
+    def parameters(self, number: int) -> dict[str, nn.Parameter]:
+        """Those that pipeline n trains, as far as they are here, in the same order on processes with these stages."""
+        return {name: self.replicas[number].parameters[name] for name in self.mine}
+
+    def gradients(self, number: int) -> dict[str, Tensor]:
+        """Of pipeline n, as far as they are here, by the names of the parameters."""
+        return {name: p.grad for name, p in self.parameters(number).items() if p.grad is not None}
+
+    def buffers(self, number: int, names: Collection[str]) -> dict[str, Tensor]:
+        """Of model n those of these names that are here, and under names of their own other tensors that steps write
+        into. Pipeline 0's model is in the module, and shown.
+        """
+        self.placement.read_back()
+        replica = self.replicas[number]
+        found = {name: buffer for name, buffer in replica.buffers.items() if name in names}
+        memory = [tensor.detach() for tensor in self.placement.written] if number == 0 else replica.memory
+        return found | {f"written {i}": tensor for i, tensor in enumerate(memory)}
+
+    def foreign_tensors(self, number: int, buffers: Collection[str]) -> dict[str, list[Tensor]]:
+        """Which tensors are those of other models, by name, while a parallel model is in the module.
+
+        Args:
+            number: n of that model.
+            buffers: names; other buffers may be the same ones for all models.
+        """
+        self.placement.read_back()
+        others = [replica for replica in self.replicas if replica.number != number]
+        own = self.placement.own
+        found: dict[str, list[Tensor]] = {name: [r.parameters[name] for r in others] for name in own.parameters}
+        found |= {name: [r.buffers[name] for r in others] for name in buffers if name in own.buffers}
+        return found
+
+    def mean_buffers(self) -> dict[str, Tensor]:
+        """Means of what is no integer, and the other buffers of pipeline 0; over groups as of the last averaging."""
+        if self.shared is not None:
+            return {name: alike(buffer, buffer.clone()) for name, buffer in self.shared.buffers.items()}
+        self.placement.read_back()
+        found = dict(self.placement.own.buffers)
+        for name, first in found.items():
+            others = [replica.buffers[name] for replica in self.replicas[1:]]
+            if (first.is_floating_point() or first.is_complex()) and all(b.shape == first.shape for b in others):
+                wide = first.detach().to(torch.promote_types(first.dtype, torch.float32))
+                total = sum((deviation(b, wide) for b in others), torch.zeros_like(wide))
+                found[name] = alike(first, (wide + total / self.size).to(first.dtype))
+        return found
+
+    def train(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """These parameters of the module begin to train: each model has its own. The module's are in place."""
+        here = [name for name, parameter in parameters.items() if not parameter.is_meta]
+        self.placement.drop(parameters)
+        self.placement.add(here)
+        own = self.placement.own.parameters
+        for name, parameter in parameters.items():
+            data = parameter.detach()
+            self.reference[name] = data.clone() if name in own else torch.empty_like(data, device="meta")
+        for replica in self.replicas[1:]:
+            for name in here:
+                replica.parameters[name] = self.leaf(name)
+                replica.buffers.pop(name, None)
+
+    def add(self, buffers: Mapping[str, Tensor]) -> Replica:
+        """Another model, which begins at the reference with such buffers."""
+        replica = Replica(self.size)
+        replica.buffers = {name: alike(buffer, buffer.clone()) for name, buffer in buffers.items()}
+        replica.memory = [tensor.detach().clone() for tensor in self.placement.written]
+        for name in self.mine:
+            replica.parameters[name] = self.leaf(name)
+        self.replicas.append(replica)
+        return replica
+
+    def drop(self, size: int) -> None:
+        """Models from this number on go."""
+        del self.replicas[size:]
+
+    def clear(self) -> None:
+        """Keep nothing but what the module has."""
+        self.replicas, self.reference = [self.placement.own], {}
+
+    def leaf(self, name: str) -> nn.Parameter:
+        """A model's own parameter, as the reference has it, that trains as the module's does."""
+        leaf, own = leaf_like(self.reference[name]), self.placement.own.parameters[name]
+        leaf.requires_grad_(own.requires_grad)
+        for hooks in GRADIENT_HOOKS:  # they act on every model's
+            if getattr(own, hooks, None):
+                setattr(leaf, hooks, getattr(own, hooks))
+        return leaf
