@@ -85,7 +85,7 @@ def _record(
     return CallGraph(
         step=step,
         nodes=tuple(recorder.drawn(node) for node in recorder.nodes),
-        values=tuple(recorder.values),
+        values=tuple(recorder.values.all),
         kept=frozenset(recorder.kept),
         units=recorder.units.found(),
         resident=frozenset(recorder.resident),
@@ -93,7 +93,7 @@ def _record(
         host_drawing=frozenset(recorder.watch.host_drawing),
         leaves=recorder.batch.leaves(),
         batch_writes=any(version_of(leaf) != version for leaf, version in batch),
-        glue_states=frozenset(recorder.glue_states),
+        glue_states=frozenset(recorder.uses.by_glue),
         rewritten=frozenset(recorder.state.rewritten),
         attributes=attributes,
         carried=carried,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_avgpipe.capture.attributes import Assignments, Mutations
 from lightning_avgpipe.capture.batch_use import BatchUse
 from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.flop_counter import Flops, recurrent_flops
-from lightning_avgpipe.capture.graph import Node, Value
+from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import ANYWHERE, HiddenTensors
 from lightning_avgpipe.capture.named_state import NamedState
 from lightning_avgpipe.capture.outermost import Outermost
@@ -23,15 +23,17 @@ from lightning_avgpipe.capture.questions import Questions
 from lightning_avgpipe.capture.random_use import DrawWatch, random_bits
 from lightning_avgpipe.capture.saved_tensors import tensors_of
 from lightning_avgpipe.capture.shared_objects import SharedObjects
+from lightning_avgpipe.capture.state_use import StateUse
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.capture.units import Units
+from lightning_avgpipe.capture.values import Values
 from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.placeholder import described
 from lightning_avgpipe.utils.source import source_line
-from lightning_avgpipe.utils.torch_compat import address, version_of
+from lightning_avgpipe.utils.torch_compat import version_of
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,6 @@ class Recorder(StepTracer):
         self.units = Units(module, units, ignore)
         self._device = device
         self._in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
-        self._buffers_seen: set[str] = set()  # by glue
         self.mutable = set(foresight.mutable)
         self.mutations = Mutations(module, foresight.mutable, lambda: len(self.nodes), ignore)
         self.shared = SharedObjects(
@@ -86,22 +87,20 @@ class Recorder(StepTracer):
         self.assignments = Assignments(
             module, lambda: None if self._inside else len(self.nodes), ignore, self.shared.was_read
         )
-        self.glue_states = set(foresight.glue_states)
         self._readers = set(foresight.readers)
         super().__init__({}, owned_tensors(module, foresight.glue_states), device)
         # a unit that is not called itself may have buffers that glue changes
         self.state = NamedState(module, self._owned, batch)
+        self.uses = StateUse(self.state, self._owned, foresight.glue_states)
         self.watch = DrawWatch(module, device)
         self.calls = Calls(self.watch, self._is_outside, lambda: len(self.nodes))
         self.batch = BatchUse(device)
         self._questions = Questions()
         self.nodes: list[Node] = []
-        self.values: list[Value] = []
+        self.values = Values(self.known)
         self.kept: set[int] = set()
-        self.changed_in_units: set[str] = set()
         self.resident: set[str] = set(foresight.readers)
         self.pinned: list[tuple[int, int, str]] = []
-        self._storages: dict[int, int] = {}
         self._provenance = Provenance()
         self.hidden = HiddenTensors(
             module, self.nodes, self._provenance, lambda tensor: self.known.value_of(tensor) is not None,
@@ -109,7 +108,6 @@ class Recorder(StepTracer):
         )  # fmt: skip
         self._packer = Packer(module)
         self._writers: dict[int, list[int]] = defaultdict(list)  # lasting object -> nodes that write into it
-        self._held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
@@ -129,12 +127,12 @@ class Recorder(StepTracer):
             changes = self.state.changed(before)
         draws = random_before != random_bits(self._device)
         used = self._provenance.used
-        states = self._states([*module.parameters(), *module.buffers(), *used], changes)
+        states = self.uses.of_unit([*module.parameters(), *module.buffers(), *used], changes)
         result = self._provenance.followed(result, (args, kwargs), module.modules() if exports else ())
         self.mutations.pass_over()
         used += [t for t in tree.tensors(result) if self._provenance.birth(t) is not None or t in self.known]
-        inputs = self._inputs([*visible, *used])
-        parameters = self._parameters([*module.parameters(), *used])
+        inputs = self.values.of([*visible, *used])
+        parameters = self.uses.parameters([*module.parameters(), *used])
         free = not (inputs or parameters or states or draws or path in self.resident)
         self.pinned += self.hidden.find(used, f"unit '{path}'", free, path)
         if parameters or states or draws:
@@ -145,7 +143,7 @@ class Recorder(StepTracer):
             self._provenance.forget()
             self.shared.was_free()
             return result
-        elif not self._inputs(visible):
+        elif not self.values.of(visible):
             self._readers.add(path)
         flops = float(counter.get_total_flops()) or recurrent_flops(module, result)
         node = Node(
@@ -198,8 +196,8 @@ class Recorder(StepTracer):
         changes = self.state.changed(outer.state)
         node = Node(
             len(self.nodes), "region", ", ".join(names) or "a function", source_line(),
-            self._inputs([*tensors, *used]), parameters=self._parameters(used), states=self._states(used, changes),
-            changes=tuple(changes),
+            self.values.of([*tensors, *used]), parameters=self.uses.parameters(used),
+            states=self.uses.of_unit(used, changes), changes=tuple(changes),
             draws=random_before != random_bits(self._device), drawn=tuple(self.watch.calls[calls:]),
             flops=float(counter.get_total_flops()) + sum(t.numel() for t in given),
         )  # fmt: skip
@@ -219,33 +217,24 @@ class Recorder(StepTracer):
         drawing = self.watch.drawing | self.watch.host_drawing
         return replace(node, drawn=tuple(path for path in node.drawn if path in drawing))
 
-    def _states(self, used: Sequence[Tensor], changed: Sequence[str]) -> tuple[str, ...]:
-        """What a node changes; and what it uses of that which other nodes change where glue sees it."""
-        self.changed_in_units.update(changed)
-        seen = [self._owned[id(t)] for t in used if self._owned.get(id(t)) in self.glue_states]
-        return tuple(dict.fromkeys((*changed, *seen)))
-
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensor_arguments(args, kwargs)
-        inputs = self._inputs(tensors)
-        parameters = tuple(dict.fromkeys(self._owned[id(t)] for t in tensors if id(t) in self._owned))
+        inputs = self.values.of(tensors)
         name = function_name(func)
         self.pinned += self.hidden.find(tensors, f"{name}()", True)
         versions = [version_of(t) for t in tensors]
         self.mutations.look()
-        free = not inputs and not parameters
+        free = not inputs and not any(id(t) in self._owned for t in tensors)
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
-        mine = {known: t for t in tensors if (known := self.state.name_of(t)) is not None}
-        self._buffers_seen.update(mine)
         random_before = random_bits(self._device)
         with self._visiting([t for t in tensors if id(t) in self._in_units]):
-            before = self.state.of_tensors(mine)
+            before = self.state.of_tensors(self.uses.seen(tensors))
             self.state.changes.begin()
             result = func(*args, **kwargs)
             if self.state.changes.strange:
                 self._refuse_strange(name)
             changed = self.state.changed(before)
-        self.glue_states.update(changed)
+        self.uses.by_glue.update(changed)
         if passive:
             self.batch.passed_on(tensors, tree.tensors(result))
         elif free:
@@ -253,8 +242,7 @@ class Recorder(StepTracer):
         if free:
             self.assignments.computed(tensors, result, len(self.nodes))
             return result
-        states = tuple(dict.fromkeys((*changed, *(name for name in parameters if name in self.glue_states))))
-        parameters = tuple(name for name in parameters if name not in self.state.buffers)
+        states, parameters = self.uses.of_glue(tensors, changed), self.uses.parameters(tensors)
         draws = random_before != random_bits(self._device)
         if name in ("backward", "grad"):
             self.pinned.append((0, ANYWHERE, f"the step calls {name}() itself at {source_line()}"))
@@ -285,23 +273,8 @@ class Recorder(StepTracer):
     def _add(self, node: Node, given: list[Tensor], tensors: list[Tensor], versions: list[int]) -> None:
         """Note a node that gave these tensors and may have written into those that it took."""
         self.assignments.settle()
-        writes: list[tuple[int, int, bool]] = []
-        for i, (tensor, version) in enumerate(zip(tensors, versions, strict=False)):
-            if version_of(tensor) == version:
-                continue
-            for target, base in ((tensor, False), (tensor._base, True)):
-                if target is not None and id(target) not in self._owned:  # whose uses are known by name
-                    known = self.known.own_value_of(target)
-                    writes.append((i, self._new_value(target, node.name) if known is None else known, base))
-        outputs = []
-        for leaf in given:
-            known = self.known.own_value_of(leaf)
-            if known is not None:
-                outputs.append(known)
-                continue
-            same = next((i for i, t in enumerate(tensors) if t is leaf), None)
-            outputs.append(-1 - same if same is not None else self._new_value(leaf, node.name))
-        self.nodes.append(replace(node, outputs=tuple(outputs), writes=tuple(dict.fromkeys(writes))))
+        writes = self.values.written(tensors, versions, self._owned, node.name)
+        self.nodes.append(replace(node, outputs=self.values.given(given, tensors, node.name), writes=writes))
 
     def _is_outside(self, module: nn.Module) -> bool:
         """Whether a module, which is called now, is no unit and in no unit."""
@@ -310,31 +283,10 @@ class Recorder(StepTracer):
     def unit(self, module: nn.Module) -> str | None:
         return self.units.path(module)
 
-    def _inputs(self, tensors: list[Tensor]) -> tuple[int, ...]:
-        found = (self.known.value_of(t) for t in tensors)
-        return tuple(dict.fromkeys(value for value in found if value is not None))
-
-    def _new_value(self, tensor: Tensor, name: str) -> int:
-        index = len(self.values)
-        storage = self._storages.setdefault(address(tensor), len(self._storages))
-        self.values.append(
-            Value(
-                index, name, tuple(tensor.shape), str(tensor.dtype), tensor.numel() * tensor.element_size(),
-                tensor.requires_grad, storage,
-            )
-        )  # fmt: skip
-        self._held.append(tensor)
-        self.known.learn(tensor, index)
-        return index
-
     def keep(self, tensors: list[Tensor]) -> None:
         """These tensors are needed at the end of the step."""
-        self.kept.update(self._inputs(tensors))
+        self.kept.update(self.values.of(tensors))
         self.batch.kept(tensors)
-
-    def _parameters(self, tensors: list[Tensor]) -> tuple[str, ...]:
-        names = dict.fromkeys(self._owned[id(t)] for t in tensors if id(t) in self._owned)
-        return tuple(name for name in names if name not in self.state.buffers)
 
     def _draws_on_host(self, unit: str) -> bool:
         return any(f"{path}.".startswith(f"{unit}.") for path in self.watch.host_drawing)
@@ -349,7 +301,7 @@ class Recorder(StepTracer):
     def foresight(self) -> Foresight:
         """What has been found out."""
         return Foresight(
-            frozenset(self.glue_states),
+            frozenset(self.uses.by_glue),
             frozenset(self.hidden.exports),
             frozenset(self._readers),
             frozenset(self.mutable),
@@ -370,24 +322,10 @@ class Recorder(StepTracer):
         self.mutable |= self.mutations.found()
         self.watch.look()
         self.keep(tree.tensors(result))
-        self._find_reassigned_buffers()
-        self._find_shared_states()
+        self.pinned += self.uses.reassigned(self.nodes)
+        self.uses.find_shared(self.nodes)
         self.pinned += self.assignments.pinned()
         return attributes, carried
-
-    def _find_reassigned_buffers(self) -> None:
-        """A buffer that glue replaces by a new tensor must be replaced on the last stage only."""
-        for name, buffer in self.state.buffers.items():
-            if name not in self.changed_in_units and self.state.buffer(name) is not buffer:
-                self.glue_states.add(name)
-                first = next((node.index for node in self.nodes if name in node.states), 0)
-                self.pinned.append((first + 1, ANYWHERE, f"the step assigns a new tensor to the buffer '{name}'"))
-
-    def _find_shared_states(self) -> None:
-        """What a unit changes and other nodes use must be on one stage with all of them."""
-        users = Counter(name for node in self.nodes for name in node.parameters)
-        shared = {name for name in self.changed_in_units if users[name] > 1 or name in self._buffers_seen}
-        self.glue_states |= shared
 
     # -- device -------------------------------------------------------------------------------------
 
