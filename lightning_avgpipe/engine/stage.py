@@ -5,26 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.attributes import OwnAttributes
-from lightning_avgpipe.engine.constants import Constants
 from lightning_avgpipe.engine.forward_only import check_nothing_asks, check_same
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.halves import Watch, WeightHalf, input_half
-from lightning_avgpipe.engine.idle_generators import IdleGenerators
-from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
+from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.path import Path
-from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import Observations, Surroundings, UnitRepeater, overwritten, scope, unowned
-from lightning_avgpipe.engine.replay import Observe, Replayed, replay
-from lightning_avgpipe.engine.rewriting import Rewritten
+from lightning_avgpipe.engine.replay import Observe, Replayed
+from lightning_avgpipe.engine.stage_step import StageStep
 from lightning_avgpipe.engine.stash import Gate, Inputs, Stash, entered
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ScheduleError, StepChangedError
@@ -34,7 +29,6 @@ from lightning_avgpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT
 from lightning_avgpipe.schedule.kinds import DOUBLE_FORWARD, GRAPH
 from lightning_avgpipe.schedule.rules import check_can_run
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.double import Double
 from lightning_avgpipe.weights.store import WeightStore
@@ -88,20 +82,13 @@ class Stage:
         self._kept = kept
         self._frozen = frozen
         self._rest = program.behind(frozen) if kept is not None else program
-        self._foreign_tensors = foreign_tensors
         self.program = program
         self._copies = copies
         self._device = device
-        self._units = {id(module.get_submodule(path)): path for path in program.graph.units}
         self._module = module
-        self._owned = owned_tensors(module, ())
-        self._packer = Packer(module) if any(node.opens for node in program.graph.nodes) else None
-        self._rewritten = Rewritten.of(program, module)
+        self._step = StageStep(program, module, device, foreign_tensors)
         self._of_units = of_units or OwnAttributes(module, (), True)
-        self._constants = Constants.of(program, module)
         self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
-        self._drawing = Drawing.of(module, program.graph.drawing, program.graph.host_drawing, program.graph.units)
-        self._idle = IdleGenerators(program, module)
         self._repeats: frozenset[int] = frozenset()
         self._watch: Watch | None = None  # if backwards come in halves
         self._said = False  # that they do not
@@ -232,29 +219,10 @@ class Stage:
         if message is not None:
             values = self._received(message, program)
             gates, received = entered(message, values, task.trains, self._overwritten)
-        with self._inspected(task) as inspection, self._rewritten.saved(task.trains), self._constants.checked():
-            self._idle.begin()
-            with self._watch or nullcontext():
-                replayed = replay(
-                    program,
-                    partial(task.run, micro_batch),
-                    task.args[micro_batch],
-                    self._units,
-                    self._owned_now() | copies if copies else self._owned_now(),
-                    received,
-                    message.entries if message is not None else (),
-                    task.key_of(micro_batch),
-                    self._drawing,
-                    self._device,
-                    observe,
-                    self._repeat_units if task.trains else None,
-                    self._packer,
-                    tap,
-                    self._idle.pass_over,
-                )
-            self._idle.check()
-            if inspection is not None:
-                inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
+        entries = message.entries if message is not None else ()
+        repeat = self._repeat_units if task.trains else None
+        watch = self._watch or nullcontext()
+        replayed = self._step.run(program, task, micro_batch, received, entries, copies, observe, repeat, tap, watch)
         return gates, replayed
 
     def _received(self, message: Message, program: StageProgram) -> tuple[int, ...]:
@@ -266,19 +234,6 @@ class Stage:
         sent = tuple(t.detach() for t in replayed.sent)
         return Message(micro_batch, sent, requires_grad, replayed.entries, forward_only=self._forward_only)
 
-    @contextmanager
-    def _inspected(self, task: Task) -> Iterator[Inspection | None]:
-        """A forward runs within this context; the first of training is inspected."""
-        if self._foreign_tensors is None or not task.trains:
-            yield None
-            return
-        inspection, self._foreign_tensors = Inspection(self._foreign_tensors(self.program.graph.changed)), None
-        try:
-            with inspection:
-                yield inspection
-        finally:  # a replay that fails may do so because the step reached past its model
-            inspection.check(task.key.pipeline)
-
     # -- repeated forwards ---------------------------------------------------------------------------------------------
 
     def _forward_to_repeat(
@@ -287,7 +242,7 @@ class Stage:
         """A forward that keeps its inputs. What it computes lives until it ends, as it will in the backward."""
         modules, states = self._scope
         buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
-        surroundings = Surroundings(modules, buffers, self._rewritten.parameters(), self._read)
+        surroundings = Surroundings(modules, buffers, self._step.rewritten.parameters(), self._read)
         observations = Observations()
         versions = tuple(version_of(t) for t in message.tensors) if message is not None else ()
         _, replayed = self._replay(task, micro_batch, message, copies, observations.first)
@@ -336,10 +291,6 @@ class Stage:
                     f"the value {name}, which stage {self.program.stage} received, was changed "
                     f"in place after {graph.step} was captured without such a change, {why}. Compute out of place"
                 )
-
-    def _owned_now(self) -> dict[int, str]:
-        glue_states = self.program.graph.glue_states  # such buffers may be other objects by now
-        return owned_tensors(self._module, glue_states) if glue_states else self._owned
 
     def _backward(self, task: Task, micro_batch: int, message: Message | None, halve: bool = False) -> Message | None:
         """Gradients of this stage's parameters accumulate; those of what it received are sent back.

@@ -1,0 +1,117 @@
+"""One stage's part of a step, executed on one micro-batch after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.recorder import owned_tensors
+from lightning_avgpipe.engine.constants import Constants
+from lightning_avgpipe.engine.idle_generators import IdleGenerators
+from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
+from lightning_avgpipe.engine.operation import Repeat
+from lightning_avgpipe.engine.path import Entry, Path
+from lightning_avgpipe.engine.randomness import Drawing
+from lightning_avgpipe.engine.replay import Observe, Replayed, replay
+from lightning_avgpipe.engine.rewriting import Rewritten
+from lightning_avgpipe.engine.task import Task
+from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.parcel import Packer
+
+
+class StageStep:
+    """What replays of a stage have in common.
+
+    Args:
+        program: of the stage.
+        module: the whole module; parameters of other stages may be absent.
+        device: where it computes.
+        foreign_tensors: what its first forward of training must not use; None: it may use everything.
+
+    Attributes:
+        rewritten: the tensors that it writes into.
+    """
+
+    def __init__(
+        self, program: StageProgram, module: nn.Module, device: torch.device, foreign_tensors: ForeignTensors | None
+    ) -> None:
+        graph = program.graph
+        self._graph = graph
+        self._module = module
+        self._device = device
+        self._foreign_tensors = foreign_tensors
+        self._units = {id(module.get_submodule(path)): path for path in graph.units}
+        self._owned = owned_tensors(module, ())
+        self._packer = Packer(module) if any(node.opens for node in graph.nodes) else None
+        self.rewritten = Rewritten.of(program, module)
+        self._constants = Constants.of(program, module)
+        self._drawing = Drawing.of(module, graph.drawing, graph.host_drawing, graph.units)
+        self._idle = IdleGenerators(program, module)
+
+    def run(
+        self,
+        program: StageProgram,
+        task: Task,
+        micro_batch: int,
+        received: Sequence[Tensor],
+        entries: tuple[Entry, ...] | Path,
+        copies: Mapping[int, str],
+        observe: Observe | None,
+        repeat: Repeat | None,
+        tap: int,
+        watch: AbstractContextManager[Any],
+    ) -> Replayed:
+        """Execute a program, the stage's own or a part of it, on one micro-batch of a task.
+
+        Args:
+            copies: ``id -> full name`` of what stands for parameters now.
+            watch: within which the step runs.
+        Others are as for :func:`replay`.
+        """
+        with self._inspected(task) as inspection, self.rewritten.saved(task.trains), self._constants.checked():
+            self._idle.begin()
+            with watch:
+                replayed = replay(
+                    program,
+                    partial(task.run, micro_batch),
+                    task.args[micro_batch],
+                    self._units,
+                    {**self._owned_now(), **copies} if copies else self._owned_now(),
+                    received,
+                    entries,
+                    task.key_of(micro_batch),
+                    self._drawing,
+                    self._device,
+                    observe,
+                    repeat,
+                    self._packer,
+                    tap,
+                    self._idle.pass_over,
+                )
+            self._idle.check()
+            if inspection is not None:
+                inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
+        return replayed
+
+    @contextmanager
+    def _inspected(self, task: Task) -> Iterator[Inspection | None]:
+        """A forward runs within this context; the first of training is inspected."""
+        if self._foreign_tensors is None or not task.trains:
+            yield None
+            return
+        inspection, self._foreign_tensors = Inspection(self._foreign_tensors(self._graph.changed)), None
+        try:
+            with inspection:
+                yield inspection
+        finally:  # a replay that fails may do so because the step reached past its model
+            inspection.check(task.key.pipeline)
+
+    def _owned_now(self) -> dict[int, str]:
+        glue_states = self._graph.glue_states  # such buffers may be other objects by now
+        return owned_tensors(self._module, glue_states) if glue_states else self._owned
