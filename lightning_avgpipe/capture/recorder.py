@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,15 @@ class Foresight:
     exports: frozenset[str] = frozenset()
     readers: frozenset[str] = frozenset()
     mutable: frozenset[int] = frozenset()
+
+
+class _Effects(NamedTuple):
+    """What a unit does besides giving a result: to state, generators and lasting objects, and how much it computes."""
+
+    changes: list[str]
+    draws: bool
+    objects_changed: list[Any]
+    flops: float
 
 
 def owned_tensors(module: nn.Module, glue_states: Collection[str]) -> dict[int, str]:
@@ -117,15 +126,7 @@ class Recorder(StepTracer):
         visible = tree.tensors((args, kwargs))
         tensors = [*visible, *objects.tensors]
         versions, calls = [version_of(t) for t in tensors], len(self.watch.calls)
-        random_before = random_bits(self._device)
-        with self._visit(module):
-            before = self.state.of(path)
-            self.state.changes.begin()
-            provenance = self._provenance.at(len(self.nodes), args, kwargs)
-            with self.mutations.elsewhere() as objects_changed, provenance, Flops() as counter:
-                result = run(*args, **kwargs)
-            changes = self.state.changed(before)
-        draws = random_before != random_bits(self._device)
+        result, (changes, draws, objects_changed, flops) = self._executed(module, path, run, args, kwargs)
         used = self._provenance.used
         states = self.uses.of_unit([*module.parameters(), *module.buffers(), *used], changes)
         result = self._provenance.followed(result, (args, kwargs), module.modules() if exports else ())
@@ -145,7 +146,7 @@ class Recorder(StepTracer):
             return result
         elif not self.values.of(visible):
             self._readers.add(path)
-        flops = float(counter.get_total_flops()) or recurrent_flops(module, result)
+        flops = flops or recurrent_flops(module, result)
         node = Node(
             len(self.nodes), "call", path, source_line(), inputs, parameters=parameters, states=states,
             changes=tuple(changes), draws=draws, drawn=tuple(self.watch.calls[calls:]),
@@ -158,6 +159,21 @@ class Recorder(StepTracer):
         self.hidden.wrote(node, [self.state.buffer(name) for name in changes], changed)
         self._add(node, given, tensors if node.opens else visible, versions)
         return result
+
+    def _executed(
+        self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, _Effects]:
+        """The result of a unit, and what it did besides."""
+        random_before = random_bits(self._device)
+        with self._visit(module):
+            before = self.state.of(path)
+            self.state.changes.begin()
+            provenance = self._provenance.at(len(self.nodes), args, kwargs)
+            with self.mutations.elsewhere() as objects_changed, provenance, Flops() as counter:
+                result = run(*args, **kwargs)
+            changes = self.state.changed(before)
+        draws = random_before != random_bits(self._device)
+        return result, _Effects(changes, draws, objects_changed, float(counter.get_total_flops()))
 
     def _opened(
         self, node: Node, result: Any, objects: Objects, exports: bool, writes: bool
