@@ -130,13 +130,8 @@ class PipelineRun:
             self.observers, self.models.tensors_beside, not options.recompute, options.policy,
         )  # fmt: skip
         self.state = DividedState(self._before, self.configuration, self.deployment, schedule_control, seed)
-        kind: Any = Iterations
-        if fitting and not options.policy.drains:
-            kind = partial(AsynchronousIterations, broken=self._break)
-            self.models.check.apart = True
-        elif options.rolling and fitting:
-            kind = partial(RollingIterations, broken=self._break)
-        self.iterations = kind(
+        self.models.check.apart = fitting and not options.policy.drains
+        self.iterations = self._kind_of_iterations(fitting)(
             trainer=trainer, cluster=cluster, configuration=self.configuration, deployment=self.deployment,
             batches=self.batches, splitter=self.splitter, models=self.models, step_log=self.step_log,
             schedule_control=schedule_control, observers=self.observers, state=self.state, announce=self._announce,
@@ -158,6 +153,12 @@ class PipelineRun:
             self._survivors.begin()
         self._undo.callback(give_back, self.deployment, self._connection, self.state)
         self._undo.callback(lambda: self.iterations.leave(together=not self._connection.failed))
+
+    def _kind_of_iterations(self, fitting: bool) -> Any:
+        options = self.configuration.options
+        if fitting and not options.policy.drains:
+            return partial(AsynchronousIterations, broken=self._break)
+        return partial(RollingIterations, broken=self._break) if fitting and options.rolling else Iterations
 
     def _sharing_last(self) -> Collectives | None:
         """The replicas of the last stage, on each of them; None if there is one."""
