@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import pickle
-import random
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_avgpipe.capture.tracer import CallWatcher
+from lightning_avgpipe.utils.host_random import host_state
 from lightning_avgpipe.utils.random_streams import generators
 from lightning_avgpipe.utils.torch_compat import untraced
 
@@ -46,7 +43,7 @@ class DrawWatch(CallWatcher):
         self._device = device
         self._stack = [""]
         self._state = random_bits(device)
-        self._host_state = _host_bits()
+        self._host_state = host_state()
         self.calls: list[str] = []
         self.drawing = {path for path, m in module.named_modules() if isinstance(m, _DropoutNd)}
         self.host_drawing: set[str] = set()
@@ -68,14 +65,9 @@ class DrawWatch(CallWatcher):
 
     def look(self) -> None:
         """See whether generators have moved since the last event."""
-        state, host_state = random_bits(self._device), _host_bits()
+        state, on_host = random_bits(self._device), host_state()
         if state != self._state:
             self.drawing.add(self._stack[-1])
-        if host_state != self._host_state:
+        if on_host != self._host_state:
             self.host_drawing.add(self._stack[-1])
-        self._state, self._host_state = state, host_state
-
-
-def _host_bits() -> tuple[Any, ...]:
-    # called at every call of a module: printing NumPy's state would take longer than most modules
-    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
+        self._state, self._host_state = state, on_host

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.changes import put_back
 from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.utils.device import all_generators
+from lightning_avgpipe.utils.host_random import host_state, set_host_state
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced, version_of
@@ -30,14 +29,13 @@ _LIBRARIES = ("torch", *LIGHTNING, "torchmetrics", "builtins", "abc", "typing")
 def random_state() -> Iterator[None]:
     """Put the generators of torch (all devices), NumPy and Python back as they were."""
     of_torch = [(generator, generator.get_state()) for generator in all_generators()]
-    of_numpy, of_python = np.random.get_state(), random.getstate()
+    on_host = host_state()
     try:
         yield
     finally:
         for generator, state in of_torch:
             generator.set_state(state)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+        set_host_state(on_host)
 
 
 @contextlib.contextmanager

@@ -20,11 +20,9 @@ owner where a unit draws, so that even they are what one process would have draw
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -34,6 +32,7 @@ from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.engine.joint import Joint, Unit
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.host_random import host_state, set_host_state
 from lightning_avgpipe.utils.random_streams import generators
 from lightning_avgpipe.utils.source import source_line
 
@@ -284,7 +283,7 @@ def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, nam
 
 def _random_state(device: torch.device) -> list[Any]:
     torch_states = [generator.get_state() for generator in generators(device)]
-    return [torch_states, _Opaque(random.getstate()), _Opaque(np.random.get_state())]
+    return [torch_states, _Opaque(host_state())]
 
 
 class _Opaque:
@@ -299,15 +298,12 @@ def _changed_since(before: list[Any] | None, device: torch.device) -> list[Any] 
     if before is None:
         return None
     now = _random_state(device)
-    (old, old_python, old_numpy), (new, new_python, new_numpy) = before, now
-    same = all(torch.equal(a, b) for a, b in zip(old, new, strict=True)) and old_python.value == new_python.value
-    (_, keys, *rest), (_, new_keys, *new_rest) = old_numpy.value, new_numpy.value
-    return None if same and rest == new_rest and np.array_equal(keys, new_keys) else now
+    same = all(torch.equal(a, b) for a, b in zip(before[0], now[0], strict=True))
+    return None if same and before[1].value == now[1].value else now
 
 
 def _set_random_state(state: list[Any], device: torch.device) -> None:
-    torch_states, python, numpy = state
+    torch_states, on_host = state
     for generator, torch_state in zip(generators(device), torch_states, strict=True):
         generator.set_state(torch_state)
-    random.setstate(python.value)
-    np.random.set_state(numpy.value)
+    set_host_state(on_host.value)

@@ -8,7 +8,8 @@ own code, is seeded anew at each drawing function that it calls: on one stage su
 another as glue between units, and it must draw the same.
 
 Code outside of units runs on every stage, and may begin to draw at any time (in a later epoch, or by chance), so it is
-always followed; a unit only if it drew when the step was captured. One that begins later draws from its stage's stream.
+always followed; what is inside of a unit only if it drew when the step was captured. A unit that begins later draws
+from a stream of its own, which the generators of code outside of it do not notice.
 
 What ``torch.utils.checkpoint`` runs again in a backward draws again what it drew in the forward.
 """
@@ -50,7 +51,8 @@ class Drawing:
         paths: ``id(module) -> path``.
         simple: paths of those without children.
         composite: paths of the others that draw from torch's generators.
-        host: paths of those that draw from the generators of Python and NumPy.
+        late: paths of the units that did not draw from them when the step was captured.
+        host: paths of those that draw from the generators of Python and NumPy, and of all units.
         known: ids of all modules of the root; what the step makes itself is none of them, and draws for its caller.
         units: ids of the units.
         seen: whether anything drew when the step was captured.
@@ -59,6 +61,7 @@ class Drawing:
     paths: Mapping[int, str]
     simple: frozenset[str]
     composite: frozenset[str]
+    late: frozenset[str]
     host: frozenset[str]
     known: frozenset[int]
     units: frozenset[int]
@@ -71,13 +74,14 @@ class Drawing:
         """Find the modules by their paths, of which those outside of all units may draw; "" is the step's own code."""
         inside = {id(inner) for path in units for inner in module.get_submodule(path).modules()}
         outside = {path for path, inner in module.named_modules() if id(inner) not in inside}
-        modules = {path: module.get_submodule(path) for path in {*drawing, *host_drawing, *outside}}
+        modules = {path: module.get_submodule(path) for path in {*drawing, *host_drawing, *outside, *units}}
         simple = frozenset(path for path, m in modules.items() if path and not any(True for _ in m.children()))
         return cls(
             {id(m): path for path, m in modules.items()},
             simple,
             frozenset((*drawing, *outside)) - simple,
-            frozenset(("", *host_drawing)),
+            frozenset(units).difference(drawing),
+            frozenset(("", *host_drawing, *units)),
             frozenset(map(id, module.modules())),
             frozenset(id(module.get_submodule(path)) for path in units),
             bool(drawing or host_drawing),
@@ -133,7 +137,7 @@ class Draws(CallWatcher):
         self._counts[path] += 1
         simple = path in self._drawing.simple
         self._scopes.append(_Scope(path, occurrence, not simple))
-        if simple:
+        if simple or path in self._drawing.late:
             seed_all(self._key.derive(path, occurrence), self._device)
         if path in self._drawing.host:
             self._host_streams.append(host_stream(self._key.derive(path, occurrence)))

@@ -17,12 +17,10 @@ A repetition leaves no trace: buffers and attributes of modules are as before it
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +32,7 @@ from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.host_random import host_state, set_host_state
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.random_streams import generators
 
@@ -236,10 +235,9 @@ class UnitRepeater:
 
     def _random_state(self) -> Any:
         """The unit itself was seeded just now, before the part that is called again."""
-        return [g.get_state() for g in generators(self._device)], random.getstate(), np.random.get_state()
+        return [g.get_state() for g in generators(self._device)], host_state()
 
     def _set_random_state(self, state: Any) -> None:
         for generator, of_torch in zip(generators(self._device), state[0], strict=True):
             generator.set_state(of_torch)
-        random.setstate(state[1])
-        np.random.set_state(state[2])
+        set_host_state(state[1])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.host_random import host_state, seed_host, set_host_state
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,9 @@ def restored(device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def host_stream(seed: int) -> Iterator[None]:
     """The same for the generators of Python and NumPy."""
-    states = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    state = host_state()
+    seed_host(seed)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        set_host_state(state)

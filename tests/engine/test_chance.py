@@ -184,7 +184,7 @@ class LateUnit(Deciding):
 
     def __init__(self, chance: Chance) -> None:
         super().__init__(chance)
-        self.drop = LateDropout()
+        self.drop = LateDropout(chance)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -193,21 +193,46 @@ class LateUnit(Deciding):
 
 
 class LateDropout(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, chance: Chance) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(8))
+        self.scale, self.chance = nn.Parameter(torch.ones(8)), chance
 
     def forward(self, x: Tensor, late: bool) -> Tensor:
-        return x * self.scale * (torch.rand(8) if late else torch.ones(8))
+        return x * self.scale * (self.chance() if late else 1.0)
 
 
-def test_a_repeated_unit_draws_what_it_drew_though_it_did_not_when_captured() -> None:
+@pytest.mark.parametrize("chance", CHANCES)
+def test_a_repeated_unit_draws_what_it_drew_though_it_did_not_when_captured(chance: Chance) -> None:
     torch.manual_seed(0)
-    model = LateUnit(of_torch)
+    model = LateUnit(chance)
     plain, losses = trained(model, 1)
     repeated, others = trained(model, 1, recompute=["drop"])
     assert others == losses
     assert_same_parameters(plain, repeated)
+
+
+class BesideLateUnit(LateUnit):
+    """Code between units draws too, after a unit that draws nothing before training has begun."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (0.5 + self.chance())
+
+
+@pytest.mark.parametrize("chance", CHANCES)
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"recompute": ["drop"]}])
+def test_code_between_units_draws_the_same_though_a_unit_begins_to_draw(
+    chance: Chance, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = BesideLateUnit(chance)
+    whole, losses = trained(model, 1)
+    for points in (["blocks.2"], ["head"]):
+        staged, others = trained(model, 2, split_points=points, **options)
+        assert others == losses
+        assert_same_parameters(whole, staged, exact=False)
+
+
+GLOBAL = random.Random(7)
 
 
 GLOBAL, OF_NUMPY, OF_TORCH = random.Random(7), np.random.default_rng(8), torch.Generator()
