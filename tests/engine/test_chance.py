@@ -232,9 +232,6 @@ def test_code_between_units_draws_the_same_though_a_unit_begins_to_draw(
         assert_same_parameters(whole, staged, exact=False)
 
 
-GLOBAL = random.Random(7)
-
-
 GLOBAL, OF_NUMPY, OF_TORCH = random.Random(7), np.random.default_rng(8), torch.Generator()
 DRAWN: list[float] = []
 
