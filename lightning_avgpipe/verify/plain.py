@@ -24,7 +24,7 @@ from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.weighting import LossWeight, counts_for
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.patching import nothing
-from lightning_avgpipe.verify.plain_draws import drawing_as_promised
+from lightning_avgpipe.verify.plain_draws import Captured, drawing_as_promised
 from lightning_avgpipe.verify.state import attributes, clone
 
 
@@ -58,6 +58,7 @@ class PlainRun:
         precision: scales losses.
         context: in which steps run.
         key: seed, iteration and pipeline, for random numbers.
+        captured: who is known to draw them.
         accumulate: batches per optimizer step.
         mean: whether a loss is a mean over its micro-batch; else it is a sum.
         loss_weight: what the mean is over; None: the samples.
@@ -68,6 +69,7 @@ class PlainRun:
     precision: Precision
     context: Callable[[], AbstractContextManager[Any]]
     key: tuple[int, int, int]
+    captured: Captured
     accumulate: int
     mean: bool
     loss_weight: LossWeight | None
@@ -124,7 +126,7 @@ class PlainRun:
     def _forward(self, module: pl.LightningModule, number: int, args: tuple[Any, ...]) -> Any:
         data = _copied(args)
         module._current_fx_name = "training_step"
-        with drawing_as_promised(module, (*self.key, number), self.device), self.context():
+        with drawing_as_promised(module, self.captured, (*self.key, number), self.device), self.context():
             result = module.training_step(*data)
         module._current_fx_name = None
         return result

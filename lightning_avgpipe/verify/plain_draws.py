@@ -1,22 +1,25 @@
 """The random numbers that a pipeline promises, drawn in a step that nobody follows.
 
 The promise: what a module draws is a function of (seed, iteration, pipeline, micro-batch, module, occurrence), and for
-functions that a composite module or the step itself calls, of how many of them that call has made before. It is spelt
-out here once more, so that a mistake in how stages keep it shows.
+functions that a composite module or the step itself calls, of how many of them that call has made before. So it is for
+code outside of units, and within them for modules that drew when the step was captured; for all else in it a unit has a
+stream, by the same rule. It is spelt out here once more, so that a mistake in how stages keep it shows.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
 from lightning_avgpipe.engine.randomness import DRAWING_FUNCTIONS
 from lightning_avgpipe.utils.random_streams import generators, host_stream
@@ -24,33 +27,88 @@ from lightning_avgpipe.utils.random_streams import generators, host_stream
 _Call = tuple[str, int]  # of a module: its path, and the how-manieth call it is
 
 
+@dataclass(frozen=True)
+class Captured:
+    """Who drew when the step was captured, by their paths.
+
+    Attributes:
+        units: all of them.
+        drew: modules that drew from torch's generators.
+        drew_on_host: modules that drew from those of Python and NumPy.
+        within: unit -> for each call, who drew in it.
+    """
+
+    units: frozenset[str]
+    drew: frozenset[str]
+    drew_on_host: frozenset[str]
+    within: Mapping[str, Sequence[frozenset[str]]]
+
+    @classmethod
+    def of(cls, graph: CallGraph) -> Captured:
+        """As a graph knows it."""
+        within: dict[str, list[frozenset[str]]] = defaultdict(list)
+        for node in graph.nodes:
+            if node.kind == "call":
+                within[node.name].append(graph.drawing.intersection(node.drawn))
+        return cls(frozenset(graph.units), graph.drawing, graph.host_drawing, within)
+
+    def seen(self, unit: str, occurrence: int) -> frozenset[str]:
+        """Who drew in a call of a unit, or may have."""
+        calls = self.within.get(unit, ())
+        return (calls[occurrence] if occurrence < len(calls) else frozenset()) | self.drew.intersection((unit,))
+
+
+class _Frame(NamedTuple):
+    """A call that goes on.
+
+    Attributes:
+        call: that draws; None: what runs now has been seeded, or goes on with the stream of its unit.
+        composite: whether functions that it calls are seeded.
+        unit: whether it is in one.
+        seen: whether functions are looked at.
+    """
+
+    call: _Call | None
+    composite: bool = True
+    unit: bool = False
+    seen: bool = True
+
+
 @contextmanager
-def drawing_as_promised(module: nn.Module, key: tuple[int, int, int, int], device: torch.device) -> Iterator[None]:
+def drawing_as_promised(
+    module: nn.Module, captured: Captured, key: tuple[int, int, int, int], device: torch.device
+) -> Iterator[None]:
     """Within this context a step draws what it draws in a pipeline. The generators are not put back.
 
     Args:
-        module: the root; a call of any of its modules is one that may draw.
+        module: the root.
+        captured: who is known to draw.
         key: seed, iteration, pipeline of all groups, micro-batch.
         device: where it computes.
     """
-    draws = _PlainDraws({id(m): path for path, m in module.named_modules()}, key, device)
+    draws = _PlainDraws(module, captured, key, device)
     draws.seed("step")
     with host_stream(draws.number("host")), watching(draws), draws:
         yield
 
 
 class _PlainDraws(CallWatcher, TorchFunctionMode):
-    """Seeds every module without children when it is called, and every drawing function that others call."""
+    """Seeds modules without children, and units, when they are called, and drawing functions that others call."""
 
-    def __init__(self, paths: Mapping[int, str], key: tuple[int, int, int, int], device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, captured: Captured, key: tuple[int, int, int, int], device: torch.device
+    ) -> None:
         super().__init__()
-        self._paths = paths
+        self._module = module
+        self._paths = {id(m): path for path, m in module.named_modules()}
+        self._composite = {path for path, m in module.named_modules() if not path or any(True for _ in m.children())}
+        self._captured = captured
         self._key = key
         self._device = device
         self._calls: Counter[str] = Counter()
         self._functions: Counter[_Call] = Counter()
         self._regions: Counter[_Call] = Counter()
-        self._stack: list[_Call | None] = [("<step>", 0)]  # None: what runs now has been seeded
+        self._stack = [_Frame(("<step>", 0))]
         self._host: list[Any] = []
 
     def number(self, name: str, occurrence: int = 0, function: int = 0) -> int:
@@ -62,17 +120,22 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
             generator.manual_seed(self.number(name, occurrence, function))
 
     def enter(self, module: nn.Module) -> None:
-        path = self._paths.get(id(module))
+        path, above, known = self._paths.get(id(module)), self._stack[-1], self._captured
         if path is None:  # made by the step: whoever calls it draws
-            self._stack.append(self._stack[-1])
+            self._stack.append(above)
             self._host.append(nullcontext())
         else:
             call = path, self._calls[path]
             self._calls[path] += 1
-            self._host.append(host_stream(self.number(*call)))
-            alone = next(module.children(), None) is None
-            self._stack.append(None if alone else call)
-            if alone:
+            is_unit = path in known.units
+            draws = not above.unit or path in known.drew or path in known.drew_on_host
+            seen = not self._composite.isdisjoint(known.seen(*call)) if is_unit else above.seen
+            self._stack.append(
+                _Frame(call if is_unit or draws else None, path in self._composite, above.unit or is_unit, seen)
+            )
+            on_host = not path or is_unit or path in known.drew_on_host
+            self._host.append(host_stream(self.number(*call)) if on_host else nullcontext())
+            if (draws and path not in self._composite) or (is_unit and path not in known.drew):
                 self.seed(*call)
         self._host[-1].__enter__()
 
@@ -82,7 +145,7 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
 
     def opaque(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._function()
-        self._stack.append(None)
+        self._stack.append(_Frame(None))
         try:
             return run(*args, **kwargs)
         finally:
@@ -105,27 +168,28 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
                     return function(*args, **kwargs)
                 finally:
                     self._stack.pop()
-            again = _PlainDraws(self._paths, self._key, self._device)
+            again = _PlainDraws(self._module, self._captured, self._key, self._device)
             again._calls, again._functions, again._stack = state[0].copy(), state[1].copy(), list(inside)
             with watching(again), again:
                 return function(*args, **kwargs)
 
         return call
 
-    def _region(self, call: _Call | None) -> _Call | None:
+    def _region(self, frame: _Frame) -> _Frame:
+        call = frame.call
         if call is None:
-            return None
+            return frame
         self._regions[call] += 1
-        return f"{call[0]}<{self._regions[call]}>", call[1]
+        return frame._replace(call=(f"{call[0]}<{self._regions[call]}>", call[1]))
 
     def _function(self) -> None:
-        call = self._stack[-1]
-        if call is not None:
+        call, composite, *_ = self._stack[-1]
+        if call is not None and composite:
             self._functions[call] += 1
             self.seed(*call, self._functions[call])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function_name(func)
-        if name in DRAWING_FUNCTIONS or name.endswith(".apply"):
+        if self._stack[-1].seen and (name in DRAWING_FUNCTIONS or name.endswith(".apply")):
             self._function()
         return func(*args, **(kwargs or {}))

@@ -29,6 +29,7 @@ from lightning_avgpipe.verify.advice import advice
 from lightning_avgpipe.verify.comparison import Difference, first_difference, how_different, usual_size
 from lightning_avgpipe.verify.duplicate import duplicate, named_instead
 from lightning_avgpipe.verify.plain import Outcome, PlainRun, notify_zero_grad
+from lightning_avgpipe.verify.plain_draws import Captured
 from lightning_avgpipe.verify.state import aliases, attributes, clone, put
 from lightning_avgpipe.verify.stepped import Clipping, PlainStep, StepNotes
 from lightning_avgpipe.verify.subject import Subject
@@ -143,6 +144,7 @@ class Verifier:
         twin.to(subject.cluster.device)
         run = PlainRun(
             trainer, trainer.precision_plugin, context, (subject.seed(), iteration, number),
+            Captured.of(self._plan.graph),
             trainer.accumulate_grad_batches, subject.loss_is_mean, subject.loss_weight(), subject.cluster.device,
         )  # fmt: skip
         clear = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -346,3 +348,65 @@ def test_a_fault_in_another_process_is_named(tmp_path: Path) -> None:
     outcomes = processes.run(2, fit_in_processes, True, folder=tmp_path)
     assert "the gradient of 'layers.0.weight'" in str(outcomes[0].error)
     assert "VerificationError" in str(outcomes[1].error)
+
+
+# -- units that begin to draw late -----------------------------------------------------------------------------------
+
+
+class Noise(nn.Module):
+    """Draws from its n-th call on, in code of its own, in that of a part, or both.
+
+    Args:
+        begins: n.
+        draws: a number.
+        parts: how many noises it holds.
+    """
+
+    def __init__(self, begins: int, draws: Callable[[], float], parts: int = 0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.parts = nn.ModuleList(Noise(begins, draws) for _ in range(parts))
+        self.begins, self.draws, self.calls = begins, draws, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for part in self.parts:
+            x = part(x)
+        return x * self.scale * (self.draws() + 0.5 if self.calls >= self.begins else 1.0)
+
+
+class Noisy(MLP):
+    """Noises between layers, some of which draw from the start."""
+
+    def __init__(self, begins: int, draws: Callable[[], float], parts: int) -> None:
+        super().__init__()
+        noises = Noise(begins, draws, parts), Noise(1, draws, parts), Noise(begins, draws, parts)
+        noises[1].parts.extend([Noise(begins, draws), nn.Dropout(0.2)])
+        self.layers = nn.Sequential(*(layer for noise in noises for layer in (nn.Linear(8, 8), noise)))
+
+
+def of_torch() -> float:
+    return torch.rand(1).item()
+
+
+def of_functional_dropout() -> float:
+    return float(nn.functional.dropout(torch.ones(()), 0.5))
+
+
+def of_python() -> float:
+    return random.random()
+
+
+def of_numpy() -> float:
+    return float(np.random.rand())
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+@pytest.mark.parametrize("begins", [2, 4])  # in the second micro-batch, in the second batch
+@pytest.mark.parametrize("draws", [of_torch, of_functional_dropout, of_python, of_numpy])
+@pytest.mark.parametrize("points", [["layers.2", "layers.4"], ["layers.3.parts.0"]])
+def test_units_that_begin_to_draw_late_are_no_false_alarm(
+    points: list[str], draws: Callable[[], float], begins: int, parts: int, said: list[str]
+) -> None:
+    fit(Noisy(begins, draws, parts), num_stages=len(points) + 1, split_points=points, verify=3)
+    assert "9 losses" in said[0]
