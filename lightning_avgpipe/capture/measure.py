@@ -275,8 +275,10 @@ def _kinds(graph: CallGraph, module: nn.Module) -> list[Hashable]:
         if node.kind == "call":
             unit = module.get_submodule(node.name)
             weights = tuple((tuple(p.shape), str(p.dtype), p.requires_grad) for p in unit.parameters())
-            what = (type(unit).__qualname__, repr(unit), weights)
-        kinds.append((node.kind, what, shapes(node.inputs), shapes(node.outputs), len(node.writes), node.flops))
+            modes = tuple(inner.training for inner in unit.modules())
+            what = (type(unit).__qualname__, repr(unit), weights, modes)
+        given, made = shapes(node.inputs), shapes(node.outputs)
+        kinds.append((node.kind, what, given, made, len(node.writes), node.flops, node.draws))
     return kinds
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -113,6 +113,7 @@ class Planner:
         policy: which weights actions use.
         sharing: whole replicas that share the optimizer states of each stage with its own; 0: each keeps all.
         keeps: whether the outputs of frozen layers are kept, where that is faster than to compute them.
+        samples: what was measured on this device for earlier plans, which is not measured again.
     """
 
     module: nn.Module
@@ -128,6 +129,7 @@ class Planner:
     policy: WeightPolicy = POLICIES["flush"]
     sharing: int = 0
     keeps: bool = False
+    samples: Samples = field(default_factory=Samples, compare=False)
 
     @property
     def measures(self) -> bool:
@@ -214,7 +216,8 @@ class Planner:
         units = tuple(units) or initial_units(self.module, self.observers)
         units = split_units(self.module, units, self.recompute.modules, self.observers)
         units = self._half_frozen(units) if self.keeps else units
-        measured = partial(self._measured, what, conditions.links, Samples())
+        known = replace(self.samples, spent_s=0.0)  # shares what is found; each plan may take its time
+        measured = partial(self._measured, what, conditions.links, known)
         if self.split_points is not None:
             units = split_units(self.module, units, self.split_points, self.observers)
             graph = self.capture(step, run, args, units)

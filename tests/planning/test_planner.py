@@ -108,6 +108,19 @@ def test_the_second_plan_comes_from_the_cache(recorded: Recorder, tmp_path: Path
     assert planned(module, 2) == first and len(seen) == 2 * count  # without a cache
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_further_plan_does_not_measure_what_an_earlier_one_has_measured(frozen: bool) -> None:
+    calls: list[str] = []
+    net = Net()
+    net.blocks[2].register_forward_pre_hook(lambda *_: calls.append("blocks.2"))
+    planner, args = Planner(net, 2, ["blocks.2"], costs="measured"), (torch.randn(4, 8), 0)
+    planner.plan("training_step", net.training_step, args)
+    first = len(calls)
+    net.blocks[0].requires_grad_(not frozen)
+    assert planner.plan("training_step", net.training_step, args).measured
+    assert 0 < len(calls) - first < first
+
+
 def test_nothing_is_measured_where_nothing_depends_on_it(recorded: Recorder) -> None:
     seen = recorded(by_block)
     assert not planned(Net(), 1).measured
