@@ -52,7 +52,8 @@ class Drawing:
         simple: paths of those without children.
         composite: paths of the others that draw from torch's generators.
         late: paths of the units that did not draw from them when the step was captured.
-        host: paths of those that draw from the generators of Python and NumPy, and of all units.
+        host: paths of those that draw from the generators of Python and NumPy, and of the units that may.
+        layers: what is inside of the other units, which are torch's own layers: these draw in hooks at most.
         known: ids of all modules of the root; what the step makes itself is none of them, and draws for its caller.
         units: ids of the units.
         seen: whether anything drew when the step was captured.
@@ -63,6 +64,7 @@ class Drawing:
     composite: frozenset[str]
     late: frozenset[str]
     host: frozenset[str]
+    layers: Mapping[str, tuple[nn.Module, ...]]
     known: frozenset[int]
     units: frozenset[int]
     seen: bool
@@ -75,13 +77,16 @@ class Drawing:
         inside = {id(inner) for path in units for inner in module.get_submodule(path).modules()}
         outside = {path for path, inner in module.named_modules() if id(inner) not in inside}
         modules = {path: module.get_submodule(path) for path in {*drawing, *host_drawing, *outside, *units}}
+        layers = {path: tuple(module.get_submodule(path).modules()) for path in {*units}.difference(host_drawing)}
+        layers = {path: inner for path, inner in layers.items() if all(map(_is_of_torch, inner))}
         simple = frozenset(path for path, m in modules.items() if path and not any(True for _ in m.children()))
         return cls(
             {id(m): path for path, m in modules.items()},
             simple,
             frozenset((*drawing, *outside)) - simple,
             frozenset(units).difference(drawing),
-            frozenset(("", *host_drawing, *units)),
+            frozenset(("", *host_drawing, *units)).difference(layers),
+            layers,
             frozenset(map(id, module.modules())),
             frozenset(id(module.get_submodule(path)) for path in units),
             bool(drawing or host_drawing),
@@ -95,6 +100,7 @@ class _Scope:
     path: str
     occurrence: int
     seeds_functions: bool
+    host_stream: contextlib.AbstractContextManager[None] | None = None
     functions: int = 0
     regions: int = 0
 
@@ -123,7 +129,6 @@ class Draws(CallWatcher):
         self._device = device
         self._counts: Counter[str] = Counter()
         self._scopes = [_Scope("<step>", 0, True)]
-        self._host_streams: list[contextlib.AbstractContextManager[None]] = []
 
     # -- calls of modules ---------------------------------------------------------------------------------------------
 
@@ -136,19 +141,20 @@ class Draws(CallWatcher):
         occurrence = self._counts[path]
         self._counts[path] += 1
         simple = path in self._drawing.simple
-        self._scopes.append(_Scope(path, occurrence, not simple))
+        scope = _Scope(path, occurrence, not simple)
+        self._scopes.append(scope)
         if simple or path in self._drawing.late:
             seed_all(self._key.derive(path, occurrence), self._device)
-        if path in self._drawing.host:
-            self._host_streams.append(host_stream(self._key.derive(path, occurrence)))
-            self._host_streams[-1].__enter__()
+        if path in self._drawing.host or any(map(_is_hooked, self._drawing.layers.get(path, ()))):
+            scope.host_stream = host_stream(self._key.derive(path, occurrence))
+            scope.host_stream.__enter__()
 
     def leave(self, module: nn.Module) -> None:
         if id(module) not in self._drawing.known:
             return
         scope = self._scopes.pop()
-        if scope is not _QUIET and scope.path in self._drawing.host:
-            self._host_streams.pop().__exit__(None, None, None)
+        if scope.host_stream is not None:
+            scope.host_stream.__exit__(None, None, None)
 
     def skip(self, calls: Sequence[str]) -> None:
         """These calls happened on another stage."""
@@ -198,6 +204,14 @@ class Draws(CallWatcher):
                 return function(*args, **kwargs)
 
         return call
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class _Functions(TorchFunctionMode):

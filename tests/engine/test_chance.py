@@ -218,13 +218,31 @@ class BesideLateUnit(LateUnit):
         return super().forward(x) * (0.5 + self.chance())
 
 
+class BesideLateHook(Deciding):
+    """The unit is of torch's own layers, and a hook inside of it begins to draw."""
+
+    def __init__(self, chance: Chance) -> None:
+        super().__init__(chance)
+        self.drop = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        self.drop.linear1.register_forward_hook(self.after)
+
+    def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        return result * (self.chance() if self.late else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.drop(x[:, None])[:, 0]) * (0.5 + self.chance())
+
+
 @pytest.mark.parametrize("chance", CHANCES)
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"recompute": ["drop"]}])
+@pytest.mark.parametrize("kind", [BesideLateUnit, BesideLateHook])
 def test_code_between_units_draws_the_same_though_a_unit_begins_to_draw(
-    chance: Chance, options: dict[str, Any]
+    kind: type[Deciding], chance: Chance, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
-    model = BesideLateUnit(chance)
+    model = kind(chance)
     whole, losses = trained(model, 1)
     for points in (["blocks.2"], ["head"]):
         staged, others = trained(model, 2, split_points=points, **options)
