@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,6 @@ from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 
 REGION_BACKWARD = 3.0  # forwards of a region: the forward once more, and a backward of two forwards
-_CALIBRATIONS = 20
 
 # told what a forward saved, what it gave, and (original, copy) of what it was given
 Kept = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]], None]
@@ -66,7 +66,7 @@ class NodeTrial:
     def __init__(self, device: torch.device, packer: Packer) -> None:
         self._device = device
         self._packer = packer
-        self._call_s = self._calibrated()
+        self._start_s = math.inf  # of a backward, which each node alone does and a stage does once
 
     def given(self, result: Any, objects: Objects | None) -> list[Tensor]:
         """The tensors that a node gives, with those that it has left in objects."""
@@ -109,10 +109,13 @@ class NodeTrial:
             if not outputs or not sources or not torch.is_grad_enabled():
                 return Sample(forward_s, 0.0)
             try:
-                backward_s = self._backward_s(outputs, sources, sums)
+                empty_s, backward_s = self._empty_backward_s(), self._backward_s(outputs, sources, sums)
             except RuntimeError:  # a reentrant checkpoint inside cannot be asked for gradients: training shows the rest
                 return Sample(forward_s, REGION_BACKWARD * forward_s)
-        return Sample(forward_s, max(0.0, backward_s - self._call_s))
+        # The least so far: whether an allocation meets memory at hand makes an empty backward take six times as long, and
+        # so it stays until something else has been allocated.
+        self._start_s = min(self._start_s, empty_s, backward_s)
+        return Sample(forward_s, backward_s - self._start_s)
 
     def _backward_s(self, outputs: list[Tensor], sources: list[Tensor], sums: Sequence[Tensor]) -> float:
         """Seconds of a backward that adds to the sums the gradients of the last sources."""
@@ -128,17 +131,11 @@ class NodeTrial:
         with torch.autocast(self._device.type, enabled=False):
             return self.timed(backward)[1]
 
-    def _calibrated(self) -> float:
-        """Seconds that it takes at least to start a backward, which each node alone does and a stage does once."""
-
-        def nothing() -> float:
-            view = leaf.view(1)
-            return self.timed(lambda: torch.autograd.grad(view, leaf, one))[1]
-
-        with torch.inference_mode(False), torch.enable_grad():  # an evaluation is measured too
-            leaf = torch.zeros(1, device=self._device, requires_grad=True)
-            one = torch.ones(1, device=self._device)
-            return min(nothing() for _ in range(_CALIBRATIONS))
+    def _empty_backward_s(self) -> float:
+        """Seconds of a backward that computes nothing."""
+        leaf = torch.zeros(1, device=self._device, requires_grad=True)
+        view, one = leaf.view(1), torch.ones(1, device=self._device)
+        return self.timed(lambda: torch.autograd.grad(view, leaf, one))[1]
 
 
 def sums_of(module: nn.Module | None) -> list[Tensor]:
