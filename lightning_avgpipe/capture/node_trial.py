@@ -112,8 +112,8 @@ class NodeTrial:
                 empty_s, backward_s = self._empty_backward_s(), self._backward_s(outputs, sources, sums)
             except RuntimeError:  # a reentrant checkpoint inside cannot be asked for gradients: training shows the rest
                 return Sample(forward_s, REGION_BACKWARD * forward_s)
-        # The least so far: whether an allocation meets memory at hand makes an empty backward take six times as long, and
-        # so it stays until something else has been allocated.
+        # The least so far: where its allocations meet no memory at hand, an empty backward takes up to six times as
+        # long, and so it stays until something else has been allocated.
         self._start_s = min(self._start_s, empty_s, backward_s)
         return Sample(forward_s, backward_s - self._start_s)
 
