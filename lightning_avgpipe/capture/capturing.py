@@ -106,6 +106,7 @@ def _record(
         opened=tuple(recorder.calls.ended),
         trained=trained,
         idle_generators=recorder.mutations.idle_generators(),
+        uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(recorder.watch.calls),
     )
 
 

@@ -170,6 +170,7 @@ class CallGraph:
         trained: full names of the parameters that were trained when the step was captured.
         idle_generators: path and name of attributes, or nothing and the name of a variable, that lead to generators of
             random numbers from which the step did not draw; and which of those that they lead to.
+        uncalled: paths of the modules that the step did not call.
     """
 
     step: str
@@ -195,6 +196,7 @@ class CallGraph:
     opened: tuple[Opened, ...] = ()
     trained: frozenset[str] = frozenset()
     idle_generators: tuple[tuple[str, str, int], ...] = ()
+    uncalled: frozenset[str] = frozenset()
 
     @cached_property
     def changed(self) -> frozenset[str]:

@@ -27,7 +27,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
+from lightning_avgpipe.capture.ways import may_draw
 from lightning_avgpipe.utils.random_streams import RandomKey, host_stream, restored, seed_all
 
 # fmt: off
@@ -51,7 +53,7 @@ class Drawing:
         paths: ``id(module) -> path``.
         simple: paths of those without children.
         composite: paths of the others that draw from torch's generators.
-        late: paths of the units that did not draw from them when the step was captured.
+        late: paths of the units that did not draw from them when the step was captured, and are none of these.
         host: paths of those that draw from the generators of Python and NumPy, and of the units that may.
         layers: what is inside of the other units, which are torch's own layers: these draw in hooks at most.
         known: ids of all modules of the root; what the step makes itself is none of them, and draws for its caller.
@@ -70,10 +72,12 @@ class Drawing:
     seen: bool
 
     @classmethod
-    def of(
-        cls, module: nn.Module, drawing: Collection[str], host_drawing: Collection[str], units: Collection[str]
-    ) -> Drawing:
-        """Find the modules by their paths, of which those outside of all units may draw; "" is the step's own code."""
+    def of(cls, module: nn.Module, graph: CallGraph) -> Drawing:
+        """Find the modules by their paths; "" is the step's own code.
+
+        Those outside of all units may draw, and so may those that chance has left out when the step was captured.
+        """
+        drawing, host_drawing, units = may_draw(graph, module), graph.host_drawing, graph.units
         inside = {id(inner) for path in units for inner in module.get_submodule(path).modules()}
         outside = {path for path, inner in module.named_modules() if id(inner) not in inside}
         modules = {path: module.get_submodule(path) for path in {*drawing, *host_drawing, *outside, *units}}

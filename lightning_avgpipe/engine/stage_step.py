@@ -51,7 +51,7 @@ class StageStep:
         self._packer = Packer(module) if any(node.opens for node in graph.nodes) else None
         self.rewritten = Rewritten.of(program, module)
         self._constants = Constants.of(program, module)
-        self._drawing = Drawing.of(module, graph.drawing, graph.host_drawing, graph.units)
+        self._drawing = Drawing.of(module, graph)
         self._idle = IdleGenerators(program, module)
 
     def run(

@@ -60,7 +60,7 @@ def whole_backwards(
     """
     graph, found = plan.graph, {}
     units = {id(module.get_submodule(path)): path for path in graph.units}
-    drawing = Drawing.of(module, graph.drawing, graph.host_drawing, graph.units)
+    drawing = Drawing.of(module, graph)
     repeat = UnitRepeater(module, recompute, device) if recompute.modules else None
     batch, message = tree.map_tensors(torch.clone, tuple(args)), Message(0, ())
     with untouched(module, graph.changed), Objects(batch).restored(), uncompiled():

@@ -21,6 +21,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure, reading_s
 from lightning_avgpipe.capture.samples import Samples
 from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units, why_whole
+from lightning_avgpipe.capture.ways import fullest
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
 from lightning_avgpipe.planning.forecast import forecast_of, idle_share
@@ -212,20 +213,24 @@ class Planner:
     def _plan(
         self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str], conditions: Conditions
     ) -> Plan:
-        what, memory, spared = _Step(step, run, args), self._memory(conditions), set[str]()
+        memory, spared = self._memory(conditions), set[str]()
         units = tuple(units) or initial_units(self.module, self.observers)
         units = split_units(self.module, units, self.recompute.modules, self.observers)
         units = self._half_frozen(units) if self.keeps else units
+        if self.split_points is not None:
+            units = split_units(self.module, units, self.split_points, self.observers)
+        graph = self.capture(step, run, args, units)
+        if self.num_stages > 1:
+            follow = partial(self.capture, step, args=args, units=units)
+            graph, run = fullest(graph, run, self.module, self.device or torch.device("cpu"), follow)
+        what = _Step(step, run, args)
         known = replace(self.samples, spent_s=0.0)  # shares what is found; each plan may take its time
         measured = partial(self._measured, what, conditions.links, known)
         if self.split_points is not None:
-            units = split_units(self.module, units, self.split_points, self.observers)
-            graph = self.capture(step, run, args, units)
             cuts = cut_at(graph, self.split_points, self.num_stages)
             costs = (measured if self.measures else self._counted)(graph)
             plan = self._made(graph, cuts, costs, memory)
         else:
-            graph = self.capture(step, run, args, units)
             counted = replace(memory, limit=math.inf, weights={}) if self.measures else memory
             plan, costs = self._refined(what, graph, self._counted, counted, spared)
             if self.measures:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
+from lightning_avgpipe.capture.ways import may_draw
 from lightning_avgpipe.engine.randomness import DRAWING_FUNCTIONS
 from lightning_avgpipe.utils.random_streams import generators, host_stream
 
@@ -33,7 +34,7 @@ class Captured:
 
     Attributes:
         units: all of them.
-        drew: modules that drew from torch's generators.
+        drew: modules that drew from torch's generators, or that chance has left out.
         drew_on_host: modules that drew from those of Python and NumPy.
         within: unit -> for each call, who drew in it.
     """
@@ -44,13 +45,14 @@ class Captured:
     within: Mapping[str, Sequence[frozenset[str]]]
 
     @classmethod
-    def of(cls, graph: CallGraph) -> Captured:
-        """As a graph knows it."""
+    def of(cls, graph: CallGraph, module: nn.Module) -> Captured:
+        """As a graph of a module's step knows it."""
+        drew = may_draw(graph, module)
         within: dict[str, list[frozenset[str]]] = defaultdict(list)
         for node in graph.nodes:
             if node.kind == "call":
-                within[node.name].append(graph.drawing.intersection(node.drawn))
-        return cls(frozenset(graph.units), graph.drawing, graph.host_drawing, within)
+                within[node.name].append(drew.intersection(node.drawn))
+        return cls(frozenset(graph.units), drew, graph.host_drawing, within)
 
     def seen(self, unit: str, occurrence: int) -> frozenset[str]:
         """Who drew in a call of a unit, or may have."""

@@ -144,7 +144,7 @@ class Verifier:
         twin.to(subject.cluster.device)
         run = PlainRun(
             trainer, trainer.precision_plugin, context, (subject.seed(), iteration, number),
-            Captured.of(self._plan.graph),
+            Captured.of(self._plan.graph, self._module),
             trainer.accumulate_grad_batches, subject.loss_is_mean, subject.loss_weight(), subject.cluster.device,
         )  # fmt: skip
         clear = None

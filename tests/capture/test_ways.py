@@ -1,0 +1,97 @@
+"""Stages are those of the way on which chance leaves out nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.ways import fullest
+from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.planning.planner import Planner
+
+Chance = Callable[[], float]
+CHANCES: list[Chance] = [random.random, np.random.rand, lambda: torch.rand([]).item()]
+
+
+class Dropping(nn.Module):
+    """A stack that leaves out each of its layers with a probability."""
+
+    def __init__(self, chance: Chance, probability: float = 0.3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.chance, self.probability, self.runs = chance, probability, 0
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            if not self.training or self.chance() >= self.probability:
+                x = layer(x)
+        return x.sum()
+
+
+class OneOf(Dropping):
+    """Runs one layer of its first two, never both."""
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        x = self.layers[self.chance() < 0.5](x)
+        return self.layers[2](x).sum()
+
+
+def planned(net: Dropping, num_stages: int = 2) -> CallGraph:
+    return Planner(net, num_stages).plan("training_step", net.training_step, (torch.ones(2, 8), 0)).graph
+
+
+@pytest.mark.parametrize("chance", CHANCES)
+def test_the_plan_has_all_that_chance_may_leave_out(chance: Chance) -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        graph = planned(Dropping(chance))
+        assert [node.name for node in graph.nodes if node.kind == "call"] == [f"layers.{i}" for i in range(6)]
+
+
+@pytest.mark.parametrize("chance", CHANCES)
+def test_random_numbers_go_on_as_if_nothing_had_been_looked_for(chance: Chance) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    net = Dropping(chance)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    planned(net)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[2] == states[2][2] and (np.random.get_state()[1] == states[2][1]).all()
+
+
+def test_what_never_runs_at_once_is_refused_by_name() -> None:
+    with pytest.raises(
+        PartitionError, match=r"training_step leaves out submodules by chance, .*: layers\.[01] did not"
+    ):
+        planned(OneOf(random.random))
+
+
+def test_on_one_stage_nothing_is_refused() -> None:
+    planned(OneOf(random.random), 1)
+
+
+class Choosing(Dropping):
+    """Leaves out a layer, but not by chance."""
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.layers[2](self.layers[0](x)).sum()
+
+
+@pytest.mark.parametrize("net", [Choosing(random.random), Dropping(random.random, 0.0)])
+def test_a_step_without_such_chance_is_followed_once(net: Dropping) -> None:
+    def fail(run: Any) -> CallGraph:
+        raise AssertionError("followed again")
+
+    graph = planned(net)
+    assert fullest(graph, net.training_step, net, torch.device("cpu"), fail)[0] is graph
