@@ -132,7 +132,7 @@ class Bench:
         count, ensemble = len(self.pipelines), self.deployment.models.ensemble
         self.optimizer.zero_grad()
         if ensemble is not None:
-            ensemble.clear_gradients()
+            ensemble.models.clear_gradients()
         tasks = [
             Task(
                 lambda i, *args: self._step(*args),
@@ -155,7 +155,7 @@ class Bench:
                     made.step()
         if ensemble is not None:
             with self.observers.activity("averaging"):
-                ensemble.stepped(count)
+                ensemble.averager.stepped(count)
 
     def record(self, schedule: Schedule) -> Timeline | None:
         """One iteration; on rank 0 what happened in it."""
