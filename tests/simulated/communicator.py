@@ -49,11 +49,14 @@ class Communicator(dist.ProcessGroup):
         host: connects them on the host; asked from threads, with a tag for each transfer.
         rank: of this one.
         size: how many there are.
+        beside: connects them once more, for collectives of devices: those of a group meet in the order of their calls,
+            and a thread's calls come at any time among the host's. By default the same.
     """
 
-    def __init__(self, host: Any, rank: int, size: int) -> None:
+    def __init__(self, host: Any, rank: int, size: int, beside: Any = None) -> None:
         super().__init__(rank, size)
         self._host = host
+        self._beside = host if beside is None else beside
         self._rank = rank
         self._name = ""
         self._stream: Any = None
@@ -91,14 +94,14 @@ class Communicator(dist.ProcessGroup):
         if tensor.is_cpu:
             return self._host.broadcast(tensor, source)
         mine = source == self._rank
-        exchange = lambda data: self._host.broadcast(data, source).wait()  # noqa: E731
+        exchange = lambda data: self._beside.broadcast(data, source).wait()  # noqa: E731
         return self._put("broadcast", tensor, exchange, reads=mine, writes=not mine)
 
     def allreduce(self, tensors: Sequence[Tensor], *opts: Any) -> Any:
         (tensor,) = tensors
         if tensor.is_cpu:
             return self._host.allreduce(tensors, *opts)
-        exchange = lambda data: self._host.allreduce([data.view(tensor.dtype)], *opts).wait()  # noqa: E731
+        exchange = lambda data: self._beside.allreduce([data.view(tensor.dtype)], *opts).wait()  # noqa: E731
         return self._put("allreduce", tensor, exchange, reads=True, writes=True)
 
     def allgather(self, outputs: Any, inputs: Any, *opts: Any) -> Any:
@@ -174,7 +177,8 @@ def register() -> None:
     """Make it a backend of torch.distributed, for all simulated devices."""
 
     def made(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Communicator:
-        host = dist.ProcessGroupGloo(dist.PrefixStore(NAME, store), rank, size, timeout)
-        return Communicator(host, rank, size)
+        names = NAME, f"{NAME} beside"
+        groups = (dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout) for name in names)
+        return Communicator(next(groups), rank, size, next(groups))
 
     dist.Backend.register_backend(NAME, made, devices=[device.NAME])

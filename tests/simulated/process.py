@@ -26,6 +26,7 @@ class SimulatedProcess:
         self._start()
 
     def _start(self) -> None:
+        self._is_asked = False
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self._library), name=NAME, daemon=True)
@@ -34,6 +35,9 @@ class SimulatedProcess:
 
     def begin(self, function: Callable[..., Any], *args: Any, **environment: str) -> None:
         """Let it call a function of a module, in the folder where this process is now."""
+        if self._is_asked:  # nobody waited for its last answer: a test failed
+            self._restart()
+        self._is_asked = True
         self._connection.send((function, args, environment, os.getcwd()))
 
     def end(self) -> Any:
@@ -46,11 +50,15 @@ class SimulatedProcess:
             assert self._connection.poll(LIMIT_S), f"no answer for {LIMIT_S:.0f} s"
             result, error = self._connection.recv()
         except BaseException:  # the next test gets another one
-            self.close()
-            self._start()
+            self._restart()
             raise
+        self._is_asked = False
         assert error is None, error
         return result
+
+    def _restart(self) -> None:
+        self.close()
+        self._start()
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Both."""
