@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,16 +18,45 @@ from lightning_avgpipe.utils.random_streams import host_stream, stream
 
 _log = logging.getLogger(__name__)
 
-# So often a step is followed to find one way that all others are parts of, and so often to see whether it is chance.
-_MOST, _FEWEST = 48, 6
+# So often a step is followed to find one way that all others are parts of, but no longer than so; and so often to see
+# whether it is chance.
+_MOST, _LONGEST_S, _FEWEST = 48, 30.0, 6
 
 Run = Callable[..., Any]
 
 
+class Way(NamedTuple):
+    """One of the ways that a step takes.
+
+    Attributes:
+        graph: what it does there.
+        run: executes it so.
+        missing: paths of submodules that it leaves out there, and calls on others.
+    """
+
+    graph: CallGraph
+    run: Run
+    missing: frozenset[str] = frozenset()
+
+    def check(self, units: Collection[str]) -> None:
+        """What is missing must be inside of units.
+
+        Raises:
+            PartitionError: it is not, so no stage would know it.
+        """
+        outside = [path for path in sorted(self.missing) if not any(path.startswith(f"{unit}.") for unit in units)]
+        if outside:
+            raise PartitionError(
+                f"{self.graph.step} leaves out submodules by chance, and as often as it was followed, it never called "
+                f"all of them at once, as is needed to divide it: {', '.join(outside)} did not run when most did; make "
+                "it less likely that they are left out, keep them in one unit with split_points, or train on one stage"
+            )
+
+
 def fullest(
     graph: CallGraph, run: Run, module: nn.Module, device: torch.device, follow: Callable[[Run], CallGraph]
-) -> tuple[CallGraph, Run]:
-    """The call graph of the way on which chance leaves out least, and what executes the step that way.
+) -> Way:
+    """The way on which chance leaves out least.
 
     Stages are those of one way. A micro-batch may take another that leaves out some of its calls.
 
@@ -36,57 +66,54 @@ def fullest(
         module: whose submodules are called.
         device: where it computes.
         follow: captures the call graph of such a function.
-    Raises:
-        PartitionError: some submodules were called at times, but never all of them at once.
     """
-    ways = [(graph, run)]
-    if not _left_out(graph, module):
-        return graph, run
+    ways, begin = [(graph, run)], time.perf_counter()
+    if not left_out(graph, module):
+        return Way(graph, run)
     for seed in range(_MOST):
         other = partial(_seeded, run, seed, device)
         with contextlib.suppress(SkippedStepError):
             ways.append((follow(other), other))
-        always = frozenset.intersection(*(_left_out(way, module) for way, _ in ways))
-        best = min(ways, key=lambda way: len(_left_out(way[0], module)))
-        missing = _left_out(best[0], module) - always
-        if len(ways) >= _FEWEST and not missing:
-            _log.debug("%s was followed on %d ways", graph.step, len(ways))
-            return best
-    raise PartitionError(
-        f"{graph.step} leaves out submodules by chance, and none of the {len(ways)} times that it was followed did it "
-        f"call all of them at once, as is needed to divide it: {', '.join(sorted(missing))} did not run when most did; "
-        "make it less likely that they are left out, or train on one stage"
-    )
+        always = frozenset.intersection(*(left_out(way, module) for way, _ in ways))
+        best = min(ways, key=lambda way: len(left_out(way[0], module)))
+        found = Way(*best, left_out(best[0], module) - always)
+        if len(ways) >= _FEWEST and (not found.missing or time.perf_counter() - begin > _LONGEST_S):
+            break
+    _log.debug("%s was followed on %d ways", graph.step, len(ways))
+    return found
 
 
-def _left_out(graph: CallGraph, module: nn.Module) -> frozenset[str]:
-    """The submodules that were not called where a neighbour of the same kind was, if the step draws random numbers."""
-    if not _is_chance(graph, module):
+def left_out(graph: CallGraph, module: nn.Module) -> frozenset[str]:
+    """The submodules that chance may have left out.
+
+    They were not called, a neighbour of the same kind was, and the code of something around them draws random numbers.
+    """
+    drawing = graph.drawing | graph.host_drawing
+    if "" not in drawing and all(not any(True for _ in module.get_submodule(path).children()) for path in drawing):
         return frozenset()
     kinds = {path: type(inner) for path, inner in module.named_modules()}
-    called = {(path.rpartition(".")[0], kind) for path, kind in kinds.items() if path not in graph.uncalled}
-    return frozenset(path for path in graph.uncalled if (path.rpartition(".")[0], kinds[path]) in called)
+    called = {(_above(path), kind) for path, kind in kinds.items() if path not in graph.uncalled}
+    neighbours = (path for path in graph.uncalled if (_above(path), kinds[path]) in called)
+    return frozenset(path for path in neighbours if not drawing.isdisjoint(_around(path)))
 
 
 def may_draw(graph: CallGraph, module: nn.Module) -> frozenset[str]:
     """Paths of the modules that drew from torch's generators, or may have if chance had not left them out."""
-    if not _is_chance(graph, module) or not graph.uncalled:
+    if not left_out(graph, module):
         return graph.drawing
     return graph.drawing | graph.host_drawing | graph.uncalled
 
 
-def _is_chance(graph: CallGraph, module: nn.Module) -> bool:
-    """Whether chance may choose what is called: code that calls submodules draws random numbers."""
-    drawing = graph.drawing | graph.host_drawing
-    return any(not path or any(True for _ in module.get_submodule(path).children()) for path in drawing)
+def _above(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _around(path: str) -> Iterator[str]:
+    while path:
+        path = _above(path)
+        yield path
 
 
 def _seeded(run: Run, seed: int, device: torch.device, *args: Any) -> Any:
-    with _streams(seed, device):
-        return run(*args)
-
-
-@contextlib.contextmanager
-def _streams(seed: int, device: torch.device) -> Iterator[None]:
     with stream(seed, device), host_stream(seed):
-        yield
+        return run(*args)

@@ -21,7 +21,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure, reading_s
 from lightning_avgpipe.capture.samples import Samples
 from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units, why_whole
-from lightning_avgpipe.capture.ways import fullest
+from lightning_avgpipe.capture.ways import Way, fullest
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
 from lightning_avgpipe.planning.forecast import forecast_of, idle_share
@@ -220,10 +220,11 @@ class Planner:
         if self.split_points is not None:
             units = split_units(self.module, units, self.split_points, self.observers)
         graph = self.capture(step, run, args, units)
+        way = Way(graph, run)
         if self.num_stages > 1:
             follow = partial(self.capture, step, args=args, units=units)
-            graph, run = fullest(graph, run, self.module, self.device or torch.device("cpu"), follow)
-        what = _Step(step, run, args)
+            way = fullest(graph, run, self.module, self.device or torch.device("cpu"), follow)
+        graph, what = way.graph, _Step(step, way.run, args)
         known = replace(self.samples, spent_s=0.0)  # shares what is found; each plan may take its time
         measured = partial(self._measured, what, conditions.links, known)
         if self.split_points is not None:
@@ -235,6 +236,7 @@ class Planner:
             plan, costs = self._refined(what, graph, self._counted, counted, spared)
             if self.measures:
                 plan, costs = self._refined(what, plan.graph, measured, memory, spared)
+        way.check(plan.graph.units)
         if conditions.bandwidth is not None and conditions.schedule is not None:
             return self._placed(what, plan.graph, costs, conditions.bandwidth, conditions)
         apart = units_between(plan.graph, costs, self._weights())[0] if self.measures else None

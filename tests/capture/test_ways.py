@@ -94,4 +94,31 @@ def test_a_step_without_such_chance_is_followed_once(net: Dropping) -> None:
         raise AssertionError("followed again")
 
     graph = planned(net)
-    assert fullest(graph, net.training_step, net, torch.device("cpu"), fail)[0] is graph
+    assert fullest(graph, net.training_step, net, torch.device("cpu"), fail).graph is graph
+
+
+class Experts(Dropping):
+    """Ends in a submodule that runs one of its experts, which no stage needs to divide."""
+
+    def __init__(self) -> None:
+        super().__init__(random.random)
+        self.mixture = Mixture()
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.mixture(x).sum()
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[random.randrange(4)](x)
+
+
+def test_what_is_inside_of_a_unit_need_not_run_at_once() -> None:
+    graph = planned(Experts())
+    assert graph.nodes[-2].name == "mixture"
