@@ -113,9 +113,9 @@ class AdaptiveFreezing(Callback):
         replan: whether ``strategy="avgpipe"`` plans the stages again, with measured costs, when more is frozen.
             Weights and optimizer states move, and no number changes.
         cache: bytes on the host in which ``strategy="avgpipe"`` keeps what the frozen layers give for each sample, such
-            as ``"4GB"``, or a fraction of its memory: from the second epoch with the same layers frozen on, they are
-            not computed where that is slower. Samples are told apart by their content, so nothing needs to number
-            them. It plans again as ``replan`` does. None: nothing is kept.
+            as ``"4GB"``, or a fraction of its memory: from the second epoch on they are not computed where that is
+            slower, and when more is frozen, only what is new. Samples are told apart by their content, so nothing needs
+            to number them. It plans again as ``replan`` does. None: nothing is kept.
         cache_folder: where the cache goes on in files when this memory is full.
         freed: what becomes of the devices of ``strategy="avgpipe"`` when fewer stages would do. ``"replicas"``: when
             more is frozen, the stages are planned again (as with ``replan``), and as K, K/2, .. or any number of them

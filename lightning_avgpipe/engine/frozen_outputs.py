@@ -5,6 +5,8 @@
     micro-batch    samples 4 7 0 2      all known: the forward begins behind the frozen layers
                    samples 4 7 9 2      9 is not: the frozen layers run, and 9 is kept
 
+    more frozen    3 -> 5 layers        what is kept of 3 is read, 3 and 4 run, and what they give takes its place
+
 A sample is known by a digest of its part of the batch, as far as the frozen layers read it, so no dataset needs to
 number its samples, and one that was augmented is another sample. Whatever the layers compute although they need not is
 compared with what is kept. Once an epoch micro-batches are computed for that alone.
@@ -17,9 +19,10 @@ import logging
 import pickle
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +37,7 @@ _log = logging.getLogger(__name__)
 _SEGMENT_BYTES = 256 * 1024**2
 _ALIGNMENT = 64
 _SPARE = 0.1  # of a disk, which stays free
+_NEWS_BYTES = 64 * 1024**2  # which replicas are told after one iteration
 _FEWEST_HITS = 0.5  # of the samples of a second epoch
 
 
@@ -60,28 +64,49 @@ def digests(data: Any, size: int, names: Collection[str] | None) -> list[bytes]:
     return [found.digest() + tail for found in each]
 
 
-class _Blocks:
-    """Memory for tensors: on the host up to a bound, then in files that are mapped into it."""
+class _Row(NamedTuple):
+    """What is kept of one tensor for one sample."""
+
+    tensor: Tensor
+    in_file: bool
+
+
+class _Rows:
+    """Memory for rows of tensors: on the host up to a bound, then in files that are mapped into it."""
 
     def __init__(self, limit: float, folder: str | None) -> None:
         self._left = limit
         self._folder = folder
         self._segment = torch.empty(0, dtype=torch.uint8)
         self._used = 0
+        self._free: dict[int, list[Tensor]] = {}  # places in files, by size
 
-    def put(self, tensor: Tensor) -> Tensor | None:
-        """A copy on the host; None if there is no room."""
-        source = tensor.detach()
-        size = source.numel() * source.element_size()
+    def put(self, row: Tensor) -> _Row | None:
+        """A copy of what is on the host; None if there is no room."""
+        size = row.numel() * row.element_size()
         if size <= self._left:
             self._left -= size
-            return source.to("cpu", copy=True).contiguous()
-        if size == 0 or not self._has_room(size):
+            return _Row(row.clone(memory_format=torch.contiguous_format), False)
+        place = self._place(size)
+        return None if place is None else _Row(place.view(row.dtype).view(row.shape).copy_(row), True)
+
+    def drop(self, row: _Row) -> None:
+        """Another one may take its place."""
+        flat = as_bytes(row.tensor)
+        if row.in_file:
+            self._free.setdefault(flat.numel(), []).append(flat)
+        else:
+            self._left += flat.numel()
+
+    def _place(self, size: int) -> Tensor | None:
+        free = self._free.get(size)
+        if free:
+            return free.pop()
+        if not self._has_room(size):
             return None
         begin = self._used
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
-        place = self._segment[begin : begin + size].view(source.dtype).view(source.shape)
-        return place.copy_(source)
+        return self._segment[begin : begin + size]
 
     def _has_room(self, size: int) -> bool:
         if self._used + size <= self._segment.numel():
@@ -106,21 +131,32 @@ class _Form:
     orders: tuple[tuple[int, ...] | None, ...]  # of dimensions in memory: kernels may round by it
 
 
-@dataclass
+class _Name(NamedTuple):
+    """Of a form: nodes that have run, samples of the micro-batch, and what its tensors are."""
+
+    depth: int
+    size: int
+    tensors: tuple[TensorForm, ...]
+
+
+@dataclass(frozen=True)
 class _Kept:
-    """A sample: row ``row`` of what a micro-batch gave."""
+    """A sample."""
 
-    form: tuple[Any, ...]
-    parts: tuple[Tensor | None, ...]
-    row: int
+    form: _Name
+    rows: tuple[_Row | None, ...]
 
 
+_Key = tuple[int, bytes]  # samples of the micro-batch, and the digest
 # samples with their form and rows, and these forms
-_News = tuple[list[tuple[tuple[int, bytes], Any, list[Tensor | None]]], dict[Any, _Form]]
+_News = tuple[list[tuple[_Key, _Name, list[Tensor | None]]], dict[_Name, _Form]]
 
 
 class FrozenOutputs:
     """Of one pipeline, on the process with the first stage that trains.
+
+    What is kept is kept behind some *depth*, a number of nodes. When more is frozen it is read there, what is frozen by
+    now runs on from it, and its place is taken by what that gives.
 
     Args:
         limit: bytes on the host; what is beyond goes into files.
@@ -129,46 +165,86 @@ class FrozenOutputs:
     Attributes:
         why_not: why nothing is kept any more; empty if it is.
         hits: samples that were read, since the start.
+        shares: whether some replica will have news after this iteration.
     """
 
     def __init__(self, limit: float, folder: str | None = None) -> None:
         self._limit = limit
         self._folder = folder
-        self._shares = False
+        self._depth = 0
+        self._described: Callable[[int], Any] = _nothing
+        self._owners: Sequence[int] = ()
         self.hits = 0
-        self._begin(None)
+        self.shares = False
+        self._begin()
 
-    def _begin(self, prefix: Any) -> None:
-        self._prefix = prefix
-        self._blocks = _Blocks(self._limit, self._folder)
-        self._kept: dict[tuple[int, bytes], _Kept] = {}
-        self._forms: dict[Any, _Form] = {}
+    def _begin(self) -> None:
+        self._rows = _Rows(self._limit, self._folder)
+        self._kept: dict[_Key, _Kept] = {}
+        self._forms: dict[_Name, _Form] = {}
+        self._depths: dict[int, Any] = {}  # behind which something is or will be kept, and what is known to come before
         self._keys: dict[int, list[bytes]] = {}  # of micro-batches whose forwards are to come
+        self._begins: dict[int, int] = {}  # of these, the depths at which some are read
+        self._readers: Counter[_Key] = Counter()  # how many of them read a sample
+        self._wanted: dict[int, set[int]] = {}  # of all, depths at which nothing has come yet
+        self._grows = False  # whether something will be kept in this iteration
         self.why_not = ""
-        self._due = True  # a comparison, before anything is read
+        self._due: set[int] = set()  # depths with a comparison to come, before anything is read there
         self._has_read = False
-        self._fresh: list[tuple[int, bytes]] = []  # that replicas are not told of yet
+        self._fresh: list[_Key] = []  # that replicas are not told of yet
         self._known = self._seen = 0  # samples of this epoch
         self._expected = 0  # samples that were kept when it began
 
-    def follow(self, prefix: Any, shares: bool = False) -> None:
-        """From now on the prefix is this one, anything that is equal for equal ones; None: there is none.
+    def follow(self, depth: int, described: Callable[[int], Any], owners: Sequence[int] = (0,)) -> None:
+        """From now on so many nodes are frozen. What was kept behind fewer stays, if forwards may begin there.
 
         Args:
-            shares: whether replicas of the stage are told what is kept.
+            depth: nodes, from the first.
+            described: of a depth up to this one, anything that is equal for equal nodes; None: no forward may begin
+                there.
+            owners: ranks of the processes that keep outputs and tell each other.
         """
-        self._shares = shares
-        if prefix != self._prefix:
-            self.forget()
-            self._prefix = prefix
+        same = {d: before for d, before in self._depths.items() if d <= depth and before == described(d) is not None}
+        for key in [key for key, kept in self._kept.items() if kept.form.depth not in same]:
+            self._drop(key)
+        joined, self._owners = tuple(owners) != tuple(self._owners), owners
+        self.shares = False
+        self._depth, self._described = depth, described
+        if not self._kept and depth not in same:
+            return self.forget()
+        compared = same.keys() - self._due
+        self._depths = {**same, depth: described(depth)}
+        self._tidy()
+        self._due = self._depths.keys() - compared
+        self._expected = min(self._expected, len(self._kept))
+        if len(owners) < 2:
+            self._fresh = []
+        elif joined:  # some of them have nothing yet
+            self._fresh = [*self._kept]
+        return None
+
+    def _tidy(self) -> None:
+        """Forget depths behind which nothing is kept any more."""
+        used = {kept.form.depth for kept in self._kept.values()} | {self._depth}
+        self._forms = {name: form for name, form in self._forms.items() if name.depth in used}
+        self._depths = {depth: described for depth, described in self._depths.items() if depth in used}
 
     def forget(self) -> None:
         """Keep nothing of what was kept."""
-        self._begin(self._prefix)
+        depth = self._depth
+        self._begin()
+        self._depths = {depth: self._described(depth)} if depth else {}
+        self._due = {*self._depths}
+
+    def stop(self) -> None:
+        """Nothing is frozen any more, or others keep what it gives."""
+        self._depth, self._described = 0, _nothing
+        self.forget()
 
     def begin_epoch(self) -> None:
         """What is kept is compared once more. If the samples of an epoch are all new, nothing is kept any more."""
-        self._due = True
+        self._tidy()
+        self._due = {*self._depths}
         if self._known < _FEWEST_HITS * min(self._seen, self._expected):
             self._give_up(
                 f"of {self._seen} samples of an epoch {self._known} had come before: the dataloader augments at random "
@@ -186,98 +262,128 @@ class FrozenOutputs:
         Args:
             samples: micro-batch -> digests; none: nothing of it is to be kept.
         Returns:
-            The micro-batches whose forwards may begin behind the frozen layers.
+            The micro-batches whose forwards may begin behind frozen layers, all of them or some.
         """
         self._keys = {} if self.why_not else dict(samples)
-        if self.why_not:
-            return frozenset()
-        known = {i: [(len(keys), key) in self._kept for key in keys] for i, keys in samples.items()}
-        self._seen += sum(map(len, known.values()))
-        self._known += sum(map(sum, known.values()))
-        # samples of one micro-batch that are kept in different forms (padded to other lengths) have other digests
-        found = frozenset(i for i, here in known.items() if here and all(here))
-        return frozenset() if self._due else found
+        self._wanted = {i: {*self._depths} for i in self._keys}
+        self._grows, self._begins = False, {}
+        for i, keys in self._keys.items():
+            here = [self._kept[len(keys), key] for key in keys if (len(keys), key) in self._kept]
+            self._seen += len(keys)
+            self._known += len(here)
+            # samples of one micro-batch that are kept in different forms (padded to other lengths) have other digests
+            depths = {kept.form.depth for kept in here}
+            if len(here) == len(keys) and len(depths) == 1 and not depths & self._due:
+                (self._begins[i],) = depths
+            self._grows |= len(here) < len(keys) or depths != {self._depth}
+        self._readers = Counter((len(self._keys[i]), key) for i in self._begins for key in {*self._keys[i]})
+        return frozenset(self._begins)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there may be something, after this iteration, that replicas are not told of yet."""
+        return bool(self._fresh) or self._grows
+
+    def begins(self, micro_batch: int) -> int:
+        """Of a micro-batch that was found: the depth at which it is read."""
+        return self._begins[micro_batch]
+
+    def taps(self, micro_batch: int, begins: int = 0) -> frozenset[int]:
+        """The depths behind ``begins`` at which :meth:`fill` wants what is there."""
+        return frozenset(depth for depth in self._wanted.get(micro_batch, ()) if depth > begins)
 
     def read(self, micro_batch: int, device: torch.device, forward_only: int) -> Message:
         """What the frozen layers gave for these samples."""
-        keys = self._keys.pop(micro_batch)
+        keys = self._keys[micro_batch]
         kept = [self._kept[len(keys), key] for key in keys]
         form = self._forms[kept[0].form]
         tensors = []
         for i, shared in enumerate(form.shared):
-            rows = [sample.parts[i] for sample in kept]
             if shared is not None:
                 tensors.append(shared.to(device, copy=True))
                 continue
-            value = torch.stack([part[s.row] for part, s in zip(rows, kept, strict=True) if part is not None])
+            value = torch.stack([row.tensor for row in (sample.rows[i] for sample in kept) if row is not None])
             tensors.append(_ordered(value.to(device), form.orders[i]))
         self._has_read = True
         self.hits += len(keys)
         return Message(micro_batch, tuple(tensors), (False,) * len(tensors), form.entries, forward_only=forward_only)
 
-    def fill(self, micro_batch: int, tensors: Sequence[Tensor], entries: Any) -> None:
+    def fill(self, micro_batch: int, depth: int, tensors: Sequence[Tensor], entries: Any) -> None:
         """Keep what the frozen layers have given, and compare it with what is kept of the same samples.
 
+        Args:
+            micro_batch: its number.
+            depth: nodes that have run; behind fewer than are frozen by now it is only compared.
+            tensors: the values that are alive there.
+            entries: what these nodes returned.
         Raises:
             VerificationError: it is something else, and has been used.
         """
-        keys = self._keys.pop(micro_batch, None)
-        if keys is None:
+        if depth not in self.taps(micro_batch):
             return None
+        self._wanted[micro_batch].discard(depth)
+        keys = self._keys[micro_batch]
         size = len(keys)
         divided = tuple(t.ndim > 0 and t.shape[0] == size for t in tensors)
-        forms = tuple(TensorForm.of(t) for t in tensors)
-        name = size, forms
+        host = [t.detach().cpu() for t in tensors]
+        name = _Name(depth, size, tuple(TensorForm.of(t) for t in tensors))
         described = pickle.dumps(entries)
         form = self._forms.get(name)
         if form is None:
-            shared = tuple(None if own else t.detach().cpu().clone() for t, own in zip(tensors, divided, strict=True))
-            form = self._forms[name] = _Form(entries, described, shared, tuple(f.order for f in forms))
+            shared = tuple(None if own else t.clone() for t, own in zip(host, divided, strict=True))
+            form = _Form(entries, described, shared, tuple(f.order for f in name.tensors))
         elif described != form.described:
             return self._differ("what the frozen layers return besides tensors")
-        for tensor, one in zip(tensors, form.shared, strict=True):
-            if one is not None and not torch.equal(tensor.detach().cpu(), one):
+        for tensor, one in zip(host, form.shared, strict=True):
+            if one is not None and not torch.equal(tensor, one):
                 return self._differ(f"a tensor of shape {tuple(tensor.shape)}, which is not one row for each sample,")
         there = {row: self._kept[size, key] for row, key in enumerate(keys) if (size, key) in self._kept}
+        there = {row: known for row, known in there.items() if known.form.depth == depth}
         for row, known in there.items():
-            for tensor, part, own in zip(tensors, known.parts, divided, strict=True):
-                if own and part is not None and (known.form != name or not _same(tensor[row], part[known.row])):
-                    return self._differ("what the frozen layers give for the same sample", tensor[row], part[known.row])
-        self._due = self._due and len(there) < size
-        missing = [(row, key) for row, key in enumerate(keys) if row not in there]
-        if missing:
-            self._keep(name, missing, tensors, divided)
+            for tensor, part, own in zip(host, known.rows, divided, strict=True):
+                if own and part is not None and (known.form != name or not _same(tensor[row], part.tensor)):
+                    return self._differ("what the frozen layers give for the same sample", tensor[row], part.tensor)
+        if len(there) == size:
+            self._due.discard(depth)
+        elif depth == self._depth:
+            self._forms[name] = form
+            for row, key in enumerate(keys):
+                # what another one of this iteration reads stays as it is
+                if row not in there and self._readers[size, key] <= (micro_batch in self._begins):
+                    parts = [t[row] if own else None for t, own in zip(host, divided, strict=True)]
+                    if self._keep((size, key), name, parts) and len(self._owners) > 1:
+                        self._fresh.append((size, key))
         return None
 
-    def _keep(
-        self, name: Any, missing: Sequence[tuple[int, bytes]], tensors: Sequence[Tensor], divided: Sequence[bool]
-    ) -> None:
-        """Keep these rows of tensors, as far as there is room.
+    def _keep(self, key: _Key, name: _Name, parts: Sequence[Tensor | None]) -> bool:
+        """Keep a sample, if there is room, in the place of what is kept of it."""
+        self._drop(key)
+        rows = [None if part is None else self._rows.put(part) for part in parts]
+        if any(row is None and part is not None for row, part in zip(rows, parts, strict=True)):
+            for row in rows:
+                if row is not None:
+                    self._rows.drop(row)
+            return False  # others stay
+        self._kept[key] = _Kept(name, tuple(rows))
+        return True
 
-        Args:
-            name: of the form of what the layers have given.
-            missing: rows, and the keys of their samples.
-            tensors: that the layers have given.
-            divided: which of them have a row for each sample.
-        """
-        size = name[0]
-        rows = torch.tensor([row for row, _ in missing])
-        parts = tuple(
-            self._blocks.put(t if len(missing) == size else t[rows.to(t.device)]) if own else None
-            for t, own in zip(tensors, divided, strict=True)
-        )
-        if any(own and part is None for part, own in zip(parts, divided, strict=True)):
-            return  # no room: others stay
-        for row, (_, key) in enumerate(missing):
-            self._kept[size, key] = _Kept(name, parts, row)
-        self._fresh += [(size, key) for _, key in missing] if self._shares else []
+    def _drop(self, key: _Key) -> None:
+        kept = self._kept.pop(key, None)
+        for row in () if kept is None else kept.rows:
+            if row is not None:
+                self._rows.drop(row)
 
     def fresh(self) -> _News:
-        """What was kept since the last call."""
-        keys, self._fresh = self._fresh, []
-        found = [(key, self._kept[key]) for key in keys]
-        rows = [(key, kept.form, [None if p is None else p[kept.row] for p in kept.parts]) for key, kept in found]
-        return rows, {kept.form: self._forms[kept.form] for _, kept in found}
+        """What was kept since the last call, or as much of it as is sent at once."""
+        rows: list[tuple[_Key, _Name, list[Tensor | None]]] = []
+        size = 0
+        while self._fresh and size < _NEWS_BYTES:
+            kept = self._kept.get(key := self._fresh.pop())
+            if kept is not None:
+                parts = [None if row is None else row.tensor for row in kept.rows]
+                rows.append((key, kept.form, parts))
+                size += sum(part.numel() * part.element_size() for part in parts if part is not None)
+        return rows, {name: self._forms[name] for _, name, _ in rows}
 
     def accept(self, news: _News) -> None:
         """Keep what a replica has kept."""
@@ -287,11 +393,12 @@ class FrozenOutputs:
         for name, form in forms.items():
             if self._forms.setdefault(name, form).described != form.described:
                 return self._differ("what the frozen layers return besides tensors")
-        for key, name, row in rows:
-            parts = tuple(None if part is None else self._blocks.put(part[None]) for part in row)
-            if any(there is not None and part is None for part, there in zip(parts, row, strict=True)):
-                return None  # no room
-            self._kept.setdefault(key, _Kept(name, parts, 0))
+            if name.depth not in self._depths:
+                self._depths[name.depth] = self._described(name.depth)
+                self._due.add(name.depth)
+        for key, name, parts in rows:
+            if key not in self._kept or self._kept[key].form.depth < name.depth:
+                self._keep(key, name, parts)
         return None
 
     def _differ(self, what: str, now: Tensor | None = None, before: Tensor | None = None) -> None:
@@ -312,6 +419,10 @@ class FrozenOutputs:
         _log.warning("outputs of frozen layers are not kept any more: %s", why)
         self.forget()
         self.why_not = why
+
+
+def _nothing(depth: int) -> None:
+    """There are no frozen nodes yet."""
 
 
 def _ordered(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:

@@ -41,17 +41,18 @@ class Keeping:
         """Names of the tensors of a batch that the frozen layers read."""
         return frozenset(leaf.name for leaf in self.graph.needed_leaves(0, self.frozen))
 
-    def known(self, samples: Samples, schedule: Schedule, applies: bool) -> frozenset[int]:
+    def known(self, samples: Samples, schedule: Schedule, applies: bool, holds: bool) -> frozenset[int]:
         """The micro-batches of an iteration for which outputs are kept. Every process calls it.
 
         Args:
             samples: data and number of samples, by micro-batch.
             schedule: of the iteration.
             applies: whether the same layers are frozen as when the plan was made.
+            holds: whether these are, and perhaps more.
         """
         found: frozenset[int] = frozenset()
         if self.cluster.rank in self.owners:
-            if not applies:  # and what is kept may not be true any more
+            if not holds:  # what is kept may not be true any more
                 self.kept.forget()
             first, every = self.cluster.stage_map.share(self.stage, self.cluster.rank)
             mine = {i: samples[i] for i in range(first, len(samples), every)}
@@ -61,21 +62,16 @@ class Keeping:
             return found
         if len(self.owners) == 1:
             return self.cluster.group.broadcast(found, self.owners[0])
-        found = frozenset().union(*self.cluster.group.exchange_objects(found))
+        told = self.cluster.group.exchange_objects((found, self.cluster.rank in self.owners and self.kept.has_news))
+        found = frozenset().union(*(there for there, _ in told))
+        self.kept.shares = any(has_news for _, has_news in told)
         # replicas of stages before would not know whose turn it is
         return found if self.stage == 0 or len(found) == len(samples) else frozenset()
 
-    def share(self, known: Collection[int], schedule: Schedule) -> None:
-        """After an iteration replicas tell each other what they keep now. Every process calls it.
-
-        Args:
-            known: micro-batches for which outputs were kept before.
-            schedule: of the iteration.
-        """
+    def share(self) -> None:
+        """After an iteration replicas tell each other what they keep now. Every process calls it."""
         replicas = self.cluster.replicas
-        if replicas is None or len(known) == schedule.num_microbatches:
-            return
-        if self.cluster.rank in self.owners and len(self.owners) > 1:
+        if replicas is not None and self.kept.shares and self.cluster.rank in self.owners and len(self.owners) > 1:
             for number, news in enumerate(replicas.members.exchange_objects(self.kept.fresh())):
                 if number != replicas.number:
                     self.kept.accept(news)

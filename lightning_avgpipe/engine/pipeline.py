@@ -25,6 +25,7 @@ from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.stage import Stage, check_runnable
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.planning.freezing import begins_behind
 from lightning_avgpipe.planning.program import StageProgram, stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only
@@ -131,8 +132,7 @@ class Pipeline:
             Stage(
                 programs[k], self._module, self._cluster.device, versions or copies, self._recompute,
                 self._foreign_tensors, self.number == 0 and k == self._cluster.stages[-1], of_units,
-                *((None, 0) if keeping is None or k != keeping.stage else (self.kept, frozen)), ahead.get(k),
-                k in relays,
+                None if keeping is None or k != keeping.stage else self.kept, ahead.get(k), k in relays,
             )
             for k in self._cluster.stages
         ]  # fmt: skip
@@ -141,16 +141,25 @@ class Pipeline:
         self._needs_all.discard(graph.step)
 
     def _keeping(self, graph: CallGraph, cuts: Sequence[int], frozen: int) -> Keeping | None:
-        """Of the outputs of so many frozen nodes; what is kept for others is forgotten."""
+        """Of the outputs of so many frozen nodes; what is kept of fewer stays, where the stage can go on from it."""
         if self.kept is None or not frozen:
             return None
         stage = bisect.bisect_right(cuts, frozen)
         owners = self._cluster.stage_map.ranks(stage)
-        prefix = [(n.kind, n.name, n.outputs, n.writes) for n in graph.nodes[:frozen]]
-        states = [(name, p.requires_grad) for name, p in self._module.named_parameters()]
-        described = (owners, prefix, graph.live(frozen), states)
-        self.kept.follow(described if self._cluster.rank in owners else None, shares=len(owners) > 1)
-        return Keeping(self.kept, self._cluster, graph, stage, frozen, owners)
+        keeping = Keeping(self.kept, self._cluster, graph, stage, frozen, owners)
+        start = (0, *cuts)[stage]
+
+        def described(depth: int) -> Any:
+            if depth < start or not begins_behind(graph, depth):
+                return None
+            nodes = [(n.kind, n.name, n.inputs, n.outputs, n.writes, n.parameters) for n in graph.nodes[:depth]]
+            return nodes, graph.live(depth), keeping.leaves
+
+        if self._cluster.rank in owners:
+            self.kept.follow(frozen, described, owners)
+        else:
+            self.kept.stop()
+        return keeping
 
     def _leaves(
         self, programs: Sequence[StageProgram], relays: Collection[int], keeping: Keeping | None
@@ -210,19 +219,13 @@ class Pipeline:
         # something may have been frozen or unfrozen since the plan was made
         first, trained = num_forward_only(schedule), loaded.freezing.trained
         applies = first == loaded.keeping.stage and trained == loaded.graph.trained
-        return loaded.keeping.known(samples, schedule, applies)
+        return loaded.keeping.known(samples, schedule, applies, trained <= loaded.graph.trained)
 
-    def share_kept(self, step: str, known: Collection[int], schedule: Schedule) -> None:
-        """After an iteration replicas tell each other what they keep now. Every process calls it.
-
-        Args:
-            step: that has trained.
-            known: micro-batches for which outputs were kept before.
-            schedule: of the iteration.
-        """
+    def share_kept(self, step: str) -> None:
+        """After an iteration of a step replicas tell each other what they keep now. Every process calls it."""
         keeping = self._loaded[step].keeping
         if keeping is not None and self.kept is not None:
-            keeping.share(known, schedule)
+            keeping.share()
 
     def copies(self, step: str) -> TiedParameters:
         """The parameters that several stages use in a step function."""

@@ -43,6 +43,9 @@ from lightning_avgpipe.utils.source import source_line
 Observe = Callable[[Callable[..., Any], Any, Any], Any]
 
 
+Tapped = tuple[tuple[Tensor, ...], tuple[Entry, ...]]
+
+
 @dataclass(frozen=True)
 class Replayed:
     """What a stage made of one micro-batch.
@@ -51,14 +54,14 @@ class Replayed:
         result: of the step function; None unless this is the last stage.
         sent: the values that the program sends, in its order; or those of a detour.
         entries: what the nodes up to the end of this stage returned, or their path.
-        tapped: copies of the values that are alive where that was asked for, and what the nodes before it returned;
-            None if the step did not come there.
+        tapped: by position where that was asked for, and where the step came: copies of the values that are alive, and
+            what the nodes before it returned.
     """
 
     result: Any
     sent: tuple[Tensor, ...]
     entries: tuple[Entry, ...] | Path
-    tapped: tuple[tuple[Tensor, ...], tuple[Entry, ...]] | None = None
+    tapped: Mapping[int, Tapped]
 
 
 _NOTHING = contextlib.nullcontext()
@@ -82,7 +85,7 @@ def replay(
     observe: Observe | None = None,
     repeat: Repeat | None = None,
     packer: Packer | None = None,
-    tap: int = 0,
+    taps: frozenset[int] = frozenset(),
     after_unit: Callable[[], None] = nothing,
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
@@ -102,7 +105,7 @@ def replay(
         observe: calls ``self.log`` and metrics on the last stage; None: as they are.
         repeat: makes what executes a unit into what keeps less for the backward.
         packer: of the module; None if no unit writes into objects.
-        tap: position, behind the start of the program, where values are copied; 0: nowhere.
+        taps: positions where values are copied, those behind the start of the program.
         after_unit: called after each unit.
     Raises:
         StepChangedError: the step did something else than when it was captured.
@@ -111,7 +114,7 @@ def replay(
     key = key or RandomKey(0)
     draws = None if drawing is None else Draws(drawing, key, device)
     runner = Runner(draws, repeat, packer, after_unit)
-    replayer = _Replayer(program, units, owned, received, entries, draws, device, observe, runner, packer, tap)
+    replayer = _Replayer(program, units, owned, received, entries, draws, device, observe, runner, packer, taps)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
     with (
@@ -144,7 +147,7 @@ class _Replayer(StepTracer):
         observe: Observe | None,
         runner: Runner,
         packer: Packer | None,
-        tap: int,
+        taps: frozenset[int],
     ) -> None:
         super().__init__(units, owned, device)
         self._observe = observe
@@ -160,9 +163,10 @@ class _Replayer(StepTracer):
             self._ended = len(path) if len(path) < program.start else None
         self._own: list[Entry] = []
         self.stand_ins = StandIns(program, dict(zip(values, received, strict=True)), self.known, device, packer)
-        self._tap = tap
-        self.tapped: tuple[tuple[Tensor, ...], tuple[Entry, ...]] | None = None
-        self._sends = frozenset((*program.sends, *(program.graph.live(tap) if tap else ())))
+        self._taps = taps
+        self._last_tap = max(taps, default=0)
+        self.tapped: dict[int, Tapped] = {}
+        self._sends = frozenset(program.sends).union(*map(program.graph.live, taps))
         self._made: dict[int, Tensor] = {}  # values of this stage that will be sent
         self._position = 0
         self._observed: list[Tensor] = []  # what the last stage will look at
@@ -198,9 +202,9 @@ class _Replayer(StepTracer):
     def _at_node(self, operation: Operation) -> Any:
         """The step has come to its next node: leave it out, execute it, or leave the step."""
         position = self._position
-        if position == self._tap > self._start and self._detour is None:
+        if position > self._start and position in self._taps and self._detour is None:
             values = tuple(self._sent(value).detach().clone() for value in self._program.graph.live(position))
-            self.tapped = values, (*self._upstream, *self._own)  # type: ignore[arg-type]
+            self.tapped[position] = values, (*self._upstream, *self._own)  # type: ignore[arg-type]
         if position == self._ended:
             raise self._changed(operation, None)
         node, entry = self._expected(position)
@@ -253,7 +257,7 @@ class _Replayer(StepTracer):
             target = taken[i]._base if of_base else taken[i]
             if target is not None:
                 self._learn(target, value)
-        if (not self._program.is_last or node.index < self._tap) and node.index >= self._start:
+        if (not self._program.is_last or node.index < self._last_tap) and node.index >= self._start:
             self._own.append(outcome.entry)
         return outcome.result
 

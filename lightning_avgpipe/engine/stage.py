@@ -51,7 +51,6 @@ class Stage:
         shown: whether hooks on this process see what it made of attributes of modules.
         of_units: what the units of its pipeline make of theirs.
         kept: the first stage that trains keeps here what the frozen layers give, and begins behind them.
-        frozen: nodes, from the first of the step, that are frozen.
         double: the stage before, with weights of its own, if its forwards run here as well.
         relayed: whether what it receives goes on to the next stage.
 
@@ -74,14 +73,12 @@ class Stage:
         shown: bool = True,
         of_units: OwnAttributes | None = None,
         kept: FrozenOutputs | None = None,
-        frozen: int = 0,
         double: Stage | None = None,
         relayed: bool = False,
     ) -> None:
         self.double = double
         self._kept = kept
-        self._frozen = frozen
-        self._rest = program.behind(frozen) if kept is not None else program
+        self._rests: dict[int, StageProgram] = {}  # what is left of the program, by where it begins
         self.program = program
         self._copies = copies
         self._device = device
@@ -151,8 +148,9 @@ class Stage:
                 return self._forward_to_repeat(task, micro_batch, message, copies)
             self._watch = None if self._watch is None else Watch()
             gates, replayed = self._replay(task, micro_batch, message, copies)
-            if self._kept is not None and replayed.tapped is not None:
-                self._kept.fill(micro_batch, *replayed.tapped)
+            if self._kept is not None:
+                for depth, tapped in replayed.tapped.items():
+                    self._kept.fill(micro_batch, depth, *tapped)
         if program.is_last:
             self.results[micro_batch] = replayed.result
             if task.finish is not None:  # the user's hooks see the module's own parameters, no copies
@@ -208,12 +206,16 @@ class Stage:
         observe: Observe | None = None,
     ) -> tuple[tuple[Gate, ...], Replayed]:
         """Execute this stage's part of the step; ``observe`` as for :func:`replay`."""
-        known, tap = self._kept is not None and micro_batch in task.known, 0
-        program = self._rest if known else self.program
-        if self._kept is not None and task.trains and not known:
-            tap = self._frozen
-            if tap == program.start and message is not None and not isinstance(message.entries, Path):
-                self._kept.fill(micro_batch, [t for t in message.tensors if t is not None], message.entries)
+        program, taps = self.program, frozenset[int]()
+        if self._kept is not None and micro_batch in task.known:
+            begins = self._kept.begins(micro_batch)
+            program = self._rests.setdefault(begins, program.behind(begins))
+            taps = self._kept.taps(micro_batch, begins)
+        elif self._kept is not None and task.trains:
+            taps = self._kept.taps(micro_batch)
+            if program.start in taps and message is not None and not isinstance(message.entries, Path):
+                tensors = [t for t in message.tensors if t is not None]
+                self._kept.fill(micro_batch, program.start, tensors, message.entries)
         gates: tuple[Gate, ...] = ()
         received: list[Tensor] = []
         if message is not None:
@@ -222,7 +224,7 @@ class Stage:
         entries = message.entries if message is not None else ()
         repeat = self._repeat_units if task.trains else None
         watch = self._watch or nullcontext()
-        replayed = self._step.run(program, task, micro_batch, received, entries, copies, observe, repeat, tap, watch)
+        replayed = self._step.run(program, task, micro_batch, received, entries, copies, observe, repeat, taps, watch)
         return gates, replayed
 
     def _received(self, message: Message, program: StageProgram) -> tuple[int, ...]:

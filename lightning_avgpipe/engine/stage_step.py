@@ -64,7 +64,7 @@ class StageStep:
         copies: Mapping[int, str],
         observe: Observe | None,
         repeat: Repeat | None,
-        tap: int,
+        taps: frozenset[int],
         watch: AbstractContextManager[Any],
     ) -> Replayed:
         """Execute a program, the stage's own or a part of it, on one micro-batch of a task.
@@ -91,7 +91,7 @@ class StageStep:
                     observe,
                     repeat,
                     self._packer,
-                    tap,
+                    taps,
                     self._idle.pass_over,
                 )
             self._idle.check()

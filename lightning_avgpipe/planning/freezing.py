@@ -62,6 +62,11 @@ def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]
     return position, why if position < max(frozen, default=0) else ""
 
 
+def begins_behind(graph: CallGraph, position: int) -> bool:
+    """Whether a step of training may begin at a position with what the nodes before it gave: no gradient goes back."""
+    return graph.obstacles[position] is None and _asking(graph, graph.trained).isdisjoint(graph.live(position))
+
+
 def _within(path: str, unit: str) -> bool:
     return path == unit or path.startswith(f"{unit}.")
 

@@ -75,6 +75,7 @@ class Conditions:
             every process has its stages.
         slowness: how many times as long each process takes as the fastest, shape ``(V,)``; empty: all are alike.
         halving: leave to make fewer stages than the K processes that there are, and share them; None: no leave.
+        kept: names of the nodes, from the first, whose outputs are kept by now: a stage may begin behind them.
     """
 
     schedule: Schedule | None = None
@@ -85,6 +86,7 @@ class Conditions:
     bandwidth: Matrix | None = None
     slowness: tuple[float, ...] = ()
     halving: Halving | None = None
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -243,11 +245,11 @@ class Planner:
         fewer = self._fewest(plan, costs, conditions)
         if fewer is not None:
             planner, plan, memory, forecast = fewer
-            plan = planner._closed(what, plan, costs, memory)
+            plan = planner._closed(what, plan, costs, memory, conditions.kept)
             plan = replace(plan, devices=processes_of(planner.replicas), forecast=forecast)
         else:
             note = self._note(plan, costs, spared)
-            plan = self._closed(what, plan, costs, memory)
+            plan = self._closed(what, plan, costs, memory, conditions.kept)
             plan = replace(plan, forecast=forecast_of(plan, conditions.schedule, self.policy), note=note)
         plan = replace(plan, units=apart)
         return replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0]) if costs.kept else plan
@@ -359,9 +361,11 @@ class Planner:
         counted = replace(counted, backward=(0.0,) * first + counted.backward[first:])
         return self._with_kept(graph, self.recompute.costs(graph, counted))
 
-    def _closed(self, step: _Step, plan: Plan, costs: Costs, memory: Memory) -> Plan:
-        """The same stages, with those units closed again that no cut divides, nor the end of what is kept."""
+    def _closed(self, step: _Step, plan: Plan, costs: Costs, memory: Memory, kept: Sequence[str] = ()) -> Plan:
+        """The same stages, with those units closed again that no cut divides, nor the end of what is or was kept."""
         stays = (*plan.cuts, costs.kept) if costs.kept else plan.cuts
+        if 0 < len(kept) <= costs.kept and tuple(kept) == tuple(node.name for node in plan.graph.nodes[: len(kept)]):
+            stays = (*stays, len(kept))
         closed = closing(self.module, plan.graph, stays, self.recompute.modules, self.observers)
         if closed is None:
             return plan

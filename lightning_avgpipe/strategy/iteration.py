@@ -274,7 +274,7 @@ class Iterations:
                 if ensemble is not None:
                     ensemble.place(0)
         if trains:
-            self.deployment.pipeline.share_kept(step, tasks[0].known, schedules[0])
+            self.deployment.pipeline.share_kept(step)
         return outcomes
 
     def _of_replicas(self, outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -181,8 +181,7 @@ class Deployment:
     ) -> bool:
         """Make a plan and follow it; returns whether there is one."""
         if final:
-            before = None if self._final else self.plan
-            plan = self._maker.final(step, run, examples, schedule, num_pipelines, before, self._final)
+            plan = self._maker.final(step, run, examples, schedule, num_pipelines, self.plan, self._final)
         else:
             plan = self._maker.provisional(step, run, examples, schedule, num_pipelines)
         if plan is None:
@@ -317,7 +316,7 @@ class Deployment:
 
     def _forget_kept(self) -> None:
         if self.pipeline.kept is not None:
-            self.pipeline.kept.follow(None)
+            self.pipeline.kept.stop()
 
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
         """Weights: on rank 0 those of all stages, or if not ``whole`` everywhere one's own. Every process calls it.

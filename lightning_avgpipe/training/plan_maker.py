@@ -109,7 +109,7 @@ class PlanMaker:
             examples: what it is called with.
             schedule: that it will run with.
             num_pipelines: N.
-            before: the provisional plan that there was, whose units are opened further.
+            before: the plan that there was, whose units are opened further, and closed where nothing divides them.
             divided: whether processes have given up what is not theirs.
         """
         planner, group = self.planner, self._cluster.group
@@ -125,6 +125,7 @@ class PlanMaker:
                 bandwidth=bandwidth,
                 slowness=self._slowness,
                 halving=self.halving if planner.num_stages == group.world_size else None,
+                kept=() if before is None else tuple(node.name for node in before.graph.nodes[: before.frozen]),
             )
             units, device = () if before is None else before.graph.units, self._cluster.device
 

@@ -121,6 +121,24 @@ def test_a_further_plan_does_not_measure_what_an_earlier_one_has_measured(frozen
     assert 0 < len(calls) - first < first
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_where_outputs_are_kept_by_now_a_forward_may_begin_when_more_is_frozen(goes_on: bool) -> None:
+    net = Net()
+    planner, args = Planner(net, 2, keeps=True), (torch.randn(2, 8), 0)
+    net.blocks[0].parts[:2].requires_grad_(False)
+    before = planner.plan("training_step", net.training_step, args)
+    assert before.frozen == 2 and before.graph.nodes[1].name == "blocks.0.parts.1"
+    net.blocks[:2].requires_grad_(False)
+    kept = tuple(node.name for node in before.graph.nodes[:2])
+    plan = planner.plan(
+        "training_step", net.training_step, args, before.graph.units, Conditions(kept=kept if goes_on else ())
+    )
+    names = [node.name for node in plan.graph.nodes[: plan.frozen]]
+    assert names == (
+        ["blocks.0.parts.0", "blocks.0.parts.1", "blocks.0.parts.2", "blocks.0.parts.3"] if goes_on else ["blocks.0"]
+    ) + ["blocks.1"]
+
+
 def test_nothing_is_measured_where_nothing_depends_on_it(recorded: Recorder) -> None:
     seen = recorded(by_block)
     assert not planned(Net(), 1).measured
