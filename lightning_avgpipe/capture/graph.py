@@ -206,9 +206,27 @@ class CallGraph:
     @cached_property
     def asking(self) -> frozenset[str]:
         """Paths of the opened modules whose own code learns numbers of values."""
-        asked = (node.index for node in self.nodes if node.asks)
-        around = ([call for call in self.opened if call.begin <= index < call.end] for index in asked)
-        return frozenset(min(calls, key=lambda call: call.end - call.begin).path for calls in around if calls)
+        return frozenset(call.path for _, call in self._questions if call.path)
+
+    @cached_property
+    def deciding(self) -> tuple[str | None, ...]:
+        """For each position 0..len(nodes) whose code may go on there in a way that depends on numbers of values.
+
+        A path of a module, which is empty for the step's own code; None where all is certain.
+        """
+        found: list[str | None] = [None] * (len(self.nodes) + 1)
+        for asked, call in self._questions:
+            last = max((n.index for n in self.nodes[asked + 1 : call.end] if n.kind != "glue"), default=asked)
+            found[asked + 1 : last + 1] = [call.path] * (last - asked)
+        return tuple(found)
+
+    @cached_property
+    def _questions(self) -> list[tuple[int, Opened]]:
+        """The nodes from which numbers of values are learnt, and the innermost opened call around each."""
+        step = Opened("", 0, len(self.nodes), False)
+        asked = [node.index for node in self.nodes if node.asks]
+        around = [[step, *(call for call in self.opened if call.begin <= index < call.end)] for index in asked]
+        return [(i, min(calls, key=lambda call: call.end - call.begin)) for i, calls in zip(asked, around, strict=True)]
 
     @cached_property
     def born(self) -> tuple[int, ...]:

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from tqdm.auto import tqdm
 
 from lightning_avgpipe.capture.costs import Costs, value_bytes
@@ -38,7 +37,8 @@ from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
-from lightning_avgpipe.utils.torch_compat import storage_id
+from lightning_avgpipe.utils.saved_hooks import SavedHooks
+from lightning_avgpipe.utils.torch_compat import is_transformed, storage_id
 
 _ROUNDS = 5  # runs of the step
 _TRIALS = 3  # of reading what is kept
@@ -209,18 +209,19 @@ class _Timer(StepTracer):
             )
         self._position += 1
         self._bar.update()
-        if kind == "call" or (kind == "glue" and not (node.writes or node.states)):
+        alone = not any(map(is_transformed, tensors))
+        if alone and (kind == "call" or (kind == "glue" and not (node.writes or node.states))):
             execution = Execution(node, module, run, lambda copy: map_tensors(copy, (args, kwargs)))
             self._measure(execution)
             objects = execution.objects(args, kwargs)
-            with saved_tensors_hooks(_drop, _dropped):
+            with SavedHooks(_drop, _dropped):
                 result = run(*args, **kwargs)
             tensors = tensors if objects is None else [*tensors, *objects.tensors]
             given = self._trial.given(result, objects)
         else:
             # What glue writes to may be a view of anything, so there is no copy to practise on; and the gradients of a
-            # checkpointed region cannot be asked for. The backwards are estimated.
-            with saved_tensors_hooks(_drop, _dropped):
+            # checkpointed region, or within a transform of torch.func, cannot be asked for. Backwards are estimated.
+            with SavedHooks(_drop, _dropped):
                 result, seconds = self._trial.timed(lambda: run(*args, **kwargs))
             given = tree.tensors(result)
             trains = any(t.requires_grad for t in given)

@@ -57,11 +57,15 @@ class NamedState:
         return self._module.get_submodule(path)._buffers.get(leaf)
 
     def of(self, path: str) -> Before:
-        """The state of a submodule."""
+        """The state of a submodule, as far as it is its own."""
         module = self._module.get_submodule(path)
         with untraced():  # nothing is lent for it
-            state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters()]
+            state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters() if id(p) in self._owned]
         return state + [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
+
+    def foreign(self, module: nn.Module) -> list[Tensor]:
+        """What a submodule has in the place of parameters."""
+        return [p for p in module.parameters() if id(p) not in self._owned]
 
     def of_tensors(self, tensors: Mapping[str, Tensor]) -> Before:
         """The state of these tensors, by full name."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.samples import Sample
@@ -18,6 +17,7 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
+from lightning_avgpipe.utils.saved_hooks import SavedHooks
 
 REGION_BACKWARD = 3.0  # forwards of a region: the forward once more, and a backward of two forwards
 
@@ -99,7 +99,7 @@ class NodeTrial:
                 return tensor
 
             # hooks of our own, so that those of a checkpointed region around this node do not act
-            with saved_tensors_hooks(save, _as_it_is):
+            with SavedHooks(save, _as_it_is):
                 result, forward_s = self.timed(lambda: execution.run(*args, **kwargs))
             given = self.given(result, written)
             if kept is not None:

@@ -4,6 +4,7 @@
 
     if chosen.any(): ...                        a number
     for expert in hit.nonzero().squeeze(-1):    as many tensors as the numbers have it
+    if len(torch.where(chosen == 3)[0]): ...    a length that depends on numbers
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lightning_avgpipe.utils import tree
 
 # Their results are as long as the numbers have it, ...
-_LENGTHS = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive"))
-# ... and so are those of these, given such a result.
-_SAME = frozenset(("squeeze", "flatten", "view", "reshape", "to", "cpu", "long", "int", "detach"))
+_LENGTHS = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select"))
+# ... and so are those of these, given such a result ...
+_SAME = frozenset(("squeeze", "flatten", "view", "reshape", "to", "cpu", "long", "int", "detach", "__getitem__"))
+# ... which these tell.
+_TELL = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel))  # type: ignore[attr-defined]
 
 
 class Questions:
@@ -31,7 +37,22 @@ class Questions:
             return not self._sized.isdisjoint(inputs)
         return bool(inputs) and any(isinstance(leaf, (bool, int, float)) for leaf in tree.flatten(result)[0])
 
-    def note(self, name: str, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-        """An operation gave these values."""
-        if (name in _LENGTHS and inputs) or (name in _SAME and not self._sized.isdisjoint(inputs)):
+    def told(self, func: Any, inputs: Sequence[int]) -> bool:
+        """Whether a function that reads a description of these values gives a length that depends on numbers."""
+        return func in _TELL and not self._sized.isdisjoint(inputs)
+
+    def note(
+        self, name: str, args: Sequence[Any], inputs: Sequence[int], masks: Sequence[int], outputs: Sequence[int]
+    ) -> None:
+        """An operation gave these values.
+
+        Args:
+            name: of its function.
+            args: what it took.
+            inputs: values among that.
+            masks: those of them that are tensors of truth values, and not the first thing that it took.
+            outputs: what it gave.
+        """
+        new = name in _LENGTHS or (name == "where" and len(args) == 1) or (name == "__getitem__" and masks)
+        if (new and inputs) or (name in _SAME and not self._sized.isdisjoint(inputs)):
             self._sized.update(outputs)

@@ -24,7 +24,7 @@ from lightning_avgpipe.capture.random_use import DrawWatch, random_bits
 from lightning_avgpipe.capture.saved_tensors import tensors_of
 from lightning_avgpipe.capture.shared_objects import SharedObjects
 from lightning_avgpipe.capture.state_use import StateUse
-from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
+from lightning_avgpipe.capture.tracer import METADATA, StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.capture.units import Units
 from lightning_avgpipe.capture.values import Values
 from lightning_avgpipe.capture.visit import Visit
@@ -33,7 +33,7 @@ from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.placeholder import described
 from lightning_avgpipe.utils.source import source_line
-from lightning_avgpipe.utils.torch_compat import version_of
+from lightning_avgpipe.utils.torch_compat import is_transformed, version_of
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,18 @@ class Recorder(StepTracer):
         self._packer = Packer(module)
         self._writers: dict[int, list[int]] = defaultdict(list)  # lasting object -> nodes that write into it
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METADATA and not self._inside and self._questions.told(func, self.values.of(args[:1])):
+            self.nodes[-1] = replace(self.nodes[-1], asks=True)
+        return super().__torch_function__(func, types, args, kwargs)
+
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.state.foreign(module):
+            self.pinned.append(
+                (0, ANYWHERE, f"at {source_line()} unit '{path}' has tensors of the step as its weights")
+            )
         exports = path in self.hidden.exports
         objects = Objects((args, kwargs), module.modules() if exports else ())
         visible = tree.tensors((args, kwargs))
@@ -260,6 +269,9 @@ class Recorder(StepTracer):
             return result
         states, parameters = self.uses.of_glue(tensors, changed), self.uses.parameters(tensors)
         draws = random_before != random_bits(self._device)
+        if any(map(is_transformed, [*tensors, *tree.tensors(result)])):
+            reason = f"what is computed by torch.vmap or torch.func at {source_line()} cannot be followed out of it"
+            self.pinned.append((len(self.nodes) + 1, ANYWHERE, reason))
         if name in ("backward", "grad"):
             self.pinned.append((0, ANYWHERE, f"the step calls {name}() itself at {source_line()}"))
         self._taken(tensors)
@@ -272,7 +284,8 @@ class Recorder(StepTracer):
                  flops=float(sum(t.numel() for t in tree.tensors(result)))),
             tree.tensors(result), tensors, versions,
         )  # fmt: skip
-        self._questions.note(name, inputs, self.nodes[-1].outputs)
+        masks = self.values.of([t for t in tensor_arguments(*args[1:]) if t.dtype is torch.bool])
+        self._questions.note(name, args, inputs, masks, self.nodes[-1].outputs)
         return result
 
     def _taken(self, tensors: Sequence[Tensor]) -> None:

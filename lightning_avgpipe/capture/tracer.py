@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET
+from lightning_avgpipe.utils.saved_hooks import disabling, disabling_others
+from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET, is_transformed, untransformed
 
 # fmt: off
 _METADATA_ATTRIBUTES = (
@@ -84,11 +85,13 @@ def function_name(func: Any) -> str:
 
 
 def tensor_arguments(*arguments: Any) -> list[Tensor]:
-    """Tensors in nested lists, tuples and dicts of arguments, in order."""
+    """Tensors in nested lists, tuples and dicts of arguments, in order; also those that torch.func has wrapped."""
     found: list[Tensor] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
             found.append(argument)
+            if is_transformed(argument):
+                found.append(untransformed(argument))
         elif isinstance(argument, (list, tuple)):
             if argument:
                 found.extend(tensor_arguments(*argument))
@@ -301,6 +304,7 @@ class intercepting:
                 nn.Module.__call__ = _call  # type: ignore[method-assign, assignment]
                 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, arg-type]
                 setattr(checkpoint, CHECKPOINT_BRACKET, _checkpointing)
+                torch.autograd.graph.disable_saved_tensors_hooks = disabling_others  # type: ignore[assignment]
             _interceptions += 1
 
     def __exit__(self, *error: object) -> None:
@@ -311,6 +315,7 @@ class intercepting:
                 nn.Module.__call__ = _call_module  # type: ignore[method-assign]
                 torch.autograd.Function.apply = _apply_function  # type: ignore[method-assign]
                 setattr(checkpoint, CHECKPOINT_BRACKET, _checkpointing_generator)
+                torch.autograd.graph.disable_saved_tensors_hooks = disabling
 
 
 _lock = threading.Lock()

@@ -36,7 +36,7 @@ class Inbox(Protocol):
         """Take the oldest message that has arrived."""
 
     def close(self, join_s: float) -> None:
-        """Receive no more, and drop what was not taken."""
+        """Receive no more, and drop what was not taken. Waits so many seconds for that; may be called again."""
 
 
 class Outbox(Protocol):
@@ -46,4 +46,4 @@ class Outbox(Protocol):
         """Send, and tell the observers; returns at once."""
 
     def close(self, join_s: float) -> None:
-        """Stop after what is queued, or after so many seconds."""
+        """Stop after what is queued. Waits so many seconds for that; may be called again."""

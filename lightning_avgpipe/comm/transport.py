@@ -148,6 +148,8 @@ class Transport:
         """Stop the channels and their threads, all of them within so many seconds if peers are gone."""
         deadline = time.monotonic() + limit_s
         channels: list[Inbox | Outbox] = [*self._inboxes.values(), *self._outboxes.values()]
+        for channel in channels:  # all are told before any is waited for: it might take all of the time
+            channel.close(join_s=0.0)
         for channel in channels:
             channel.close(join_s=max(0.0, deadline - time.monotonic()))
         self._inboxes.clear()

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_avgpipe.comm.message import Message
@@ -32,6 +31,7 @@ from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.placeholder import has_memory
+from lightning_avgpipe.utils.saved_hooks import SavedHooks
 from lightning_avgpipe.utils.torch_compat import storage_id, untraced
 
 
@@ -193,7 +193,7 @@ class HostMeter(Meter):
                 self._note(stage, tensor)
                 return tensor.detach()  # an output itself would keep its own graph alive
 
-        return saved_tensors_hooks(pack, _unpack)
+        return SavedHooks(pack, _unpack)
 
     def _after(self, stage: int, action: Action, pipeline: int) -> None:
         # in one process the stage before still has what it sent: it counts there

@@ -307,6 +307,8 @@ class _Replayer(StepTracer):
         """The step must have come as far as it did when it was captured, or have returned None, and on all stages."""
         position, program = self._position, self._program
         expected = self._start if program.is_last else program.end
+        if self._start <= position <= program.end < len(program.graph.nodes) and result is not None:
+            self._detour = self._detour or self._new_detour()  # there was more when it was captured
         if self._detour is not None and not program.is_last and position != self._ended:
             self._detour.leave(set(), [*tree.tensors(result), *self._observed], ended=result is None)
             return

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.utils.saved_hooks import SavedHooks
 from lightning_avgpipe.utils.torch_compat import address
 
 
@@ -58,7 +58,7 @@ class Rewritten:
         """Within this context autograd saves copies of them."""
         if not self.places or not trains:
             return nullcontext()
-        return saved_tensors_hooks(self._pack, _unpack)
+        return SavedHooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         # looked up each time, since a step may give a parameter other memory

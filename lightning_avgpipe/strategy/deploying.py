@@ -137,3 +137,11 @@ def announce(plan: Plan, cluster: Cluster, shards: bool = False) -> None:
     if plan.note:
         tell = rank_zero_warn if plan.slowest.share > _USELESS else rank_zero_info
         tell(plan.note)
+    deciding = {plan.graph.deciding[cut] for cut in plan.cuts} - {None}
+    for path in sorted(filter(None, deciding)) or [""] * bool(deciding):
+        what = f"'{path}'" if path else plan.graph.step
+        rank_zero_warn(
+            f"{what} reads numbers of values and is divided between stages. Training ends with an error when a "
+            "micro-batch makes it call units of an earlier stage again, or some that the first micro-batch did not "
+            "reach; to be sure of it, keep what it calls on one stage, with split_points or a smaller num_stages"
+        )

@@ -70,6 +70,11 @@ _BACKWARDS = (
     Private("torch._C._autograd._get_current_graph_task_keep_graph", "whether a backward retains its graph"),
     Private("torch._C._current_graph_task_id", "whether a backward runs"),
     Private("torch.autograd.graph.Node._sequence_nr", "what was computed before a unit's arguments"),
+    Private("torch.autograd.graph.disable_saved_tensors_hooks", "replaced: hooks of ours step aside", "error_message"),
+    Private("torch._C._autograd._top_saved_tensors_default_hooks", "whether hooks are ours", versions=">=2.8"),
+    Private("torch._C._autograd._saved_tensors_hooks_is_enabled", "whether hooks are allowed"),
+    Private("torch._C._functorch.is_functorch_wrapped_tensor", "what torch.func computes with"),
+    Private("torch._C._functorch.get_unwrapped", "what it was given"),
     Private("torch.autograd._profiler_enabled", "names actions only for a profiler that looks"),
 )
 _OPTIMIZERS = (
@@ -120,6 +125,18 @@ def check() -> None:
 def version_of(tensor: Tensor | None) -> int:
     """How often a tensor, or one that it shares memory with as a view, was changed in place."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether it is what ``torch.vmap`` or ``torch.func`` computes with, and nothing outside of that."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def untransformed(tensor: Tensor) -> Tensor:
+    """What ``torch.vmap`` or ``torch.func`` was given, as it was there."""
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -295,6 +295,17 @@ class Checkpointed(nn.Module):
         return self.c(y)
 
 
+def test_a_unit_that_is_given_other_weights_forbids_cuts() -> None:
+    module = Two()
+
+    def step(x: Tensor) -> Tensor:
+        averaged = {name: p.detach().clone() for name, p in module.a.named_parameters()}
+        return module.b(module.a(x)) - torch.func.functional_call(module.a, averaged, (x,))
+
+    obstacles = graph_of(module, step, torch.randn(3, 4)).obstacles
+    assert all("unit 'a' has tensors of the step as its weights" in (why or "") for why in obstacles[1:-1])
+
+
 def test_no_cut_lies_in_a_checkpointed_region() -> None:
     module = Checkpointed(use_reentrant=False)
     graph = graph_of(module, module, torch.randn(3, 4))

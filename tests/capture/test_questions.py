@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.planning.planner import Planner
-from tests.trainers import assert_defaults_equal_accumulation
+from tests.trainers import assert_defaults_equal_accumulation, pipeline
 
 
 class Experts(nn.Module):
@@ -24,6 +24,10 @@ class Experts(nn.Module):
     def used(self, chosen: Tensor) -> Any:
         if self.asks_for == "a number":
             return [i for i in range(4) if (chosen == i).any()]
+        if self.asks_for == "a length":
+            return [i for i in range(4) if len(torch.where(chosen == i)[0])]
+        if self.asks_for == "the length of a selection":
+            return [i for i in range(4) if chosen[chosen == i].numel()]
         return (nn.functional.one_hot(chosen, 4).sum(0) > 0).nonzero().squeeze(-1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +54,7 @@ class Mixture(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("asks_for", ["a number", "as many as there are"])
+@pytest.mark.parametrize("asks_for", ["a number", "as many as there are", "a length", "the length of a selection"])
 def test_experts_that_are_called_when_needed_may_differ_between_micro_batches(asks_for: str) -> None:
     torch.manual_seed(0)
     plan = assert_defaults_equal_accumulation(Mixture(asks_for, 6), torch.randn(24, 16), num_stages=4)
@@ -63,3 +67,23 @@ def test_a_unit_that_reads_numbers_is_opened_where_stages_would_be_too_uneven() 
     plan = Planner(module, 2).plan("training_step", module.training_step, (torch.randn(24, 16), 0))
     assert "layers.0.router" in plan.graph.units
     assert plan.graph.asking == {"layers.0"}
+    assert plan.graph.deciding[plan.cuts[0]] == "layers.0"
+
+
+def test_a_cut_among_units_whose_calls_depend_on_numbers_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"'layers\.0' reads numbers of values and is divided between stages"):
+        pipeline(max_epochs=1).fit(Mixture("a length", 1), torch.utils.data.DataLoader(torch.ones(24, 16), 8))
+
+
+def test_a_length_that_all_micro_batches_have_is_no_question() -> None:
+    class Counts(Mixture):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for layer in self.layers:
+                hidden = layer.router(batch)
+                batch = batch + layer.experts[0](batch) * len(hidden) * hidden[0].numel() / hidden[:, 0].shape[0]
+            return batch.square().mean()
+
+    module = Counts("nothing", 3)
+    plan = Planner(module, 2).plan("training_step", module.training_step, (torch.randn(24, 16), 0))
+    assert not any(node.asks for node in plan.graph.nodes)
+    assert set(plan.graph.deciding) == {None}

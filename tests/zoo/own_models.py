@@ -509,6 +509,31 @@ class Branching(Own):
         return F.mse_loss(output, targets) * (1.0 + self.current_epoch)
 
 
+class Derivative(nn.Module):
+    """What its layer says of each sample, and how that changes with the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.vmap(torch.func.jacrev(lambda sample: torch.tanh(self.layer(sample))))(x).sum(-1)
+
+
+class Transformed(Own):
+    """Computes with torch.func within its layers, and between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Derivative() for _ in range(3)), mlp(2)
+        self.weights = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(torch.vmap(lambda weight: torch.tanh(x @ weight))(self.weights).mean(0))
+
+
 class MixedBatch(Own):
     """Tensors, texts, numbers and Nones in one batch, which the step takes apart."""
 
@@ -536,7 +561,8 @@ def fixed(model: type[Regression]) -> type[Regression]:
 MODELS: tuple[type[Regression], ...] = (
     Siamese, TwoTowers, MultiTask, EarlyLoss, Attending, Dataclasses, Structures, Packed, PackedInside, BatchNorms,
     OwnStatistics, Checkpointed, CheckpointedReentrant, Hooked, Parametrized, Frozen, FrozenMiddle, Adapted, Configured,
-    Measured, GatedExperts, InPlace, Branching, MixedBatch, *map(fixed, (UNet, ConvNet, LSTMStack, TinyTransformer)),
+    Measured, GatedExperts, InPlace, Branching, Transformed, MixedBatch,
+    *map(fixed, (UNet, ConvNet, LSTMStack, TinyTransformer)),
 )  # fmt: skip
 
 # Draw random numbers: equal to themselves however they are cut, not to a module alone.
