@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -102,9 +103,15 @@ class Holdings:
             move_state(optimizer, device)
 
     @contextlib.contextmanager
-    def whole_on_rank_zero(self) -> Iterator[None]:
-        """Within this context rank 0 has all weights, if it had them before the first plan: to time units."""
-        lent = {} if self._scattered else {name: (*ranks, 0) for name, ranks in self._owners.items()}
+    def whole_on_rank_zero(self, most: float = math.inf) -> Iterator[None]:
+        """Within this context rank 0 has all weights, if it had them before the first plan: to time units.
+
+        Args:
+            most: bytes of weights; where they are more, nothing moves.
+        """
+        lent: dict[str, tuple[int, ...]] = {}
+        if not self._scattered and sum(p.nbytes for p in self._module.parameters()) <= most:
+            lent = {name: (*ranks, 0) for name, ranks in self._owners.items()}
         tensors = ModuleTensors(self._module)
         relocate(Relocation(self._owners, lent), self._cluster.group, [tensors], torch.device("cpu"))
         try:

@@ -24,6 +24,7 @@ from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.planning.turns import slowness_of
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.training.holdings import Holdings
+from lightning_avgpipe.weights.ownership import FEW_BYTES
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ class PlanMaker:
 
     def graph_like(self, step: str, run: Callable[..., Any], examples: Examples, plan: Plan) -> CallGraph | None:
         """A further step, with units as a plan has them; None if it skips all examples."""
-        return self._on_first(examples, lambda args: self.planner.capture_like(step, run, args, plan))
+        with self._holdings.whole_on_rank_zero(FEW_BYTES):  # a few weights come faster together than one by one
+            return self._on_first(examples, lambda args: self.planner.capture_like(step, run, args, plan))
 
     def _conditions(self, schedule: Schedule, num_pipelines: int) -> Conditions:
         teams, copies = self._cluster.stage_map.num_teams, state_copies(self._optimizers())

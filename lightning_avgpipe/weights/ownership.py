@@ -13,6 +13,10 @@ from torch import Tensor, nn
 # Full name -> the ranks that hold it; the first answers for it.
 Owners = Mapping[str, tuple[int, ...]]
 
+# So many bytes may wait until Python collects garbage by itself: to look for it takes a quarter of a second where much
+# has been imported, as long as many steps of a model that is so small.
+FEW_BYTES = 16 * 1024**2
+
 
 def owners_of(
     module: nn.Module, stages_of: Mapping[str, Sequence[int]], hosts: Callable[[int], Sequence[int]], world_size: int
@@ -43,12 +47,13 @@ def give_up(module: nn.Module, names: Iterable[str]) -> None:
     """Move parameters to the meta device. They stay the same objects, so optimizers keep knowing them."""
     parameters = dict(module.named_parameters())
     chosen = [parameters[name] for name in names if not parameters[name].is_meta]
-    if chosen:
+    much = sum(parameter.nbytes for parameter in chosen) > FEW_BYTES
+    if much:
         gc.collect()  # a graph that waits for the collector would hold on to the parameters
     for parameter in chosen:
         parameter.grad = None
         vacate(parameter)
-    if chosen:
+    if much:
         _return_freed()
 
 
