@@ -31,14 +31,21 @@ head. `--costs flops` is faster than measuring, which is the default. A library 
 
 
 def write(results: Results, path: Path) -> None:
-    """Write the page."""
-    lines = ["# Coverage", "", *_INTRODUCTION]
+    """Write the page. What it says of libraries of which there are no results stays."""
     by_source = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
     for row in results.rows.values():
         by_source[row["source"], row["version"]].append(row)
+    sections = _sections(path)
     for (source, version), rows in sorted(by_source.items()):
-        lines += ["", f"## {source} {version}", "", *_source(rows)]
-    path.write_text("\n".join(lines) + "\n")
+        sections[source] = "\n".join([f"## {source} {version}", "", *_source(rows)])
+    introduction = "\n".join(["# Coverage", "", *_INTRODUCTION])
+    path.write_text("\n\n".join([introduction, *(sections[source] for source in sorted(sections))]) + "\n")
+
+
+def _sections(path: Path) -> dict[str, str]:
+    """By library what the page says of it."""
+    _, *found = path.read_text().split("\n## ") if path.exists() else [""]
+    return {section.split(maxsplit=1)[0]: f"## {section.strip()}" for section in found}
 
 
 def _source(rows: list[dict[str, Any]]) -> list[str]:

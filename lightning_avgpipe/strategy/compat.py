@@ -47,6 +47,7 @@ _STEPS = (
     Private(f"{_MODULE}._current_fx_name", "which hook logs"),
     Private(f"{_MODULE}._metric_attributes", "found anew in a copy of a module"),
     Private(f"{_MODULE}._trainer", "no part of a copy of a module"),
+    Private(f"{pl.__name__}.utilities.grad_norm", "its code replaced: all stages", "module norm_type group_separator"),
     Private(f"{pl.__name__}.utilities.exceptions._TunerExitException", "ends a run as if it were done"),
 )  # fmt: skip
 _LOGS = (

@@ -22,6 +22,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 from lightning_avgpipe.strategy.ahead import AheadIterations
 from lightning_avgpipe.strategy.batches import Batches
+from lightning_avgpipe.strategy.grad_norms import reports_over_stages
 from lightning_avgpipe.strategy.log import StepLog, looking_on
 from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
 from lightning_avgpipe.strategy.loop import PipelineOptimization
@@ -198,7 +199,7 @@ def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tenso
 
 @contextlib.contextmanager
 def clipping(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
-    """Within this context gradients are clipped by the norm over all stages."""
+    """Within this context gradients are clipped by the norm over all stages, and so are the norms that are logged."""
     with contextlib.ExitStack() as undo:
         for owner, name in _clipping_hooks(trainer):
             undo.enter_context(
@@ -208,12 +209,13 @@ def clipping(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
 
 
 def _clipping_hooks(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    """Owners and names of the hooks in which gradients may be clipped; every rank runs them once per step."""
-    yield trainer.lightning_module, "on_before_optimizer_step"
+    """Owners and names of the hooks in which gradients may be clipped, or looked at; every rank runs them."""
     yield trainer.lightning_module, "configure_gradient_clipping"
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if is_overridden("on_before_optimizer_step", callback, pl.Callback):
-            yield callback, "on_before_optimizer_step"
+    for name in ("on_after_backward", "on_before_optimizer_step"):
+        yield trainer.lightning_module, name
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if is_overridden(name, callback, pl.Callback):
+                yield callback, name
 
 
 def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, cluster: Cluster) -> Callable[..., Any]:
@@ -226,7 +228,7 @@ def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, cluster: C
         stepped = [p for optimizer in optimizers[:1] for p in parameters_in(optimizer)]
         known = {id(parameter) for parameter in stepped}
         parameters = [*stepped, *(p for p in module.parameters() if id(p) not in known)]
-        with norms_over_stages(parameters, cluster):
+        with norms_over_stages(parameters, cluster), reports_over_stages(cluster):
             return hook(*args, **kwargs)
 
     return run

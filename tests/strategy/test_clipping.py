@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from lightning_avgpipe.strategy.grad_norms import reports_over_stages
 from lightning_avgpipe.training.gradient_norm import global_norm
 from tests import processes
 from tests.driver import assert_same_parameters
@@ -41,6 +43,9 @@ class ByLightning(MLP):
 class ByTorch(MLP):
     """Calls torch's function under its own name, for one half of the model at a time, and logs the norms."""
 
+    def on_after_backward(self) -> None:
+        self.log_dict(grad_norm(self, 2, group_separator="."))
+
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.log("norm_all", clip_grad_norm_(self.parameters(), 1e9))
         self.log("norm_inf", clip_grad_norm_(self.layers[:4].parameters(), 0.01, norm_type=math.inf))
@@ -51,6 +56,7 @@ class InHook(MLP):
     """As before configure_gradient_clipping existed."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, "inf"))
         clip_grad_norm_(self.parameters(), 0.02)
 
 
@@ -130,7 +136,33 @@ def test_a_parameter_that_several_processes_hold_counts_once() -> None:
     assert torch.equal(global_norm(gradients, parameters, SimpleNamespace(group=Doubled())), get_total_norm(gradients))  # type: ignore[arg-type]
 
 
-def test_outside_of_the_hooks_torch_is_as_it_was() -> None:
-    before = torch.nn.utils.clip_grad._get_total_norm
-    staged(gradient_clip_val=1.0).fit(MLP(), loader(MLP, 8, 8))
-    assert torch.nn.utils.clip_grad._get_total_norm is before
+def test_outside_of_the_hooks_torch_and_lightning_are_as_they_were() -> None:
+    before = torch.nn.utils.clip_grad._get_total_norm, grad_norm.__code__, dict(vars(grad_norm))
+    staged(gradient_clip_val=1.0).fit(InHook(), loader(MLP, 8, 8))
+    assert before == (torch.nn.utils.clip_grad._get_total_norm, grad_norm.__code__, vars(grad_norm))
+
+
+class Halves:
+    """Two processes, of which the other one has the gradients that a module has in the end."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def exchange_objects(self, own: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        assert len(own) == 6  # five parameters, and the total
+        return [grad_norm_here(self.module, 2), own]
+
+
+grad_norm_here = FunctionType(grad_norm.__code__, grad_norm.__globals__, "grad_norm", grad_norm.__defaults__)
+
+
+def test_norms_that_are_logged_are_those_of_all_processes() -> None:
+    whole, first, second = MLP(), MLP(), MLP()
+    for number, (name, parameter) in enumerate(whole.named_parameters()):
+        parameter.grad = torch.randn_like(parameter)
+        (first if number % 2 else second).get_parameter(name).grad = parameter.grad
+    wanted = grad_norm(whole, 2)
+    with reports_over_stages(SimpleNamespace(group=Halves(second))):  # type: ignore[arg-type]
+        found = grad_norm(first, 2)
+    assert list(found) == list(wanted)
+    assert found == wanted
