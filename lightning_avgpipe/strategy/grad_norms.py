@@ -34,7 +34,7 @@ def norms_over_stages(
     cluster: Cluster, module: nn.Module, norm_type: float | int | str, group_separator: str
 ) -> dict[str, Tensor]:
     """As ``grad_norm``, of the gradients of all processes. All of them call it, and get the same, on the host."""
-    prefix = f"grad_{float(norm_type)}_norm"
+    prefix = "_".join(("grad", str(float(norm_type)), "norm"))
     own = {name: norm.cpu() for name, norm in _of_process(module, norm_type, group_separator).items()}
     found = {name: norm for norms in cluster.group.exchange_objects(own) for name, norm in norms.items()}
     names = (f"{prefix}{group_separator}{name}" for name, _ in module.named_parameters())
