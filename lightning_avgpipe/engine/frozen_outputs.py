@@ -173,7 +173,7 @@ class FrozenOutputs:
         self._folder = folder
         self._depth = 0
         self._described: Callable[[int], Any] = _nothing
-        self._owners: Sequence[int] = ()
+        self._tellers: Sequence[int] = ()
         self.hits = 0
         self.shares = False
         self._begin()
@@ -189,35 +189,37 @@ class FrozenOutputs:
         self._wanted: dict[int, set[int]] = {}  # of all, depths at which nothing has come yet
         self._grows = False  # whether something will be kept in this iteration
         self.why_not = ""
-        self._due: set[int] = set()  # depths with a comparison to come, before anything is read there
+        self._due: set[int] = set()  # depths with a comparison to come in this epoch
+        self._compared: set[int] = set()  # those with one ever; before it nothing is read there
         self._has_read = False
         self._fresh: list[_Key] = []  # that replicas are not told of yet
         self._known = self._seen = 0  # samples of this epoch
         self._expected = 0  # samples that were kept when it began
 
-    def follow(self, depth: int, described: Callable[[int], Any], owners: Sequence[int] = (0,)) -> None:
+    def follow(self, depth: int, described: Callable[[int], Any], tellers: Sequence[int] = (0,)) -> None:
         """From now on so many nodes are frozen. What was kept behind fewer stays, if forwards may begin there.
 
         Args:
             depth: nodes, from the first.
             described: of a depth up to this one, anything that is equal for equal nodes; None: no forward may begin
                 there.
-            owners: ranks of the processes that keep outputs and tell each other.
+            tellers: ranks of the processes that tell each other what they keep, with this one.
         """
         same = {d: before for d, before in self._depths.items() if d <= depth and before == described(d) is not None}
         for key in [key for key, kept in self._kept.items() if kept.form.depth not in same]:
             self._drop(key)
-        joined, self._owners = tuple(owners) != tuple(self._owners), owners
+        joined, self._tellers = tuple(tellers) != tuple(self._tellers), tellers
         self.shares = False
         self._depth, self._described = depth, described
         if not self._kept and depth not in same:
             return self.forget()
-        compared = same.keys() - self._due
+        done = same.keys() - self._due
         self._depths = {**same, depth: described(depth)}
+        self._compared &= same.keys()
         self._tidy()
-        self._due = self._depths.keys() - compared
+        self._due = self._depths.keys() - done
         self._expected = min(self._expected, len(self._kept))
-        if len(owners) < 2:
+        if len(tellers) < 2:
             self._fresh = []
         elif joined:  # some of them have nothing yet
             self._fresh = [*self._kept]
@@ -266,15 +268,18 @@ class FrozenOutputs:
         """
         self._keys = {} if self.why_not else dict(samples)
         self._wanted = {i: {*self._depths} for i in self._keys}
-        self._grows, self._begins = False, {}
+        self._grows, self._begins, compares = False, {}, set[int]()
         for i, keys in self._keys.items():
             here = [self._kept[len(keys), key] for key in keys if (len(keys), key) in self._kept]
             self._seen += len(keys)
             self._known += len(here)
             # samples of one micro-batch that are kept in different forms (padded to other lengths) have other digests
             depths = {kept.form.depth for kept in here}
-            if len(here) == len(keys) and len(depths) == 1 and not depths & self._due:
-                (self._begins[i],) = depths
+            if len(here) == len(keys) and len(depths) == 1:
+                if depths & self._due and not depths <= self._compared & compares:
+                    compares |= depths
+                else:
+                    (self._begins[i],) = depths
             self._grows |= len(here) < len(keys) or depths != {self._depth}
         self._readers = Counter((len(self._keys[i]), key) for i in self._begins for key in {*self._keys[i]})
         return frozenset(self._begins)
@@ -345,13 +350,14 @@ class FrozenOutputs:
                     return self._differ("what the frozen layers give for the same sample", tensor[row], part.tensor)
         if len(there) == size:
             self._due.discard(depth)
+            self._compared.add(depth)
         elif depth == self._depth:
             self._forms[name] = form
             for row, key in enumerate(keys):
                 # what another one of this iteration reads stays as it is
                 if row not in there and self._readers[size, key] <= (micro_batch in self._begins):
                     parts = [t[row] if own else None for t, own in zip(host, divided, strict=True)]
-                    if self._keep((size, key), name, parts) and len(self._owners) > 1:
+                    if self._keep((size, key), name, parts) and len(self._tellers) > 1:
                         self._fresh.append((size, key))
         return None
 

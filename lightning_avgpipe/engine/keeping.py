@@ -37,6 +37,13 @@ class Keeping:
     owners: tuple[int, ...]
 
     @property
+    def tellers(self) -> tuple[int, ...]:
+        """Ranks, among all processes, of those that tell this one what they keep, and of this one."""
+        stage_map, replicas = self.cluster.stage_map, self.cluster.replicas
+        shared = len(self.owners) > 1 or stage_map.replicas > 1
+        return tuple(replicas.members.ranks) if shared and replicas is not None else (self.cluster.world.rank,)
+
+    @property
     def leaves(self) -> frozenset[str]:
         """Names of the tensors of a batch that the frozen layers read."""
         return frozenset(leaf.name for leaf in self.graph.needed_leaves(0, self.frozen))
@@ -47,8 +54,8 @@ class Keeping:
         Args:
             samples: data and number of samples, by micro-batch.
             schedule: of the iteration.
-            applies: whether the same layers are frozen as when the plan was made.
-            holds: whether these are, and perhaps more.
+            applies: whether what is kept may be used: it holds, and the stage is still the first that trains.
+            holds: whether what was frozen when the plan was made still is, and perhaps more.
         """
         found: frozenset[int] = frozenset()
         if self.cluster.rank in self.owners:
@@ -61,6 +68,7 @@ class Keeping:
         if not applies:
             return found
         if len(self.owners) == 1:
+            self.kept.shares = len(self.tellers) > 1  # replicas of the whole pipeline find samples of their own
             return self.cluster.group.broadcast(found, self.owners[0])
         told = self.cluster.group.exchange_objects((found, self.cluster.rank in self.owners and self.kept.has_news))
         found = frozenset().union(*(there for there, _ in told))
@@ -71,7 +79,7 @@ class Keeping:
     def share(self) -> None:
         """After an iteration replicas tell each other what they keep now. Every process calls it."""
         replicas = self.cluster.replicas
-        if replicas is not None and self.kept.shares and self.cluster.rank in self.owners and len(self.owners) > 1:
+        if replicas is not None and self.kept.shares and self.cluster.rank in self.owners:
             for number, news in enumerate(replicas.members.exchange_objects(self.kept.fresh())):
                 if number != replicas.number:
                     self.kept.accept(news)

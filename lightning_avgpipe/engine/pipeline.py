@@ -156,7 +156,7 @@ class Pipeline:
             return nodes, graph.live(depth), keeping.leaves
 
         if self._cluster.rank in owners:
-            self.kept.follow(frozen, described, owners)
+            self.kept.follow(frozen, described, keeping.tellers)
         else:
             self.kept.stop()
         return keeping
@@ -218,8 +218,8 @@ class Pipeline:
             return frozenset()
         # something may have been frozen or unfrozen since the plan was made
         first, trained = num_forward_only(schedule), loaded.freezing.trained
-        applies = first == loaded.keeping.stage and trained == loaded.graph.trained
-        return loaded.keeping.known(samples, schedule, applies, trained <= loaded.graph.trained)
+        holds = trained <= loaded.graph.trained
+        return loaded.keeping.known(samples, schedule, holds and first == loaded.keeping.stage, holds)
 
     def share_kept(self, step: str) -> None:
         """After an iteration of a step replicas tell each other what they keep now. Every process calls it."""

@@ -135,7 +135,10 @@ def fit(
             MICRO_BATCHES,
             [callback],
         )
-    path, batches = options.pop("ckpt_path", None), loader(model, 2 * SIZE, size, shuffle=options.pop("shuffle", False))
+    path, batches = (
+        options.pop("ckpt_path", None),
+        loader(model, options.pop("samples", 2 * SIZE), size, shuffle=options.pop("shuffle", False)),
+    )
     runner = make(**options)
     runner.fit(module, batches, loader(model, SIZE, SIZE), ckpt_path=path)
     kept: Any = runner.strategy.run.deployment.pipeline.kept if make is pipeline else None
@@ -186,6 +189,22 @@ def test_replicas_tell_each_other_what_frozen_layers_gave(
         assert layouts.seen[-1] == ([(0, 1)] if devices == 2 else [(1, 2), (0,)])
         assert_close(expected, weights)
     assert sum(layouts.hits for _, layouts, *_ in found) >= SIZE
+
+
+def in_replicas(rank: int) -> Any:
+    options: dict[str, Any] = {"strategy": {"replicas": 2}, "shuffle": True, "max_epochs": 6, "stages": 1}
+    options["samples"], freezing = 8 * SIZE, {"every_n_epochs": 2, "freed": None}
+    plain = fit(rank, 2, freezing={**freezing, "replan": True}, **options)
+    return plain[0], fit(rank, 2, freezing={**freezing, "cache": "10MB"}, **options)
+
+
+@pytest.mark.slow
+def test_replicas_of_whole_pipelines_tell_each_other_as_well(tmp_path: Path) -> None:
+    """Each reads other samples in each epoch; of those that it has computed itself it would know a half."""
+    for plain, (weights, layouts, *_) in processes.results(processes.run(2, in_replicas, folder=tmp_path)):
+        assert [name for name, tensor in plain.items() if not torch.equal(tensor, weights[name])] == []
+        # of four iterations in each epoch the first of what is new is computed: to compare it, or to measure memory
+        assert layouts.hits == 3 * 3 * SIZE
 
 
 def with_large_values(rank: int) -> Any:

@@ -150,7 +150,9 @@ def test_kept_outputs_of_frozen_layers_change_no_bit(stages: int) -> None:
         runner.fit(module, batches)
         found[cache] = module.state_dict()
         kept: Any = runner.strategy.run.deployment.pipeline.kept  # type: ignore[attr-defined]
-        assert (kept is None) == (cache is None) and (kept is None or kept.hits == 3 * 2 * SIZE)
+        # of the three batches of epochs 4, 5 and 6 all but the first; of that of epoch 5 one micro-batch is compared
+        hits = 3 * 2 * SIZE + SIZE - SIZE // MICRO_BATCHES
+        assert (kept is None) == (cache is None) and (kept is None or kept.hits == hits)
     assert_same(found[None], found["1MB"])
 
 

@@ -186,6 +186,18 @@ def test_what_was_kept_of_fewer_layers_is_compared_before_it_is_used() -> None:
         grown(kept, [0, 1, 2, 3], lambda depth: lambda x: (x * depth + 1,))
 
 
+def test_of_what_was_compared_in_an_epoch_before_one_micro_batch_is_compared_again() -> None:
+    kept, iteration = keeping(3), {i: digests(X[[2 * i, 2 * i + 1]], 2, None) for i in range(3)}
+    grown(kept, [0, 1, 2, 3, 4, 5])
+    kept.begin_epoch()
+    assert kept.look_up(iteration) == frozenset()
+    grown(kept, [4, 5])
+    kept.begin_epoch()
+    assert kept.look_up(iteration) == {1, 2} and kept.taps(0) == {3}
+    kept.fill(0, 3, deeper(3)(X[:2]), 3)
+    assert kept.look_up(iteration) == {0, 1, 2}
+
+
 def test_what_was_kept_goes_if_no_forward_may_begin_there() -> None:
     kept = keeping(3)
     grown(kept, [0, 1, 2, 3])
@@ -199,7 +211,7 @@ def test_a_replica_that_comes_later_is_told_what_was_kept_before() -> None:
     kept, other = keeping(3), FrozenOutputs(math.inf)
     grown(kept, [0, 1, 2, 3])
     for one in (kept, other):
-        one.follow(4, behind, owners=(1, 0))
+        one.follow(4, behind, tellers=(1, 0))
     assert kept.has_news and not other.has_news
     other.accept(kept.fresh())
     assert kept.fresh() == ([], {})
