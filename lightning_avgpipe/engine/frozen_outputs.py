@@ -276,6 +276,7 @@ class FrozenOutputs:
             # samples of one micro-batch that are kept in different forms (padded to other lengths) have other digests
             depths = {kept.form.depth for kept in here}
             if len(here) == len(keys) and len(depths) == 1:
+                # before the first comparison ever nothing is read; then one micro-batch is left for the next one
                 if depths & self._due and not depths <= self._compared & compares:
                     compares |= depths
                 else:
@@ -415,10 +416,8 @@ class FrozenOutputs:
             f"{what} is not what it was before{apart}: it depends on more than the sample (on others beside it, on "
             "chance, on time), or frozen weights have changed"
         )
-        if self._has_read:
-            raise VerificationError(
-                f"{found}. Kept outputs of frozen layers were used in the epochs before; train without the cache"
-            )
+        if self._has_read or self._begins:
+            raise VerificationError(f"{found}. Kept outputs of frozen layers are used by now; train without the cache")
         self._give_up(found)
 
     def _give_up(self, why: str) -> None:

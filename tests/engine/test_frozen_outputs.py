@@ -102,6 +102,15 @@ def test_frozen_weights_that_change_once_their_outputs_were_used_are_an_error() 
         epoch(kept, [0, 1, 2, 3], lambda x: (x * 3, x.sum(1).to(torch.int16)))
 
 
+def test_what_differs_while_something_is_about_to_be_read_is_an_error() -> None:
+    kept = keeping()
+    grown(kept, [0, 1, 2, 3])
+    grown(kept, [0, 1])  # compared
+    assert kept.look_up({0: digests(X[[0, 4]], 2, None), 1: digests(X[[2, 3]], 2, None)}) == {1}
+    with pytest.raises(VerificationError, match="are used by now"):
+        kept.fill(0, 3, (X[[0, 4]] + 1, X[[0, 4]].sum(1)), 3)
+
+
 def test_data_that_is_augmented_is_given_up_after_an_epoch() -> None:
     kept = keeping()
     for number in range(4):
