@@ -17,9 +17,14 @@ from lightning_avgpipe.capture.snapshot import unchanged
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.recompute import is_repeating
-from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.errors import AbsentValueError, AvgPipeError
 from lightning_avgpipe.strategy.metric_objects import BatchValues
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.patching import nothing, replaced
+
+
+def _name(args: Any, kwargs: Any) -> Any:
+    return args[0] if args else kwargs.get("name")
 
 
 def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable[..., Any]:
@@ -88,6 +93,11 @@ class StepLog:
             return
         if self._size is None:  # in a hook
             if self._hosts_last and not self._muted:
+                if any(tensor.is_meta for tensor in tree.tensors((args, kwargs))):
+                    raise AbsentValueError(
+                        f"self.log({_name(args, kwargs)!r}) in a hook is given a value without a number, which was "
+                        "computed with weights of other stages; leave out parameters with is_meta, or log it in the step"
+                    )
                 self._log(*args, **kwargs)
             return
         if tracer is not None:
@@ -96,7 +106,7 @@ class StepLog:
             self._collect(*args, **kwargs)
         else:
             raise AvgPipeError(
-                f"self.log({args[0] if args else kwargs.get('name')!r}) is called inside a submodule that runs on "
+                f"self.log({_name(args, kwargs)!r}) is called inside a submodule that runs on "
                 "another stage than the loss; return the value and log it in the step"
             )
 

@@ -50,6 +50,7 @@ from lightning_avgpipe.utils.allowed import documented
 from lightning_avgpipe.utils.durations import duration
 from lightning_avgpipe.utils.option_types import Count, Duration, Natural, TensorName
 from lightning_avgpipe.verify import request
+from lightning_avgpipe.weights.absence import explain
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import to_host
 
@@ -583,6 +584,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other processes, unless all have agreed to end here."""
+        explain(exception, self._lightning_module)
         self._connection.fail(exception)
 
     def teardown(self) -> None:

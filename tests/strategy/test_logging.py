@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision, MulticlassRecall
 from torchmetrics.regression import PearsonCorrCoef
 
+from lightning_avgpipe.errors import AbsentValueError
 from tests import processes
 from tests.models import ConvNet, loader
 from tests.trainers import pipeline, trainer
@@ -237,3 +238,12 @@ def test_an_overridden_log_takes_part_whatever_its_signature(model: Any) -> None
         for one in found:  # the largest mean of a batch, or of a micro-batch
             assert one.pop("mine/keywords") > 0
     assert found[1] == pytest.approx(found[0], abs=1e-6) and len(found[0]) > 1
+
+
+def test_a_hook_that_logs_what_has_no_number_here_is_told_so() -> None:
+    class Logs(ConvNet):
+        def on_train_epoch_end(self) -> None:
+            self.log("norms", torch.zeros((), device="meta"))  # as of weights that another process has
+
+    with pytest.raises(AbsentValueError, match=r"self.log\('norms'\) in a hook is given a value without a number"):
+        pipeline(2).fit(Logs(), loader(ConvNet, 8, 8))
