@@ -96,7 +96,7 @@ class StepLog:
                 if any(tensor.is_meta for tensor in tree.tensors((args, kwargs))):
                     raise AbsentValueError(
                         f"self.log({_name(args, kwargs)!r}) in a hook is given a value without a number, which was "
-                        "computed with weights of other stages; leave out parameters with is_meta, or log it in the step"
+                        "computed with weights of other stages; leave out those with is_meta, or log it in the step"
                     )
                 self._log(*args, **kwargs)
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 from lightning_avgpipe.errors import AbsentValueError
