@@ -348,6 +348,10 @@ class Mutations:
         self.once = {key: (first[1], self._names[key]) for key, first in self._first.items() if key not in changing}
         self._first = {key: first for key, first in self._first.items() if key in changing}
 
+    def often(self) -> dict[int, tuple[int, int]]:
+        """Ids of the objects that code between units changes in every step, and where it first and last does."""
+        return {key: (position, self._last[key][ALL]) for key, (_, position) in self._first.items()}
+
     def holders(self) -> dict[Key, int]:
         """Attributes that lead to what code between units has changed, and where it first did."""
         found = {}

@@ -129,7 +129,7 @@ def _lasting(
             attributes = tuple(key for key in attributes if key not in made)
             recorder.mutations.keep(again.mutations.found())
     recorder.pinned += recorder.mutations.pinned(recorder.assignments)
-    recorder.pinned += recorder.shared.pinned(recorder.mutations.once)
+    recorder.pinned += recorder.shared.pinned(recorder.mutations.once, recorder.mutations.often())
     return attributes, of_units
 
 

@@ -298,7 +298,7 @@ def test_what_is_repeated_draws_again_from_global_generators(late: bool, recompu
         OF_NUMPY.bit_generator.state = np.random.default_rng(8).bit_generator.state
         OF_TORCH.manual_seed(9)
         DRAWN.clear()
-        found.append((*trained(model, 2, recompute=option, split_points=["blocks.1"]), list(DRAWN)))
+        found.append((*trained(model, 2, recompute=option, split_points=["head"]), list(DRAWN)))
     (plain, losses, drawn), (repeated, others, drawn_again) = found
     assert others == losses and drawn_again == drawn and len(drawn) == 3 * 3 * M
     assert_same_parameters(plain, repeated)
