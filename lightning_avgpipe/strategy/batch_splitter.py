@@ -64,13 +64,18 @@ class BatchSplitter:
             1 if self._keeps_whole else self._configuration.options.microbatches(self._cluster.stage_map.given_stages)
         )
 
+    @property
+    def chooses(self) -> bool:
+        """Whether M was left to us."""
+        return self._configuration.options.num_microbatches == "auto"
+
     def keep_whole(self) -> None:
         """The step that runs now takes no part of a batch: with ``num_microbatches="auto"`` it gets whole ones."""
         self._whole.add(self._running)
 
     @property
     def _keeps_whole(self) -> bool:
-        return self._configuration.options.num_microbatches == "auto" and self._running in self._whole
+        return self.chooses and self._running in self._whole
 
     @property
     def _running(self) -> RunningStage | None:
@@ -131,11 +136,10 @@ class BatchSplitter:
         stage = "" if trainer.state.stage is None else trainer.state.stage.value
         first = (stage, index) not in self._seen
         seen = self._seen.setdefault((stage, index), Seen())
-        chosen = options.num_microbatches == "auto"
         try:
-            parts = split(batch, count, expected, seen, fewest_samples(module) if chosen else 1)
+            parts = split(batch, count, expected, seen, fewest_samples(module) if self.chooses else 1)
         except BatchError as error:
-            if not chosen:
+            if not self.chooses:
                 raise
             self.warn_once(
                 f"a batch of the {stage} data is not split into micro-batches, so its stages take turns: {error}. An "

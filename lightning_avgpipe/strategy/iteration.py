@@ -357,7 +357,7 @@ class Iterations:
         """Make the stages of a step, if they are not there; tells whether they are."""
         decides = step == "training_step" or self.trainer.state.fn != TrainerFn.FITTING
         size, total = works[0][0].size, sum(part.size for part in works[0])
-        optional = len(works[0]) > 1 and self.configuration.options.num_microbatches == "auto"
+        optional = len(works[0]) > 1 and self.splitter.chooses
         examples = Examples([(part.data, *rest) for parts in works for part in parts], optional)
         stages = self.cluster.stage_map.num_stages
         try:
@@ -377,7 +377,14 @@ class Iterations:
             self.schedule_control.begin_again()
         if made:
             self.announce()
-        return step in self.deployment.pipeline.steps
+        if step not in self.deployment.pipeline.steps:
+            return False
+        carried = self.deployment.pipeline.graph(step).carried
+        if optional and carried:
+            raise MicroBatchError(
+                f"'{carried[0]}', which {step} keeps for the next time, would go to other samples of the same batch"
+            )
+        return True
 
     def _run_skipped(
         self, step: str, context: Callable[[], Any], works: Works, run: Callable[..., Any], rest: Sequence[Any]

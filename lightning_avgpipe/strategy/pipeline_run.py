@@ -209,7 +209,7 @@ class PipelineRun:
         plan = self.plan = self.deployment.plan
         assert plan is not None
         announce(plan, self.cluster, self.configuration.options.shard_optimizer_states)
-        if plan.graph.carried and self.splitter.count > 1:
+        if plan.graph.carried and self.splitter.count > 1 and not self.splitter.chooses:
             self.splitter.warn_once(
                 f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
                 "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
@@ -277,7 +277,7 @@ class PipelineRun:
             raise
         self.splitter.warn_once(
             f"batches are not split into micro-batches for {name}, so its stages take turns: {reason}. An explicit "
-            "num_microbatches makes this an error"
+            "num_microbatches divides them where that is possible, and is an error elsewhere"
         )
         return result
 

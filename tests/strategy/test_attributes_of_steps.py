@@ -24,7 +24,7 @@ from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import PartitionError
 from tests import processes
-from tests.driver import accumulate
+from tests.driver import accumulate, assert_same_parameters
 from tests.trainers import assert_defaults_equal_accumulation, trainer
 
 NUM_MICROBATCHES = 4
@@ -438,7 +438,7 @@ def test_the_demo_of_an_lstm_carries_its_hidden_state_from_micro_batch_to_micro_
             accumulate(plain, tuple(batch), 8)
             optimizer.step()
         plain.on_train_epoch_end()
-    training = trainer(strategy=AvgPipeStrategy(num_stages=2), devices=1, max_epochs=2)
+    training = trainer(strategy=AvgPipeStrategy(num_stages=2, num_microbatches=8), devices=1, max_epochs=2)
     with pytest.warns(UserWarning, match="'hidden', which training_step keeps for the next time, goes"):
         training.fit(module)
     assert_same(module, plain)
@@ -446,6 +446,15 @@ def test_the_demo_of_an_lstm_carries_its_hidden_state_from_micro_batch_to_micro_
     with torch.no_grad():
         loss = F.nll_loss(plain.model(x, plain.model.init_hidden(len(x)))[0], y.flatten())
     torch.testing.assert_close(training.callback_metrics["val_loss"], loss)
+
+
+def test_by_default_the_demo_of_an_lstm_carries_it_from_batch_to_batch_as_on_one_device() -> None:
+    plain, module = DemoLSTM(), DemoLSTM()
+    trainer(max_epochs=2).fit(plain)
+    training = trainer(strategy=AvgPipeStrategy(num_stages=2), devices=1, max_epochs=2)
+    with pytest.warns(UserWarning, match="not split into micro-batches for training_step.* 'hidden', which"):
+        training.fit(module)
+    assert_same_parameters(plain, module)
 
 
 class Collecting(Layers):
