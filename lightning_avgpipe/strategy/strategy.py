@@ -115,8 +115,8 @@ class AvgPipeStrategy(ParallelStrategy):
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
             stage, with two samples each where batches are normalised; or 1 for one stage: then there is nothing to
             pipeline, and everything is as on one device; or 1, with a warning, for a step that cannot be followed on a
-            part of its first batch, or keeps a hidden state from batch to batch. More of them shrink the idle time at both ends of an iteration and the memory per
-            micro-batch, but make each kernel smaller.
+            part of its first batch, or keeps a hidden state from batch to batch. More of them shrink the idle time at
+            both ends of an iteration and the memory per micro-batch, but make each kernel smaller.
         schedule: ``"advance_forward"`` (1F1B with ``advance`` extra forwards in flight), ``"1f1b"``, ``"afab"`` (all
             forwards, then all backwards), or one that fills idle time with weight gradients: ``"zb_h1"`` (idle for a
             third of 1F1B's time, where both halves of a backward take as long as a forward) or ``"zb_h2"`` (hardly
