@@ -175,7 +175,9 @@ class _Replayer(StepTracer):
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))
-        if path not in self._program.graph.resident and all(self.known.value_of(t) is None for t in tensors):
+        alike = path not in self._program.graph.resident and all(self.known.value_of(t) is None for t in tensors)
+        # one that was not called when the step was captured may have weights, which one stage must train
+        if alike and not any(True for _ in module.parameters()):
             return run(*args, **kwargs)
         return self._at_node(Operation("call", path, run, args, kwargs, tensors, module))
 

@@ -212,6 +212,25 @@ def test_a_unit_that_was_not_called_when_the_step_was_captured_is_refused() -> N
         engine(Adds()).train(Own.example(9, 0))
 
 
+class OtherEncoder(Path):
+    """Some batches come in by a layer of their own, which depends on nothing that a stage has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x) if self.is_other(x) else self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = F.gelu(layer(x))
+        return x
+
+
+def test_weights_that_nobody_owns_are_not_trained_by_each_stage_for_itself() -> None:
+    with pytest.raises(StepChangedError, match=r"it came to unit 'encoder' at test_paths\.py:\d+ in forward now"):
+        engine(OtherEncoder()).train(Own.example(9, 0))
+
+
 class Sometimes(Path):
     """Changes something with other micro-batches only."""
 
