@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.named_state import trained_parameters
+from lightning_avgpipe.capture.neighbours import neighbours
 from lightning_avgpipe.capture.recorder import Foresight, Recorder
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import watching
@@ -107,6 +108,7 @@ def _record(
         trained=trained,
         idle_generators=recorder.mutations.idle_generators(),
         uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(recorder.watch.calls),
+        beside=tuple(neighbours(module, recorder.watch.calls)),
     )
 
 

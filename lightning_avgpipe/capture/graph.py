@@ -15,6 +15,7 @@ values that exist before p and are needed at p or later (liveness).
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -171,6 +172,7 @@ class CallGraph:
         idle_generators: path and name of attributes, or nothing and the name of a variable, that lead to generators of
             random numbers from which the step did not draw; and which of those that they lead to.
         uncalled: paths of the modules that the step did not call.
+        beside: full names of such modules and of their parameters, each with the path of a neighbour that it called.
     """
 
     step: str
@@ -197,6 +199,7 @@ class CallGraph:
     trained: frozenset[str] = frozenset()
     idle_generators: tuple[tuple[str, str, int], ...] = ()
     uncalled: frozenset[str] = frozenset()
+    beside: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def changed(self) -> frozenset[str]:
@@ -227,6 +230,20 @@ class CallGraph:
         asked = [node.index for node in self.nodes if node.asks]
         around = [[step, *(call for call in self.opened if call.begin <= index < call.end)] for index in asked]
         return [(i, min(calls, key=lambda call: call.end - call.begin)) for i, calls in zip(asked, around, strict=True)]
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Of modules that were not called, and their parameters: the node behind which a later batch may call them.
+
+        That is the last one of the glue behind a neighbour, since they may be called in its place, or next.
+        """
+        last: dict[str, int] = {}
+        calls = [*(node.index for node in self.nodes if node.kind != "glue"), len(self.nodes)]
+        for index, following in itertools.pairwise(calls):
+            parts = self.nodes[index].name.split(".")
+            last |= dict.fromkeys((".".join(parts[: n + 1]) for n in range(len(parts))), following - 1)
+        used = {name for node in self.nodes for name in (node.name, *node.parameters)}
+        return {name: last[path] for name, path in self.beside if path in last and name not in used}
 
     @cached_property
     def born(self) -> tuple[int, ...]:

@@ -21,7 +21,8 @@ class StagePlan:
     Attributes:
         index: k, 0-based.
         units: paths of the units that it calls, in order of their first call.
-        parameters: full names of the parameters that it uses; of one that other stages use too it has a copy.
+        parameters: full names of the parameters that it uses, or may with another batch; of one that other stages use
+            too it has a copy.
         states: full names of the buffers that it changes.
         num_parameters: elements of these parameters.
         share: its part of the time of all stages, 0..1.
@@ -209,7 +210,9 @@ def make_plan(
     stages: list[StagePlan] = []
     for k, (start, end) in enumerate(itertools.pairwise(bounds)):
         nodes = graph.executed(start, end)
-        parameters = tuple(dict.fromkeys(name for node in nodes for name in node.parameters))
+        used = (name for node in nodes for name in node.parameters)
+        beside = (name for name, place in graph.places.items() if start <= place < end and name in sizes)
+        parameters = tuple(dict.fromkeys((*used, *beside)))
         stages.append(
             StagePlan(
                 index=k,

@@ -52,18 +52,25 @@ class StageProgram:
 
     @cached_property
     def own(self) -> frozenset[str]:
-        """Names of the units and parameters that the stage uses."""
-        return _names(self.nodes)
+        """Names of the units and parameters that the stage uses, or may with another batch."""
+        return _names(self.nodes) | self._beside(self.start, self.end)
 
     @cached_property
     def later(self) -> frozenset[str]:
-        """Names of the units and parameters that only later stages use."""
-        return _names(self.graph.nodes[self.end :]) - self.own
+        """Names of the units and parameters that only later stages use, or may."""
+        return self._after - self.own
 
     @cached_property
     def earlier(self) -> frozenset[str]:
-        """Names of the units and parameters that only earlier stages use."""
-        return _names(self.graph.nodes[: self.start]) - self.own - _names(self.graph.nodes[self.end :])
+        """Names of the units and parameters that only earlier stages use, or may."""
+        return (_names(self.graph.nodes[: self.start]) | self._beside(0, self.start)) - self.own - self._after
+
+    @cached_property
+    def _after(self) -> frozenset[str]:
+        return _names(self.graph.nodes[self.end :]) | self._beside(self.end, len(self.graph.nodes))
+
+    def _beside(self, start: int, end: int) -> frozenset[str]:
+        return frozenset(name for name, place in self.graph.places.items() if start <= place < end)
 
     @cached_property
     def alike(self) -> dict[tuple[str, str], Node]:
