@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -70,6 +71,8 @@ class Connection:
         if self.cluster is None:
             if several and options.reader == "first":
                 stage_map = replace(stage_map, reader=stage_map.owner(0))
+            if several:
+                gc.collect()  # a trainer that nobody uses any more is a cycle, and holds its connections until then
             between = None if port_of(device).is_host or not several else device_backend(self.backend, device)
             network = ProcessGroups(rank, device, options.timeout, between)
             self.cluster = Cluster(
