@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,8 +22,9 @@ _PREFIX = "avgpipe/keeper"
 _READY = "ready"
 _POLL_S = 0.5
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
-# this file alone: the package would bring Lightning, which takes seconds
+_TOKEN = uuid.uuid4().hex  # where a container starts again, host and number of the process may be the same
 _entered: list[int] = []  # ranks of this process: trainers that come later use the same store
+# this file alone: the package would bring Lightning, which takes seconds
 _CODE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 
 
@@ -58,13 +60,19 @@ def start(port: int, world_size: int, limit_s: float) -> subprocess.Popen[str]:
 def enter(store: dist.Store, rank: int) -> str | None:
     """From now on this process uses the store of a keeper, which stays until it ends.
 
+    ::
+
+        avgpipe/keeper/<rank>/<attempt>  ->  <number of the process> <host> <token>
+
     Returns:
-        Who has come as this rank before, and may have died: this process must not answer for it. None: nobody.
+        Who came as this rank last before this process, and may have died: this process must not answer for it. None:
+        nobody.
     """
-    this = f"{os.getpid()} {platform.node()}"
-    first = store.compare_set(f"{_PREFIX}/{rank}", "", this).decode()
-    if first != this:
-        return "process {} on {}".format(*first.split(" ", 1))
+    this, before, attempt = f"{os.getpid()} {platform.node()} {_TOKEN}", "", 0
+    while (found := store.compare_set(_entry(rank, attempt), "", this).decode()) != this:
+        before, attempt = found, attempt + 1
+    if before:
+        return "process {} on {}".format(*before.split(" "))
     _entered.append(rank)
     return None
 
@@ -79,22 +87,27 @@ def serve(port: int, world_size: int) -> None:
     for name in _SIGNALS:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    starter, entered = os.getppid(), dict[int, int]()  # rank -> number of the process
+    starter, living, attempts = os.getppid(), set[int](), dict.fromkeys(range(world_size), 0)
     store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     sys.stdout.write(f"{_READY}\n")
     sys.stdout.flush()
-    while os.getppid() == starter or any(map(_runs, entered.values())):
+    while os.getppid() == starter or living:
         time.sleep(_POLL_S)
-        for rank in set(range(world_size)) - entered.keys():
-            if store.check([key := f"{_PREFIX}/{rank}"]):
-                process, _, host = store.get(key).decode().partition(" ")
-                entered[rank] = int(process) if host == platform.node() else 0
+        for rank in attempts:  # first: who comes when the last one ends is not left without the store
+            while store.check([entry := _entry(rank, attempts[rank])]):
+                process, host, _ = store.get(entry).decode().split(" ")
+                attempts[rank] += 1
+                if host == platform.node():
+                    living.add(int(process))
+        living = set(filter(_runs, living))
+
+
+def _entry(rank: int, attempt: int) -> str:
+    return f"{_PREFIX}/{rank}/{attempt}"
 
 
 def _runs(process: int) -> bool:
-    """Whether a process of this machine runs; 0 stands for one of another."""
-    if not process:
-        return False
+    """Whether a process of this machine runs."""
     if Path("/proc/self/stat").exists():  # where it can be told from one that has ended, and for which nobody waits
         try:
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

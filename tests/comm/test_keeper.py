@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,36 +16,56 @@ from lightning_avgpipe.comm import keeper
 from tests import processes
 
 LIMIT_S = 30.0
+STAYS_S = 2.0  # the keeper looks more often who is left
 
 
-def use(rank: int, port: int) -> int:
-    """The first process starts a keeper, writes and ends; the second one reads when it is gone."""
-    process = keeper.start(port, 2, LIMIT_S) if rank == 0 else None
+def use(rank: int, port: int) -> str | None:
+    """The first process starts a keeper and ends, then the second one does, and the third comes as the first.
+
+    Returns:
+        What the third one reads when it is the only one that is left: the number of the keeper's process.
+    """
+    kept = keeper.start(port, 2, LIMIT_S) if rank == 0 else None
     store = dist.TCPStore("localhost", port, timeout=timedelta(seconds=LIMIT_S), wait_for_workers=False)
+    if kept is not None:
+        store.set("keeper", f"{kept.pid}")
+    if rank == 2:
+        gone(store, 0)
+        before = keeper.enter(store, 0)
+        store.set("2", f"{os.getpid()}")
+        gone(store, 1)
+        with pytest.raises(psutil.TimeoutExpired):
+            psutil.Process(int(store.get("keeper"))).wait(STAYS_S)
+        assert before == f"process {int(store.get('0'))} on {platform.node()}"
+        return store.get("keeper").decode()
     assert keeper.enter(store, rank) is None
     assert keeper.name() == "the keeper"
-    if process is not None:
-        store.set("first", f"{os.getpid()} {process.pid}")
-        store.wait(["second"], timedelta(seconds=LIMIT_S))
-        return process.pid
-    first = int(store.get("first").decode().split()[0])
-    store.set("second", "")
-    psutil.Process(first).wait(LIMIT_S)
-    return int(store.get("first").decode().split()[1])
+    store.set(f"{rank}", f"{os.getpid()}")
+    store.wait([f"{rank + 1}"], timedelta(seconds=LIMIT_S))
+    return None
 
 
-def test_a_rank_is_that_of_the_first_process_that_comes_as_it() -> None:
+def gone(store: dist.Store, rank: int) -> None:
+    """Wait until a process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(store.get(f"{rank}"))).wait(LIMIT_S)
+
+
+def test_who_comes_as_a_rank_learns_who_came_before_it() -> None:
     store = dist.HashStore()
-    store.set("avgpipe/keeper/3", "1234 the other host")
-    assert keeper.enter(store, 3) == "process 1234 on the other host"
-    assert store.get("avgpipe/keeper/3") == b"1234 the other host"
+    entries = ["1234 one token", f"{os.getpid()} {platform.node()} another-token"]
+    for attempt, entry in enumerate(entries):
+        assert store.compare_set(f"avgpipe/keeper/3/{attempt}", "", entry) == entry.encode()
+    for _ in range(2):  # a process is no other one to itself
+        assert keeper.enter(store, 3) == f"process {os.getpid()} on {platform.node()}"
+    assert [store.get(f"avgpipe/keeper/3/{n}").decode() for n in range(2)] == entries
+    assert store.num_keys() == 3
 
 
 @pytest.mark.slow
-def test_the_store_outlives_who_has_asked_for_it_and_ends_with_the_last_process(tmp_path: Path) -> None:
-    first, second = processes.results(processes.run(2, use, processes.free_port(), folder=tmp_path))
-    assert first == second
-    _, left = psutil.wait_procs([psutil.Process(first)] if psutil.pid_exists(first) else [], timeout=LIMIT_S)
+def test_the_store_outlives_who_has_asked_for_it_and_ends_with_the_last_process_that_has_come(tmp_path: Path) -> None:
+    *_, found = processes.results(processes.run(3, use, processes.free_port(), folder=tmp_path))
+    _, left = psutil.wait_procs([psutil.Process(int(found))] if psutil.pid_exists(int(found)) else [], timeout=LIMIT_S)
     assert not left
 
 
