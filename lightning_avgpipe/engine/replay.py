@@ -31,7 +31,7 @@ from lightning_avgpipe.engine.operation import Operation, Repeat, Runner
 from lightning_avgpipe.engine.path import Entry, Path, Step
 from lightning_avgpipe.engine.randomness import Drawing, Draws
 from lightning_avgpipe.engine.stand_ins import StandIns
-from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.errors import AbsentValueError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
@@ -64,6 +64,25 @@ class Replayed:
     tapped: Mapping[int, Tapped]
 
 
+@dataclass(frozen=True)
+class Ground:
+    """What the replays of a stage have in common.
+
+    Attributes:
+        units: ``id(module) -> path``.
+        owned: ``id -> full name`` of parameters, and of buffers that glue changes.
+        drawing: the modules that draw; None: nothing does.
+        device: of the stage.
+        packer: of the module; None if no unit writes into objects.
+    """
+
+    units: Mapping[int, str]
+    owned: Mapping[int, str]
+    drawing: Drawing | None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    packer: Packer | None = None
+
+
 _NOTHING = contextlib.nullcontext()
 
 
@@ -73,18 +92,14 @@ class _StageEnd(BaseException):
 
 def replay(
     program: StageProgram,
+    ground: Ground,
     run: Callable[..., Any],
     args: Sequence[Any],
-    units: Mapping[int, str],
-    owned: Mapping[int, str],
     received: Sequence[Tensor] = (),
     entries: tuple[Entry, ...] | Path = (),
     key: RandomKey | None = None,
-    drawing: Drawing | None = None,
-    device: torch.device = torch.device("cpu"),  # noqa: B008
     observe: Observe | None = None,
     repeat: Repeat | None = None,
-    packer: Packer | None = None,
     taps: frozenset[int] = frozenset(),
     after_unit: Callable[[], None] = nothing,
 ) -> Replayed:
@@ -92,29 +107,25 @@ def replay(
 
     Args:
         program: what to do.
+        ground: of the stage.
         run: executes the step function.
         args: its arguments, the micro-batch first.
-        units: ``id(module) -> path``.
-        owned: ``id -> full name`` of parameters, and of buffers that glue changes.
         received: tensors for ``program.receives``, in its order; or for the values of a path.
         entries: what the nodes of earlier stages returned; fewer if the step returned None on one of them. Or the path
             that they took.
         key: names this execution, for random numbers.
-        drawing: the modules that draw; None: nothing does.
-        device: of this stage.
         observe: calls ``self.log`` and metrics on the last stage; None: as they are.
         repeat: makes what executes a unit into what keeps less for the backward.
-        packer: of the module; None if no unit writes into objects.
         taps: positions where values are copied, those behind the start of the program.
         after_unit: called after each unit.
     Raises:
         StepChangedError: the step did something else than when it was captured.
         AbsentValueError: the step needs a value that was not sent.
     """
-    key = key or RandomKey(0)
+    key, drawing, device = key or RandomKey(0), ground.drawing, ground.device
     draws = None if drawing is None else Draws(drawing, key, device)
-    runner = Runner(draws, repeat, packer, after_unit)
-    replayer = _Replayer(program, units, owned, received, entries, draws, device, observe, runner, packer, taps)
+    runner = Runner(draws, repeat, ground.packer, after_unit)
+    replayer = _Replayer(program, ground, received, entries, draws, observe, runner, taps)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
     with (
@@ -127,6 +138,13 @@ def replay(
             result = run(*args)
         except _StageEnd:
             result = None
+        except AbsentValueError as error:
+            if replayer.is_off_path:
+                error.add_note(
+                    f"With this micro-batch {program.graph.step} does something else than with the first one, by which "
+                    "it was divided. What only that needs in a later stage must be in a local variable there"
+                )
+            raise
         else:
             replayer.check_finished(result)
         finally:
@@ -138,18 +156,15 @@ class _Replayer(StepTracer):
     def __init__(
         self,
         program: StageProgram,
-        units: Mapping[int, str],
-        owned: Mapping[int, str],
+        ground: Ground,
         received: Sequence[Tensor],
         path: tuple[Entry, ...] | Path,
         draws: Draws | None,
-        device: torch.device,
         observe: Observe | None,
         runner: Runner,
-        packer: Packer | None,
         taps: frozenset[int],
     ) -> None:
-        super().__init__(units, owned, device)
+        super().__init__(ground.units, ground.owned, ground.device)
         self._observe = observe
         self._runner = runner
         self._program = program
@@ -162,7 +177,8 @@ class _Replayer(StepTracer):
             self._upstream, values, self._start = path, program.receives, program.start
             self._ended = len(path) if len(path) < program.start else None
         self._own: list[Entry] = []
-        self.stand_ins = StandIns(program, dict(zip(values, received, strict=True)), self.known, device, packer)
+        given = dict(zip(values, received, strict=True))
+        self.stand_ins = StandIns(program, given, self.known, ground.device, ground.packer)
         self._taps = taps
         self._last_tap = max(taps, default=0)
         self.tapped: dict[int, Tapped] = {}
@@ -171,7 +187,7 @@ class _Replayer(StepTracer):
         self._position = 0
         self._observed: list[Tensor] = []  # what the last stage will look at
         self._draws = draws
-        self._device = device
+        self._device = ground.device
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))
@@ -267,6 +283,11 @@ class _Replayer(StepTracer):
         self.known.learn(tensor, value)
         if value in self._sends:
             self._made[value] = tensor
+
+    @property
+    def is_off_path(self) -> bool:
+        """Whether the step does something else than when it was captured, here or on a stage before."""
+        return self._detour is not None
 
     # -- detours ----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
 from lightning_avgpipe.engine.operation import Repeat
 from lightning_avgpipe.engine.path import Entry, Path
 from lightning_avgpipe.engine.randomness import Drawing
-from lightning_avgpipe.engine.replay import Observe, Replayed, replay
+from lightning_avgpipe.engine.replay import Ground, Observe, Replayed, replay
 from lightning_avgpipe.engine.rewriting import Rewritten
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.program import StageProgram
@@ -26,7 +27,7 @@ from lightning_avgpipe.utils.parcel import Packer
 
 
 class StageStep:
-    """What replays of a stage have in common.
+    """The step as a stage executes it, one micro-batch after the other.
 
     Args:
         program: of the stage.
@@ -44,14 +45,12 @@ class StageStep:
         graph = program.graph
         self._graph = graph
         self._module = module
-        self._device = device
         self._foreign_tensors = foreign_tensors
-        self._units = {id(module.get_submodule(path)): path for path in graph.units}
-        self._owned = owned_tensors(module, ())
-        self._packer = Packer(module) if any(node.opens for node in graph.nodes) else None
+        units = {id(module.get_submodule(path)): path for path in graph.units}
+        packer = Packer(module) if any(node.opens for node in graph.nodes) else None
+        self._ground = Ground(units, owned_tensors(module, ()), Drawing.of(module, graph), device, packer)
         self.rewritten = Rewritten.of(program, module)
         self._constants = Constants.of(program, module)
-        self._drawing = Drawing.of(module, graph)
         self._idle = IdleGenerators(program, module)
 
     def run(
@@ -79,18 +78,14 @@ class StageStep:
             with watch:
                 replayed = replay(
                     program,
+                    self._ground_now(copies),
                     partial(task.run, micro_batch),
                     task.args[micro_batch],
-                    self._units,
-                    {**self._owned_now(), **copies} if copies else self._owned_now(),
                     received,
                     entries,
                     task.key_of(micro_batch),
-                    self._drawing,
-                    self._device,
                     observe,
                     repeat,
-                    self._packer,
                     taps,
                     self._idle.pass_over,
                 )
@@ -112,6 +107,8 @@ class StageStep:
         finally:  # a replay that fails may do so because the step reached past its model
             inspection.check(task.key.pipeline)
 
-    def _owned_now(self) -> dict[int, str]:
-        glue_states = self._graph.glue_states  # such buffers may be other objects by now
-        return owned_tensors(self._module, glue_states) if glue_states else self._owned
+    def _ground_now(self, copies: Mapping[int, str]) -> Ground:
+        if not copies and not self._graph.glue_states:
+            return self._ground
+        # buffers that glue changes may be other objects by now
+        return replace(self._ground, owned={**owned_tensors(self._module, self._graph.glue_states), **copies})

@@ -19,7 +19,7 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.halves import Watch, why_whole
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import UnitRepeater
-from lightning_avgpipe.engine.replay import replay
+from lightning_avgpipe.engine.replay import Ground, replay
 from lightning_avgpipe.engine.stash import entered
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.program import StageProgram, stage_programs
@@ -28,7 +28,6 @@ from lightning_avgpipe.schedule import INPUT_GRADIENT, Schedule
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
-from lightning_avgpipe.utils.random_streams import RandomKey
 
 
 def with_whole_backwards(plan: Plan, schedule: Schedule, *rest: Any) -> Plan:
@@ -66,13 +65,10 @@ def whole_backwards(
     with untouched(module, graph.changed), Objects(batch).restored(), uncompiled():
         for program in stage_programs(graph, plan.cuts):
             gates, values = entered(message, program.receives, True, frozenset())
-            owned = owned_tensors(module, graph.glue_states)
+            ground = Ground(units, owned_tensors(module, graph.glue_states), drawing, device, Packer(module))
             watch = Watch()
             with Visit(_needed(program, module), device), watch:
-                replayed = replay(
-                    program, run, batch, units, owned, values, message.entries, RandomKey(0), drawing, device,
-                    repeat=repeat, packer=Packer(module),
-                )  # fmt: skip
+                replayed = replay(program, ground, run, batch, values, message.entries, repeat=repeat)
             roots = [t for t in (*replayed.sent, *tree.tensors(replayed.result)) if t.requires_grad]
             repeats = recompute.stages and repeated(schedule[program.stage], program.is_last)
             why = "recompute" if repeats else watch.found or why_whole(roots, [gate.leaf for gate in gates])

@@ -229,8 +229,9 @@ def test_a_value_that_only_the_other_path_needs_is_named() -> None:
                 y = layer(y)
             return y + first if self.is_other(x) else y
 
-    with pytest.raises(AbsentValueError, match=r"needs the value of 'layers\.0'"):
+    with pytest.raises(AbsentValueError, match=r"needs the value of 'layers\.0'") as caught:
         engine(Needs()).train(Own.example(9, 0))
+    assert any("does something else than with the first one" in note for note in caught.value.__notes__)
 
 
 def test_a_step_may_return_none_before_the_last_stage() -> None:
