@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ def _needed() -> bool:
 
 LIBRARY = None
 if _needed():
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # torchvision compiles its own stand-ins, and so rounds otherwise
     LIBRARY = torch.library.Library("torchvision", "DEF")
     for _name in ("nms", "qnms"):
         LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -109,7 +109,10 @@ _DISTRIBUTED = (
     Private("torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner", "some of them", "keys"),
 )  # fmt: skip
 
-_COMPILER = (Private("torch._dynamo.OptimizedModule._orig_mod", "whether a module is compiled"),)
+_COMPILER = (
+    Private("torch._dynamo.OptimizedModule._orig_mod", "whether a module is compiled"),
+    Private("torch._dynamo.utils.counters", "whether anything was compiled"),
+)
 
 NAMES = (*_TENSORS, *_MODULES, *_STEPS, *_BACKWARDS, *_OPTIMIZERS, *_DISTRIBUTED, *_COMPILER)
 
@@ -120,6 +123,13 @@ def check() -> None:
     """Warn of what this version of torch has not, or has otherwise."""
     later = () if "torch._dynamo" in sys.modules else _COMPILER  # which takes seconds to import
     upstream.check((name for name in NAMES if name not in later), "torch", torch.__version__)
+
+
+def has_compiled() -> bool:
+    """Whether ``torch.compile`` has compiled anything in this process, be it a function that a library compiles."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def version_of(tensor: Tensor | None) -> int:

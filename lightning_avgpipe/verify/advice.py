@@ -26,11 +26,19 @@ _WHAT_TO_DO = (
 )
 
 
-def advice(kind: str) -> str:
+_COMPILED = (
+    "Something ran compiled by torch.compile, perhaps within a library: the pipeline runs it uncompiled where it is "
+    "part of a module that was cut or draws random numbers, and the compiler rounds otherwise. If the difference is "
+    "that small, verify again with TORCH_COMPILE_DISABLE=1 in the environment, where nothing is compiled. "
+)
+
+
+def advice(kind: str, compiled: bool = False) -> str:
     """Likely causes, and what to do.
 
     Args:
         kind: of the difference.
+        compiled: whether anything was compiled.
     """
     cause = _CAUSES.get(kind, f"{_STATE}, or capturing it was not put back whole")
-    return f"Likely: {cause}. {_WHAT_TO_DO}"
+    return f"Likely: {cause}. {_COMPILED if compiled else ''}{_WHAT_TO_DO}"

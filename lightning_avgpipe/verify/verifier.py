@@ -25,6 +25,7 @@ from lightning_avgpipe.errors import VerificationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.torch_compat import has_compiled
 from lightning_avgpipe.verify.advice import advice
 from lightning_avgpipe.verify.comparison import Difference, first_difference, how_different, usual_size
 from lightning_avgpipe.verify.duplicate import duplicate, named_instead
@@ -382,7 +383,7 @@ class Verifier:
         place = f" ({', '.join(where)})" if where else ""
         return (
             f"iteration {number} is not what a plain run of the same micro-batches computes: {difference}{place}. "
-            f"{advice(difference.kind)}"
+            f"{advice(difference.kind, has_compiled())}"
         )
 
     def _finish(self) -> None:

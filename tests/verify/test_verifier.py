@@ -313,6 +313,33 @@ def test_state_in_an_iterator_is_found() -> None:
         fit(Remembering())
 
 
+def roughly(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """A compiler that rounds otherwise."""
+    return lambda *args: tuple(value * (1 + 1e-6) for value in graph(*args))
+
+
+class CompiledBetween(MLP):
+    """Calls, between its layers, a function that it compiles, as torchvision's detectors do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers
+        x = torch.compile(torch.square, backend=roughly)(first(x))
+        for layer in others:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.slow  # imports the compiler
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_compiler_rounds_otherwise_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(VerificationError, match="verify again with TORCH_COMPILE_DISABLE=1"):
+        fit(CompiledBetween())
+    torch.compiler.reset()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._dynamo.config, "disable", True)
+        fit(CompiledBetween())
+
+
 # -- several processes -----------------------------------------------------------------------------------------------
 
 
