@@ -458,3 +458,28 @@ def test_a_unit_may_begin_to_draw_from_its_generator(points: list[str]) -> None:
     staged, others = trained(model, 2, split_points=points)
     assert others == losses
     assert_same_parameters(whole, staged, exact=False)
+
+
+class OfUnits(OfOwnGenerators):
+    """Its units have one generator, from which they draw as soon as something is left out, and that begins late."""
+
+    def __init__(self, num_drawing: int) -> None:
+        super().__init__(lambda model: 1.0)
+        self.drops = nn.ModuleList(OwnDropout() for _ in range(2))
+        for drop in self.drops:
+            drop.generator = self.drops[0].generator  # type: ignore[assignment]
+        self.num_drawing = num_drawing
+
+    def forward(self, x: Tensor) -> Tensor:
+        for n, (block, drop) in enumerate(zip(self.blocks, self.drops, strict=False)):
+            x = drop(block(x), self.late and n < self.num_drawing)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("num_drawing", [1, 2])
+def test_units_of_several_stages_that_begin_to_draw_from_one_generator_are_refused(num_drawing: int) -> None:
+    model = OfUnits(num_drawing)
+    trained(model, 1)
+    trained(model, 2, split_points=["head"])
+    with pytest.raises(StepChangedError, match=r"several stages hold \('drops.0.generator', 'drops.1.generator'\)"):
+        trained(model, 2, split_points=["blocks.1"])
