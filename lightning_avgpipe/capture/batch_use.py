@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_avgpipe.capture.graph import Leaf
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
+from lightning_avgpipe.utils.tensors import tensor_bytes
 
 
 def leaf_names(batch: Any) -> tuple[str, ...]:
@@ -36,7 +37,7 @@ class BatchUse:
         """The step will be given this batch."""
         tensors = tree.tensors(batch)
         for i, (name, tensor) in enumerate(zip(leaf_names(batch), tensors, strict=True)):
-            self._leaves.append(Leaf(name, tensor.numel() * tensor.element_size()))
+            self._leaves.append(Leaf(name, tensor_bytes(tensor)))
             self._origins[id(tensor)] = (weakref.ref(tensor), frozenset((i,)))
 
     def leaves(self) -> tuple[Leaf, ...]:

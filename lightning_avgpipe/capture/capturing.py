@@ -19,6 +19,7 @@ from lightning_avgpipe.capture.tracer import watching
 from lightning_avgpipe.errors import CaptureError, SkippedStepError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.tensors import INSTEAD_OF_NESTED
 from lightning_avgpipe.utils.torch_compat import version_of
 
 
@@ -44,8 +45,10 @@ def capture(
 
     Raises:
         SkippedStepError: the step returned None in training.
-        CaptureError: the step returned no loss in training.
+        CaptureError: the step returned no loss in training, or is given nested tensors.
     """
+    if any(tensor.is_nested for tensor in tree.tensors(args)):
+        raise CaptureError(f"the batch of {step} holds a nested tensor, which cannot be followed; {INSTEAD_OF_NESTED}")
     foresight = Foresight()
     while True:
         batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch

@@ -37,6 +37,7 @@ class Value:
         nbytes: bytes of the captured micro-batch.
         requires_grad: whether a gradient comes back for it.
         storage: values with the same number share memory.
+        is_strided: else it is sparse or nested, and does not travel.
     """
 
     index: int
@@ -46,6 +47,7 @@ class Value:
     nbytes: int
     requires_grad: bool
     storage: int
+    is_strided: bool = True
 
 
 @dataclass(frozen=True)
@@ -318,6 +320,10 @@ class CallGraph:
 
         for begin, end, reason in self.pinned:
             forbid(range(begin, min(end, len(self.nodes)) + 1), reason)
+        for value in self.values:
+            if not value.is_strided:
+                alive = range(self.born[value.index] + 1, self.last_use[value.index] + 1)
+                forbid(alive, f"'{value.name}' is a sparse or nested tensor, which does not travel between stages")
         for span in self._spans:
             first, last = self.nodes[span.first], self.nodes[span.last]
             forbid(
@@ -330,9 +336,9 @@ class CallGraph:
             if not written:
                 continue
             for position in range(min(self.born[v] for v in group) + 1, max(written) + 1):
-                alive = [v for v in group if self.born[v] < position <= self.last_use[v]]
-                if len(alive) > 1:
-                    one, other = (f"'{self.values[v].name}'" for v in alive[:2])
+                living = [v for v in group if self.born[v] < position <= self.last_use[v]]
+                if len(living) > 1:
+                    one, other = (f"'{self.values[v].name}'" for v in living[:2])
                     forbid(
                         [position],
                         f"the results of {one} and {other} share memory, which {self.nodes[max(written)]} changes in "

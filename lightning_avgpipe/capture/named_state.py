@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.changes import Changes
+from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import address, untraced
 
 # Full name, tensor, and what is needed to see whether it changes.
@@ -78,7 +78,7 @@ class NamedState:
         self.rewritten |= self.changes.written | moved
         # Compared by value: batch normalisation changes its statistics and does not say so. Some are made by the step.
         buffers = ((name, b, self.buffer(name), before) for name, b, before in state if name not in self._parameters)
-        other = {name for name, b, now, before in buffers if now is not b or not torch.equal(b, before)}
+        other = {name for name, b, now, before in buffers if now is not b or not same_contents(b, before)}
         found = self.changes.written | moved | other
         order = dict.fromkeys(name for name, _, _ in state)
         return [*(name for name in order if name in found), *sorted(found - order.keys())]

@@ -16,6 +16,7 @@ from lightning_avgpipe.utils.device import all_generators
 from lightning_avgpipe.utils.host_random import host_state, set_host_state
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.packages import LIGHTNING
+from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced, version_of
 
 _REGISTRIES = (*REGISTRIES, "_non_persistent_buffers_set")
@@ -197,7 +198,7 @@ def _put_back(held: Any, copy: Any) -> Any:
         return held
     if isinstance(held, Tensor):
         with torch.no_grad():
-            if not held.is_meta and not torch.equal(held, copy.to(held.device)):  # it may have moved meanwhile
+            if not held.is_meta and not same_contents(held, copy.to(held.device)):  # it may have moved meanwhile
                 held.detach().copy_(copy)
         return held
     items, below = copy

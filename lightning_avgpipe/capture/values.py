@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Value
 from lightning_avgpipe.capture.known_tensors import KnownTensors
+from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import address, version_of
 
 
@@ -69,8 +70,8 @@ class Values:
         storage = self._storages.setdefault(address(tensor), len(self._storages))
         self.all.append(
             Value(
-                index, name, tuple(tensor.shape), str(tensor.dtype), tensor.numel() * tensor.element_size(),
-                tensor.requires_grad, storage,
+                index, name, tuple(tensor.shape), str(tensor.dtype), tensor_bytes(tensor),
+                tensor.requires_grad, storage, is_strided(tensor),
             )
         )  # fmt: skip
         self._held.append(tensor)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
+from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.tensors import INSTEAD_OF_NESTED, Sparseness, strided_parts
 
 
 @dataclass(frozen=True)
@@ -39,20 +43,40 @@ class Message:
         return replace(self, tensors=tuple(None if tensor is None else tensor.clone() for tensor in self.tensors))
 
 
-class _Tensor:
-    """Marks the place of a tensor among the other leaves."""
+class _Strided:
+    """Marks the place of a strided tensor among the other leaves; that of a sparse one has its sparseness."""
 
 
 def pack(item: Any) -> Message:
-    """A message with any tree of tensors and picklable leaves."""
+    """A message with any tree of tensors and picklable leaves.
+
+    Raises:
+        AvgPipeError: a tensor is nested.
+    """
     leaves, spec = tree.flatten(item)
-    tensors = tuple(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor))
-    rest = [_Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return Message(0, tensors, (), [rest, spec])
+    tensors: list[Tensor] = []
+    rest: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if leaf.is_nested:
+                raise AvgPipeError(f"a nested tensor cannot go to another process; {INSTEAD_OF_NESTED}")
+            tensors += strided_parts(leaf.detach())
+            rest.append(Sparseness.of(leaf) or _Strided)
+        else:
+            rest.append(leaf)
+    return Message(0, tuple(tensors), (), [rest, spec])
 
 
 def unpack(message: Message) -> Any:
     """The tree that was packed."""
     rest, spec = message.entries
-    tensors = iter(message.tensors)
-    return tree.unflatten([next(tensors) if leaf is _Tensor else leaf for leaf in rest], spec)
+    tensors: Iterator[Any] = iter(message.tensors)
+    leaves: list[Any] = []
+    for leaf in rest:
+        if leaf is _Strided:
+            leaves.append(next(tensors))
+        elif isinstance(leaf, Sparseness):
+            leaves.append(leaf.tensor(list(islice(tensors, leaf.num_parts))))
+        else:
+            leaves.append(leaf)
+    return tree.unflatten(leaves, spec)

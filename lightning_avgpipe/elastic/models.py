@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.replica import Placement, Replica, alike, leaf_like
-from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation
+from lightning_avgpipe.elastic.shared_buffers import SharedBuffers, deviation, has_mean
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 
 
@@ -112,7 +112,7 @@ class Models:
         found = dict(self.placement.own.buffers)
         for name, first in found.items():
             others = [replica.buffers[name] for replica in self.replicas[1:]]
-            if (first.is_floating_point() or first.is_complex()) and all(b.shape == first.shape for b in others):
+            if has_mean(first) and all(b.shape == first.shape for b in others):
                 wide = first.detach().to(torch.promote_types(first.dtype, torch.float32))
                 total = sum((deviation(b, wide) for b in others), torch.zeros_like(wide))
                 found[name] = alike(first, (wide + total / self.size).to(first.dtype))

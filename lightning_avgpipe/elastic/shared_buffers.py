@@ -15,6 +15,7 @@ from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.averaging import wide
 from lightning_avgpipe.elastic.replica import alike
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.tensors import is_strided
 
 
 class SharedBuffers:
@@ -25,7 +26,8 @@ class SharedBuffers:
         replica_group: processes in other groups.
 
     Attributes:
-        buffers: by name; means of what is no integer, and the other buffers of group 0's pipeline 0.
+        buffers: by name; means of what is no integer, and the other buffers of group 0's pipeline 0; sparse ones of
+            this group's.
     """
 
     def __init__(self, buffers: Mapping[str, Tensor], replica_group: ReplicaGroup) -> None:
@@ -41,7 +43,9 @@ class SharedBuffers:
         Raises:
             ConfigurationError: a buffer has changed its shape, which another group may not have done.
         """
-        here = {name: centre for name, centre in self.buffers.items() if not centre.is_meta}
+        sparse = [name for name, centre in self.buffers.items() if not is_strided(centre)]
+        self.buffers |= {name: models[0][name].detach().clone() for name in sparse if not models[0][name].is_meta}
+        here = {n: centre for n, centre in self.buffers.items() if n not in sparse and not centre.is_meta}
         sums = {name: self._sum(name, centre, models) for name, centre in here.items()}
         arrive = self._replica_group.begin_sum(list(sums.values()))
         count = len(models) * self._replica_group.count
@@ -51,7 +55,7 @@ class SharedBuffers:
             arrive()
             for name, centre in here.items():
                 change = sums[name]
-                if _has_mean(centre):
+                if has_mean(centre):
                     change = torch.where(change == 0, centre, centre + change / count)
                 self.buffers[name] = alike(centre, change.to(centre.dtype))
 
@@ -65,7 +69,7 @@ class SharedBuffers:
                     "groups of processes average buffers; use one group (num_stages as many as devices), or a buffer "
                     "of a fixed shape"
                 )
-        if not _has_mean(centre):  # no sum at all: of one group only
+        if not has_mean(centre):  # no sum at all: of one group only
             found = models[0][name].to(torch.int64)
             return found if self._replica_group.number == 0 else torch.zeros_like(found)
         return sum((deviation(model[name], centre) for model in models), torch.zeros_like(*wide([centre])))
@@ -77,5 +81,6 @@ def deviation(tensor: Tensor, centre: Tensor) -> Tensor:
     return torch.where(tensor == centre, torch.zeros_like(centre), tensor - centre)
 
 
-def _has_mean(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
+def has_mean(buffer: Tensor) -> bool:
+    """Whether models average it."""
+    return is_strided(buffer) and (buffer.is_floating_point() or buffer.is_complex())

@@ -100,7 +100,7 @@ def whole(batch: Any, expected: Expected = Expected()) -> list[MicroBatch]:  # n
     try:
         size = batch_size(batch, expected)
     except BatchError:
-        size = next((len(tensor) for tensor in tree.tensors(batch) if tensor.ndim > 0), None)
+        size = next((len(tensor) for tensor in tree.tensors(batch) if not tensor.is_nested and tensor.ndim > 0), None)
     return [MicroBatch(0, tree.map_tensors(lambda tensor: tensor, batch), 1 if size is None else size, 1.0)]
 
 

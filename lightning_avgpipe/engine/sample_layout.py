@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_avgpipe.errors import BatchError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.tensors import is_strided
 
 WAY_OUT = (
     "define split_batch(batch, num_microbatches) on the LightningModule, or pass it to the strategy as "
@@ -339,7 +340,7 @@ def _is_opaque(node: Any) -> bool:
     if isinstance(node, PackedSequence):
         return True
     if isinstance(node, Tensor):
-        return node.is_nested or node.layout != torch.strided
+        return not is_strided(node)
     if isinstance(node, np.ndarray) or _is_constant(node) or type(node) in (list, tuple, dict):
         return False
     return tree.children(node)[1].is_leaf()

@@ -14,6 +14,7 @@ from lightning_avgpipe.planning.recompute_policy import repeated
 from lightning_avgpipe.schedule import Schedule, in_turn, peak_stash
 from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy
 from lightning_avgpipe.schedule.versions import held as held_by
+from lightning_avgpipe.utils.tensors import tensor_bytes
 
 _UNKNOWN_COPIES = 2  # as Adam
 _SINGLE_BYTES = 4
@@ -80,7 +81,7 @@ def memory_of(
     trains = schedule is not None and schedule.name != "forward"
     weights, held = {}, {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        weights[name] = tensor.numel() * tensor.element_size()
+        weights[name] = tensor_bytes(tensor)
         each = 2 + copies if trains and tensor.requires_grad else 1
         frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         models = weights[name] * each * (1 if frozen else num_pipelines)
@@ -129,8 +130,8 @@ def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int
     """Of what parallel models have in common: their reference, and what groups sum up in single precision for it."""
     if num_pipelines * num_groups == 1:
         return 0
-    accumulator = tensor.numel() * max(tensor.element_size(), _SINGLE_BYTES)
-    return tensor.nbytes + (accumulator if num_groups > 1 else 0)
+    widened = max(1, _SINGLE_BYTES // tensor.element_size())
+    return tensor_bytes(tensor) * (1 + widened if num_groups > 1 else 1)
 
 
 def holdings(
@@ -161,7 +162,7 @@ def holdings(
         states = [state_of(tensor) for tensor in trained]
         batch = num_microbatches * sum(leaf.nbytes for leaf in stage.leaves)
         coming = sum(missing for _, missing in states)
-        total = sum(t.nbytes for t in held) + sum(t.nbytes for t in trained) + sum(there for there, _ in states)
+        total = sum(map(tensor_bytes, held)) + sum(map(tensor_bytes, trained)) + sum(there for there, _ in states)
         found[k] = Holding(total + coming + batch, coming)
     return found
 
@@ -207,7 +208,7 @@ def with_doubles(
     for relay in schedule.relays:
         stage = plan.stages[relay]
         waiting = (peaks[relay - 1] - 1) * plan.stages[relay - 1].boundary_bytes
-        weights = sum(tensors[name].nbytes for name in {*stage.parameters, *stage.states} if name in tensors)
+        weights = sum(tensor_bytes(tensors[name]) for name in {*stage.parameters, *stage.states} if name in tensors)
         for k, number in ((relay, waiting), (relay + 1, weights)):
             further[k] = further.get(k, 0) + num_pipelines * number
     return {k: Holding(h.total + further[k], h.coming + further[k]) for k, h in found.items()}

@@ -29,6 +29,7 @@ from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.objects import Objects, Variable
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent
+from lightning_avgpipe.utils.tensors import is_strided
 from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets
 
 # Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
@@ -284,6 +285,8 @@ class _Pickler(pickle.Pickler):
             return None
         if isinstance(obj, (nn.Parameter, Absent)) or obj.is_meta:
             raise pickle.PicklingError("it holds a parameter, or a tensor that another stage has")
+        if not is_strided(obj):
+            raise pickle.PicklingError("it holds a sparse or nested tensor")
         self._left -= obj.numel() * obj.element_size()
         if self._left < 0:
             raise pickle.PicklingError("the tensors that it holds are too large")

@@ -15,6 +15,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.training.state import full_state_dict, load_present_state, move_state
+from lightning_avgpipe.utils.tensors import strided_parts
 from lightning_avgpipe.weights.belongings import Belongings, ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.on_demand import OnDemandGather
@@ -134,10 +135,10 @@ class Holdings:
         relocation = Relocation({name: ranks[:1] for name, ranks in shared.items()}, shared)
         for name, arrival in relocation.carry_out(self._cluster.group, lambda name: named[name].detach()).items():
             named[name].copy_(arrival.on(self._cluster.device))
-        parameters = [p.detach() for p in self._module.parameters() if not p.is_meta]
+        tensors = (*(p.detach() for p in self._module.parameters() if not p.is_meta), *self._module.buffers())
         for others in (self._cluster.replica_group, self._cluster.replicas):
             if others is not None:
-                others.copy([*parameters, *self._module.buffers()])
+                others.copy([part for tensor in tensors for part in strided_parts(tensor)])
 
     def restore(self) -> None:
         """Every process holds the whole module again, unless it began on meta. Every process calls it.

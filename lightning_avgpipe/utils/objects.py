@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.utils import opaque as opaque_contents
 from lightning_avgpipe.utils.packages import LIGHTNING
+from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import version_of
 
 # What holds no values of a step, and leads to everything else. Of the standard library, and of Lightning,
@@ -169,7 +169,7 @@ class Objects:
             if not state.is_same(_state(obj)):
                 _put(obj, state)
         for tensor, copy in self._contents:
-            if not tensor.is_meta and not torch.equal(tensor, copy.to(tensor.device)):  # it may have moved meanwhile
+            if not tensor.is_meta and not same_contents(tensor, copy.to(tensor.device)):  # it may have moved meanwhile
                 tensor.detach().copy_(copy)
         for obj, copy in self._opaque:
             if not opaque_contents.is_same(obj, copy):

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.tensors import tensor_bytes
 from lightning_avgpipe.verify.subject import Subject
 from lightning_avgpipe.verify.verifier import Verifier
 
@@ -84,7 +85,7 @@ def _report(text: str) -> None:
 
 def _check_memory(subject: Subject) -> None:
     module, device = subject.module, subject.cluster.device
-    size = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+    size = sum(map(tensor_bytes, (*module.parameters(), *module.buffers())))
     needed, free = _COPIES * size, port_of(device).free_bytes()
     if subject.cluster.rank == 0 and needed > free:
         raise ConfigurationError(

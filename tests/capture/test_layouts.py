@@ -1,0 +1,128 @@
+"""Graph networks: sparse matrices in buffers, in the batch and between submodules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.errors import CaptureError
+from tests import processes
+from tests.trainers import pipeline, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta state")
+
+NODES = 6
+RING = torch.eye(NODES) + torch.eye(NODES).roll(1, 0)
+
+
+class Graphs(L.LightningModule):
+    """Its nodes are the samples: no batch can be split."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor] = Tensor.to_sparse) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.ring: Tensor
+        self.register_buffer("ring", make(RING))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def forward(self, x: Tensor, matrix: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(torch.sparse.mm(matrix, x)))
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch[0], self.ring), batch[1])
+
+
+class Given(Graphs):
+    """The matrix comes with the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch[0], batch[2]), batch[1])
+
+
+class Learned(Graphs):
+    """The first layer weighs the edges."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        edges = self.ring.coalesce().indices()
+        x = self.layers[0](batch[0])
+        weights = torch.sigmoid((x[edges[0]] * x[edges[1]]).sum(1))
+        matrix = torch.sparse_coo_tensor(edges, weights, self.ring.shape)
+        for layer in self.layers[1:3]:
+            x = torch.relu(layer(torch.sparse.mm(matrix, x)))
+        return F.mse_loss(self.layers[3](x), batch[1])
+
+
+def batches(make: Callable[[Tensor], Tensor] = Tensor.to_sparse) -> list[tuple[Tensor, Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(NODES, 8), torch.randn(NODES, 8), make(RING)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("make", [Tensor.to_sparse, Tensor.to_sparse_csr])
+@pytest.mark.parametrize("kind", [Graphs, Given, Learned])
+def test_stages_compute_with_sparse_matrices_what_one_process_does(
+    kind: type[Graphs], make: Callable[[Tensor], Tensor]
+) -> None:
+    if kind is Learned:
+        make = Tensor.to_sparse
+    found = []
+    for stages in (1, 2, 3):
+        module = kind(make)
+        strategy: Any = "auto" if stages == 1 else AvgPipeStrategy(num_stages=stages, costs="flops", num_microbatches=1)
+        trainer(strategy=strategy, max_epochs=1).fit(module, DataLoader(batches(make), batch_size=None))  # type: ignore[arg-type]
+        found.append({name: p.detach() for name, p in module.named_parameters()})
+    for other in found[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in found[0].items())
+
+
+def test_no_cut_separates_who_makes_a_sparse_value_from_who_uses_it() -> None:
+    strategy = AvgPipeStrategy(num_stages=2, num_microbatches=1)
+    trainer(strategy=strategy, max_epochs=1).fit(Learned(), DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
+    assert strategy.plan is not None
+    found = [
+        reason for reason in strategy.plan.graph.obstacles if reason and "does not travel between stages" in reason
+    ]
+    assert found and "'sparse_coo_tensor' is a sparse or nested tensor" in found[0]
+
+
+def test_nested_batches_are_refused_with_what_to_do_instead() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+    strategy = AvgPipeStrategy(num_stages=2)
+    with pytest.raises(CaptureError, match=r"holds a nested tensor.*to_padded_tensor"):
+        trainer(strategy=strategy, max_epochs=1).fit(Graphs(), DataLoader([(nested, nested)], batch_size=None))  # type: ignore[arg-type]
+
+
+def fit(rank: int, kind: str, devices: int, stages: int = 2) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    module = {"Graphs": Graphs, "Given": Given, "Learned": Learned}[kind]()
+    runner = pipeline(stages, devices, {"num_microbatches": 1}, max_epochs=1)
+    runner.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
+    assert torch.equal(module.ring.to_dense(), RING)
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Graphs", "Given", "Learned"])
+def test_sparse_matrices_go_from_process_to_process(kind: str, tmp_path: Path) -> None:
+    (one,) = processes.results(processes.run(1, fit, kind, 1, folder=tmp_path))
+    for rank in processes.results(processes.run(2, fit, kind, 2, folder=tmp_path)):
+        assert all(torch.equal(value, rank[name]) for name, value in one.items())
+
+
+@pytest.mark.slow
+def test_groups_with_sparse_buffers_average_their_models(tmp_path: Path) -> None:
+    one, other = processes.results(processes.run(2, fit, "Graphs", 2, 1, folder=tmp_path))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
