@@ -322,7 +322,8 @@ class CallGraph:
             forbid(range(begin, min(end, len(self.nodes)) + 1), reason)
         for value in self.values:
             if not value.is_strided:
-                alive = range(self.born[value.index] + 1, self.last_use[value.index] + 1)
+                made, used = self.born[value.index], [node.index for node in self.nodes if value.index in node.inputs]
+                alive = range(self.upkeep.get(made, made) + 1, max([self.last_use[value.index], *used]) + 1)
                 forbid(alive, f"'{value.name}' is a sparse or nested tensor, which does not travel between stages")
         for span in self._spans:
             first, last = self.nodes[span.first], self.nodes[span.last]

@@ -67,6 +67,9 @@ DEVICE_QUESTIONS = frozenset(
 )
 
 
+# Says of a sparse tensor that each of its indices is there once. Libraries of graphs say so whenever they see one.
+_FLAG: Any = Tensor._coalesced_
+
 # New tensors like another one, of which only the description matters. (Random ones are drawn where that one is.)
 _LIKE = frozenset(
     (
@@ -198,6 +201,8 @@ class StepTracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside or func in METADATA:
             return func(*args, **(kwargs or {}))
+        if func is _FLAG and args[1:] == (args[0].is_coalesced(),):  # which would count as a change of the tensor
+            return args[0]
         if func in _LIKE and self._is_parameter(args, kwargs):
             return self._like(func, args, kwargs or {})
         self._inside = True  # the mode itself is off the stack while it handles a function

@@ -58,7 +58,9 @@ class IdleGenerators:
         Raises:
             StepChangedError: it has drawn, and units of other stages may.
         """
-        changed = self._before.changed() if self._held else []
+        if not self._held:
+            return
+        changed = self._before.changed()
         for one in changed:
             if id(one) in self._shared:
                 self._refuse(f"a generator that submodules of several stages hold ({_listed(self._shared[id(one)])})")

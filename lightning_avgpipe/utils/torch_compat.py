@@ -116,6 +116,8 @@ _COMPILER = (
 
 NAMES = (*_TENSORS, *_MODULES, *_STEPS, *_BACKWARDS, *_OPTIMIZERS, *_DISTRIBUTED, *_COMPILER)
 
+_COALESCED = torch.ops.aten._coalesced_.default  # says of a sparse tensor that each of its indices is there once
+
 untraced = torch._C.DisableTorchFunction  # the context in which torch functions are not followed
 
 
@@ -164,8 +166,8 @@ def address(tensor: Tensor) -> int:
 
 
 def is_mutable(func: Any) -> bool:
-    """Whether an operation, as a dispatch mode sees it, writes into its arguments."""
-    return bool(func._schema.is_mutable)
+    """Whether an operation, as a dispatch mode sees it, writes numbers into its arguments."""
+    return bool(func._schema.is_mutable) and func is not _COALESCED
 
 
 def targets(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
