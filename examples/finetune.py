@@ -33,7 +33,7 @@ def stripes(count: int, seed: int, noise: float = 0.5) -> tuple[Tensor, Tensor, 
 
 
 class FineTuning(L.LightningModule):
-    """A ViT that has learnt to tell angles of stripes, and is to tell their widths.
+    """A ViT that has learnt to tell angles of stripes, and narrow ones from wide ones, and is to tell four widths.
 
     Args:
         layers: number of blocks.
@@ -43,18 +43,18 @@ class FineTuning(L.LightningModule):
     """
 
     def __init__(
-        self, layers: int = 8, width: int = 96, learning_rate: float = 5e-4, pretraining_steps: int = 60
+        self, layers: int = 8, width: int = 96, learning_rate: float = 5e-4, pretraining_steps: int = 200
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         config = ViTConfig(
             image_size=SIZE, patch_size=4, hidden_size=width, num_hidden_layers=layers, num_attention_heads=4,
-            intermediate_size=4 * width, num_labels=ANGLES,
+            intermediate_size=4 * width, num_labels=2 * ANGLES,
         )  # fmt: skip
         self.net = ViTForImageClassification(config)
-        pictures, angles, _ = stripes(32 * pretraining_steps, seed=1)
+        pictures, angles, widths = stripes(32 * pretraining_steps, seed=1)
         optimizer = torch.optim.AdamW(self.parameters(), lr=learning_rate)
-        for batch, targets in zip(pictures.split(32), angles.split(32), strict=True):
+        for batch, targets in zip(pictures.split(32), (2 * angles + widths // 2).split(32), strict=True):
             optimizer.zero_grad()
             F.cross_entropy(self(batch), targets).backward()
             optimizer.step()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -22,7 +22,7 @@ from lightning_avgpipe.callbacks.timeline import PipelineTimeline
 from lightning_avgpipe.callbacks.tuner import AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import limit_of
-from lightning_avgpipe.strategy import combinations
+from lightning_avgpipe.strategy import checks, combinations, regrouping
 from lightning_avgpipe.strategy.options import MEMORY
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
@@ -45,7 +45,7 @@ _ALLOWED = {
     "replan": flag(),
     "cache": optional(MEMORY, "no cache"),
     "cache_folder": optional(directory(), "the folder of temporary files"),
-    "freed": optional(choice("replicas"), "every device keeps a stage of its own"),
+    "freed": optional(choice("replicas", "groups"), "every device keeps a stage of its own"),
 }
 
 
@@ -121,8 +121,11 @@ class AdaptiveFreezing(Callback):
             more is frozen, the stages are planned again (as with ``replan``), and as K, K/2, .. or any number of them
             that divides the devices evenly. Of those that fit ``memory_limit`` (without one: 90 % of the device's
             memory) the one with the shortest expected iteration is taken, with the sum of gradients. The devices of a
-            stage take its micro-batches in turns, so weights are the same up to the rounding of that sum. None: each
-            device keeps a stage of its own.
+            stage take its micro-batches in turns, so weights are the same up to the rounding of that sum.
+            ``"groups"``: each group of K devices becomes groups of fewer, with a model each that elastic averaging
+            holds together, at the begin of the epoch after that in which a plan has found that they train more batches
+            in the same time. Learning goes on as with ``num_stages`` of fewer devices: an epoch has fewer steps, each
+            of a batch for every group. None: each device keeps a stage of its own.
 
     Attributes:
         num_frozen: layers that are frozen.
@@ -145,7 +148,7 @@ class AdaptiveFreezing(Callback):
         replan: bool = False,
         cache: str | float | None = None,
         cache_folder: str | None = None,
-        freed: Literal["replicas"] | None = None,
+        freed: Literal["replicas", "groups"] | None = None,
     ) -> None:
         given = {
             "alpha": alpha, "mode": mode, "layers": layers, "before": before, "every_n_epochs": every_n_epochs,
@@ -161,6 +164,8 @@ class AdaptiveFreezing(Callback):
         self._freed = freed
         self._cache = cache
         self._cache_folder = cache_folder
+        self._num_stages: int | None = None  # of the groups that were made
+        self._advised: int | None = None  # of those that come with the next epoch
         self.num_frozen = 0
         self.paths: tuple[str, ...] = ()
         self._first: tuple[str, ...] = ()  # paths of modules and parameters before the layers
@@ -209,18 +214,28 @@ class AdaptiveFreezing(Callback):
                 limit = limit_of(self._cache, torch.device("cpu"), 1)
                 strategy.run.deployment.keep_frozen(limit, self._cache_folder)
             if self._freed is not None:
-                self._check_sharing(trainer, strategy.run)
+                self._check_freed(trainer, strategy.run)
 
-    def _check_sharing(self, trainer: pl.Trainer, run: PipelineRun) -> None:
-        what = f"AdaptiveFreezing(freed={self._freed!r})"
+    def _check_freed(self, trainer: pl.Trainer, run: PipelineRun) -> None:
+        what, groups = f"AdaptiveFreezing(freed={self._freed!r})", self._freed == "groups"
+        averages = (StochasticWeightAveraging, *checks.weight_averaging()) if groups else ()
+        refused = {
+            (AvgPipeTuner, PipelineTimeline): "which knows one process of each stage",
+            averages: "which averages the weights of one model",
+        }
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, (AvgPipeTuner, PipelineTimeline)):
-                raise ConfigurationError(
-                    f"{what} with {type(callback).__name__}, which knows one process of each stage; remove one of the "
-                    "two"
-                )
-        if run.cluster.world.world_size > 1:  # one process frees nothing
-            combinations.sharing_later(run.configuration.options, run.cluster.stage_map)
+            for kinds, why in refused.items():
+                if isinstance(callback, kinds):
+                    raise ConfigurationError(f"{what} with {type(callback).__name__}, {why}; remove one of the two")
+        if run.cluster.world.world_size == 1:  # one process frees nothing
+            return
+        check_options = combinations.grouping_later if groups else combinations.sharing_later
+        check_options(run.configuration.options, run.cluster.stage_map)
+        if groups and any(parameter.is_meta for parameter in trainer.lightning_module.parameters()):
+            raise ConfigurationError(
+                f"{what} needs a module that fits each host, since each gets all of it when groups are made, but "
+                f"{type(trainer.lightning_module).__name__} was built on meta; leave freed=None"
+            )
 
     def _check_replanning(self, run: PipelineRun) -> None:
         options = run.configuration.options
@@ -237,6 +252,7 @@ class AdaptiveFreezing(Callback):
         against = {
             f"num_pipelines={options.num_pipelines}, whose models differ": options.num_pipelines > 1,
             f"{run.cluster.stage_map.num_teams} groups, whose models differ": run.cluster.stage_map.num_teams > 1,
+            "freed='groups', whose models differ": self._freed == "groups",
             "planner='spp', which does not plan for them": options.planner == "spp",
             "rolling=True": options.rolling,
             f"weight_policy={options.weight_policy!r}": not options.policy.drains,
@@ -254,6 +270,8 @@ class AdaptiveFreezing(Callback):
         self._freeze(pl_module)
         if self.num_frozen:
             self._share(trainer)
+        if self._freed == "groups" and isinstance(trainer.strategy, AvgPipeStrategy) and trainer.world_size > 1:
+            regrouping.check_divisible(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Freeze more, if it is time; what is frozen stays in eval mode."""
@@ -266,21 +284,27 @@ class AdaptiveFreezing(Callback):
             elif self._norms:
                 self.num_frozen = by_gradient_norms(before, self._alpha, self._norms)
         self._freeze(pl_module)
-        if self.num_frozen == before:
-            return
-        rank_zero_info(
-            f"AdaptiveFreezing: from epoch {epoch} on {self.num_frozen} of {len(self.paths)} layers are frozen, up to "
-            f"{self.paths[self.num_frozen - 1]!r}"
-        )
+        if self.num_frozen > before:
+            rank_zero_info(
+                f"AdaptiveFreezing: from epoch {epoch} on {self.num_frozen} of {len(self.paths)} layers are frozen, up "
+                f"to {self.paths[self.num_frozen - 1]!r}"
+            )
         strategy = trainer.strategy
-        if self._replan and isinstance(strategy, AvgPipeStrategy) and isinstance(strategy.run, PipelineRun):
+        if not self._replan or not isinstance(strategy, AvgPipeStrategy) or not isinstance(strategy.run, PipelineRun):
+            return
+        if self._advised is not None:
+            self._num_stages, self._advised = self._advised, None
+            strategy.regroup(self._num_stages)
+            self._share(trainer)
+        elif self.num_frozen > before:
             self._share(trainer)
             strategy.run.deployment.replan()
 
     def _share(self, trainer: pl.Trainer) -> None:
         strategy = trainer.strategy
         if self._freed and isinstance(strategy, AvgPipeStrategy) and isinstance(strategy.run, PipelineRun):
-            strategy.run.share_freed()
+            use = strategy.run.advise_groups if self._freed == "groups" else strategy.run.share_freed
+            use()
 
     def _freeze(self, module: pl.LightningModule) -> None:
         if not self.num_frozen:
@@ -308,7 +332,10 @@ class AdaptiveFreezing(Callback):
                 self._squares[name] = self._squares.get(name, 0.0) + square
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """All processes get to know the norms, before a checkpoint is written."""
+        """All processes get to know the norms, and what was planned, before a checkpoint is written."""
+        if self._freed == "groups" and isinstance(trainer.strategy, AvgPipeStrategy):
+            plan = trainer.strategy.plan
+            self._advised = None if plan is None else plan.advised
         if self._mode != "gradient_norm" or not trainer.is_last_batch:
             return
         squares, self._squares = self._squares, {}
@@ -326,12 +353,28 @@ class AdaptiveFreezing(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint remembers."""
-        return {"num_frozen": self.num_frozen, "epoch": self._epoch, "norms": list(self._norms)}
+        state = {"num_frozen": self.num_frozen, "epoch": self._epoch, "norms": list(self._norms)}
+        groups = {"num_stages": self._num_stages, "advised": self._advised}
+        return state | {name: value for name, value in groups.items() if value is not None}
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """The groups are those of the run that was saved, as far as the devices allow."""
+        wanted = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("num_stages")
+        strategy = trainer.strategy
+        if self._freed != "groups" or wanted is None or not isinstance(strategy, AvgPipeStrategy):
+            return
+        size = strategy.cluster.stage_map.group_size
+        if strategy.run is None and wanted < strategy.num_stages == size and size % wanted == 0:
+            self._num_stages = wanted
+            strategy.regroup(wanted)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a run was saved."""
         self.num_frozen, self._epoch = state_dict["num_frozen"], state_dict["epoch"]
         self._norms = list(state_dict["norms"])
+        self._advised = state_dict.get("advised")
 
 
 def _found(module: nn.Module, patterns: Sequence[str], option: str) -> tuple[str, ...]:

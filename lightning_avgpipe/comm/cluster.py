@@ -146,6 +146,10 @@ class Cluster:
         """The groups that have not left, by their numbers at the start."""
         return tuple(self._whole.layout.index(ranks) for ranks in self.stage_map.layout)
 
+    def has_groups(self, stage_map: StageMap) -> bool:
+        """Whether these are the groups of a stage map, or were at the start."""
+        return self._whole.layout == stage_map.layout
+
     def ranks_at_start(self, group: int) -> tuple[int, ...]:
         """The processes of a group, by its number at the start."""
         return self._whole.layout[group]

@@ -5,13 +5,16 @@
     4 stages            0 | 1 | 2 | 3          more hops, and what is left to train may not divide into four
     2, of two each      0 0 | 1 1              the processes of a stage take its micro-batches in turns, and sum
     1, of four          0 0 0 0                their gradients at the end
+
+    2, in two groups    0 | 1   0 | 1          each group has a model and batches of its own: of two batches in the time
+                                               of one iteration each takes a half; and then models are averaged
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import PartitionError
@@ -22,6 +25,7 @@ from lightning_avgpipe.planning.problem import Problem, Stage
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.planning.turns import seconds_in_turns
 from lightning_avgpipe.schedule import Schedule, build, forward_only, with_replicas
+from lightning_avgpipe.utils.patching import nothing
 
 _log = logging.getLogger(__name__)
 
@@ -35,25 +39,31 @@ class Halving:
     Attributes:
         memory_limit: bytes that each of them may use.
         check: raises a PartitionError if replicas cannot share the stages of a plan in turns.
+        as_groups: whether processes that are freed become further groups, each with a model, which a plan only advises;
+            else they share stages.
     """
 
     memory_limit: float
-    check: Callable[[Plan, Sequence[int]], None]
+    check: Callable[[Plan, Sequence[int]], None] = nothing
+    as_groups: bool = False
+
+    def accept(self, plan: Plan, counts: Sequence[int]) -> None:
+        """Raise a PartitionError if so many processes of each stage of a plan cannot share it."""
+        self.check(plan, counts)
+        states = [] if self.as_groups else [name for stage in plan.stages for name in stage.states]
+        if states:
+            raise PartitionError(f"the step changes '{states[0]}', which each replica would do for its own samples")
 
 
 def fewest(
-    plan: Plan,
-    divide: Callable[[tuple[int, ...]], Plan],
-    halving: Halving,
-    expect: Callable[[Plan, Sequence[int]], Forecast],
+    plan: Plan, divide: Callable[[tuple[int, ...]], Plan], expect: Callable[[Plan, Sequence[int]], Forecast]
 ) -> tuple[tuple[int, ...], Forecast] | None:
     """The processes of each of fewer stages that are expected to take the shortest time; None: those planned do.
 
     Args:
         plan: one stage for each process.
         divide: processes of each stage -> a plan for them, or a PartitionError.
-        halving: leave for it.
-        expect: what a plan with so many processes of each stage will take.
+        expect: what a plan with so many processes of each stage will take for a batch.
     """
     size, best, shortest = plan.num_stages, None, expect(plan, (1,) * plan.num_stages)
     _log.info("%d stages: %.3g expected", size, shortest.iteration_s)
@@ -61,9 +71,6 @@ def fewest(
         counts = (size // count,) * count
         try:
             fewer = divide(counts)
-            halving.check(fewer, counts)
-            if states := [name for stage in fewer.stages for name in stage.states]:
-                raise PartitionError(f"the step changes '{states[0]}', which each replica would do for its own samples")
         except PartitionError as error:
             _log.info("%d stages: %s", count, error)
             continue
@@ -110,3 +117,20 @@ def expected(plan: Plan, counts: Sequence[int], schedule: Schedule, link: Link, 
     seconds = min(seconds_in_turns(problem, stages, one) for one in ordered)
     busy = schedule.num_microbatches * float(costs.busy_s[-1])
     return Forecast(name, schedule.num_microbatches, seconds, max(0.0, 1 - busy / (size * seconds)) if seconds else 0.0)
+
+
+def expected_of_groups(
+    plan: Plan, counts: Sequence[int], groups: int, schedule: Schedule, link: Link, trained: Mapping[str, int]
+) -> Forecast:
+    """What a simulation expects of groups that have a process for each stage, and average their models: for a batch.
+
+    Args:
+        plan: of the stages.
+        counts: how many groups each of those that there are is divided into, in the place of each stage.
+        groups: that there are.
+        schedule: see :func:`expected`, as all that follows.
+    """
+    forecast, many = expected(plan, (1,) * len(counts), schedule, link, trained), groups * counts[0]
+    most = max(sum(trained.get(name, 0) for name in stage.parameters) for stage in plan.stages)
+    averaging_s = 2 * (many - 1) / many * (link.latency + link.per_byte * most)  # a ring of the groups
+    return replace(forecast, iteration_s=(forecast.iteration_s + averaging_s) / counts[0])

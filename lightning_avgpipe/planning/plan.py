@@ -85,6 +85,7 @@ class Plan:
         devices: ranks of the processes of each stage; empty: those of the stage map.
         whole: stage -> why it runs its backwards whole, although the schedule splits them.
         units: what the units cost between which it could be cut, if they were measured.
+        advised: stages of each of more groups, which would train more batches in the same time; None: there are none.
     """
 
     stages: tuple[StagePlan, ...]
@@ -98,6 +99,7 @@ class Plan:
     devices: tuple[tuple[int, ...], ...] = ()
     whole: Mapping[int, str] = field(default_factory=dict)
     units: SppCosts | None = field(default=None, repr=False)
+    advised: int | None = None
 
     @property
     def slowest(self) -> StagePlan:

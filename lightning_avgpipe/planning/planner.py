@@ -26,7 +26,7 @@ from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
 from lightning_avgpipe.planning.forecast import forecast_of, idle_share
 from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix
-from lightning_avgpipe.planning.halving import Halving, expected, fewest, processes_of
+from lightning_avgpipe.planning.halving import Halving, expected, expected_of_groups, fewest, processes_of
 from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.model_memory import memory_of, with_shards, with_versions
 from lightning_avgpipe.planning.network import Matrix
@@ -242,8 +242,8 @@ class Planner:
         if conditions.bandwidth is not None and conditions.schedule is not None:
             return self._placed(what, plan.graph, costs, conditions.bandwidth, conditions)
         apart = units_between(plan.graph, costs, self._weights())[0] if self.measures else None
-        fewer = self._fewest(plan, costs, conditions)
-        if fewer is not None:
+        fewer, shares = self._fewest(plan, costs, conditions), conditions.halving
+        if fewer is not None and shares is not None and not shares.as_groups:
             planner, plan, memory, forecast = fewer
             plan = planner._closed(what, plan, costs, memory, conditions.kept)
             plan = replace(plan, devices=processes_of(planner.replicas), forecast=forecast)
@@ -251,6 +251,7 @@ class Planner:
             note = self._note(plan, costs, spared)
             plan = self._closed(what, plan, costs, memory, conditions.kept)
             plan = replace(plan, forecast=forecast_of(plan, conditions.schedule, self.policy), note=note)
+            plan = plan if fewer is None else replace(plan, advised=fewer[0].num_stages)
         plan = replace(plan, units=apart)
         return replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0]) if costs.kept else plan
 
@@ -304,16 +305,21 @@ class Planner:
         tried: dict[tuple[int, ...], tuple[Planner, Plan, Memory]] = {}
 
         def divide(counts: tuple[int, ...]) -> Plan:
-            fewer = replace(self, num_stages=len(counts), replicas=counts, memory_limit=halving.memory_limit)
-            order = with_replicas(build(schedule.name, len(counts), schedule.num_microbatches), counts)
+            shared = () if halving.as_groups else counts
+            fewer = replace(self, num_stages=len(counts), replicas=shared, memory_limit=halving.memory_limit)
+            order = with_replicas(build(schedule.name, len(counts), schedule.num_microbatches), shared)
             memory = fewer._memory(replace(conditions, schedule=order))
             made, failure = fewer._attempt(plan.graph, replace(costs, links=(slowest,)), memory)
             if made is None:
                 raise failure or PartitionError("no plan")
+            halving.accept(made, counts)
             tried[counts] = fewer, made, memory
             return made
 
-        found = fewest(plan, divide, halving, partial(expected, schedule=schedule, link=slowest, trained=trained))
+        told: dict[str, Any] = {"schedule": schedule, "link": slowest, "trained": trained}
+        if halving.as_groups:
+            told["groups"] = conditions.num_groups
+        found = fewest(plan, divide, partial(expected_of_groups if halving.as_groups else expected, **told))
         return None if found is None else (*tried[found[0]], found[1])
 
     def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:

@@ -43,8 +43,8 @@ class State(Protocol):
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 an ordinary optimizer state; for a distributed checkpoint one's own."""
 
-    def complete(self, checkpoint: dict[str, Any]) -> None:
-        """Add what Lightning does not know of."""
+    def complete(self, checkpoint: dict[str, Any], models: bool = True) -> None:
+        """Add what Lightning does not know of; parallel models only if they are wanted."""
 
     def load_weights(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the weights, with Lightning's own method."""
@@ -103,7 +103,7 @@ class WholeState:
             return full_optimizer_state(inner, cluster.world)
         return full_optimizer_state(inner, cluster.group) if cluster.gathers else inner.state_dict()
 
-    def complete(self, checkpoint: dict[str, Any]) -> None:
+    def complete(self, checkpoint: dict[str, Any], models: bool = True) -> None:
         """Nothing is added."""
 
     def load_weights(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
@@ -177,16 +177,18 @@ class DividedState:
         """On rank 0 an ordinary optimizer state; for a distributed checkpoint one's own."""
         return self._before.optimizer(optimizer)
 
-    def complete(self, checkpoint: dict[str, Any]) -> None:
+    def complete(self, checkpoint: dict[str, Any], models: bool = True) -> None:
         """Add seed, schedule and parallel models to a checkpoint that training goes on with."""
         if not checkpoint.get("optimizer_states"):
             return
         ours: dict[str, Any] = {"seed": self.seed}
         if self._schedule_control is not None and (state := self._schedule_control.state_dict()) is not None:
             ours["advance"] = state
-        if self._configuration.options.save_replicas and self._deployment is not None:
-            models = self._deployment.models.state_dict(self._deployment.holdings.answers)
-            ours.update({} if models is None else {"ensemble": models})
+        if not models:
+            ours["ensemble"] = None  # they begin at the weights that go on, and nobody wonders where they are
+        elif self._configuration.options.save_replicas and self._deployment is not None:
+            ensemble = self._deployment.models.state_dict(self._deployment.holdings.answers)
+            ours.update({} if ensemble is None else {"ensemble": ensemble})
         checkpoint[_KEY] = ours
 
     def load_weights(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:

@@ -83,6 +83,28 @@ def sharing_later(given: Options, stage_map: StageMap) -> None:
         ) from error
 
 
+def grouping_later(given: Options, stage_map: StageMap) -> None:
+    """Check options for training in which the processes of each group become more groups, of fewer stages each."""
+    size, count = stage_map.group_size, stage_map.num_stages
+    refused = {
+        "num_stages": (count != size, f"one stage on each device of a group; use num_stages={size}"),
+        "replicas": (given.replicas != 1, "parallel models; use replicas=1, or freed='replicas'"),
+        "processes_per_device": (given.processes_per_device > 1, "one process on each device"),
+        "min_groups": (given.min_groups is not None, "groups that stay, since other ones are made"),
+        "planner": (given.planner != "balanced", "planner='balanced', which plans for groups"),
+        "schedule": (given.schedule not in NAMES, f"one for any number of stages: {', '.join(NAMES[:3])}"),
+        "rolling": (given.rolling, "one that several groups have: rolling=False"),
+        "weight_policy": (not given.policy.drains, "one that several groups have: weight_policy='flush'"),
+        "verify": (bool(given.verify), "no verification, which follows the models of one run"),
+        "save_distributed_checkpoint": (
+            given.save_distributed_checkpoint,
+            "one file",
+        ),
+    }
+    asked = "AdaptiveFreezing(freed='groups')"
+    _refuse(given, refused, lambda option, needed: f"{asked} with {option} needs {needed}; or leave freed=None")
+
+
 def without_effect(given: Options) -> None:
     """Say which options have no effect, where one model is trained and nobody may change that."""
     elastic = {"alpha": None, "outer_lr": "auto", "outer_optimizer": None, "average_every": 1}

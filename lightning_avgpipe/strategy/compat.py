@@ -67,6 +67,12 @@ _BATCHES = (
     Private(f"{_FIT}._data_source", "its dataloader is replaced: batches are read in bundles"),
     Private(f"{_FIT}._combined_loader", "the dataloaders"),
     Private(f"{_FIT}._data_fetcher", "learns that an epoch has another number of iterations"),
+    Private(f"{_FABRIC}.data._set_sampler_epoch", "for dataloaders that are made in an epoch", "dataloader epoch"),
+    Private(
+        f"{pl.__name__}.utilities.data._get_dataloader_init_args_and_kwargs",
+        "whether data can be divided",
+        "dataloader sampler mode",
+    ),
     Private(f"{_EVALUATION}._combined_loader", "the dataloaders"),
     Private(f"{_LOOPS}.prediction_loop._PredictionLoop._combined_loader", "the dataloaders"),
     Private(f"{pl.__name__}.utilities.combined_loader.CombinedLoader._mode", "whether they come one after the other"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,11 +18,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.requests import STOP
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.strategy import checks, launch
 from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.utils import parent
 from lightning_avgpipe.utils.device import backends, connects_hosts, device_backend, port_of
+from lightning_avgpipe.utils.patching import nothing
 
 T = TypeVar("T")
 
@@ -37,6 +40,7 @@ class Connection:
         cluster: of the processes; None before they are connected, and after a failure.
         layout: of all processes on devices; None before they are arranged.
         failed: whether the last run has ended with an error, here or in another process.
+        noted: what this process has been asked from outside in this run, such as to stop by a signal.
     """
 
     def __init__(self, backend: str | None) -> None:
@@ -44,14 +48,16 @@ class Connection:
         self.cluster: Cluster | None = None
         self.layout: DeviceLayout | None = None
         self.failed = False
+        self.noted: set[str] = set()
+        self._hears: Callable[[str], None] = nothing
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "cluster": None}  # a trainer that has trained can be pickled
+        return {**vars(self), "cluster": None, "_hears": nothing}  # a trainer that has trained can be pickled
 
     def arrange(
         self, num_stages: int, rank: int, device: torch.device, layout: DeviceLayout, options: Options
     ) -> Cluster:
-        """Make the cluster, unless it is there from an earlier run.
+        """Make the cluster, unless it is there, with the same groups of processes.
 
         Args:
             num_stages: K.
@@ -68,7 +74,7 @@ class Connection:
             self.backend = self.backend or device_backend(None, device)
             checks.backend(self.backend, device)
         stage_map = StageMap.on(layout, num_stages, placement=options.placement)
-        if self.cluster is None:
+        if self.cluster is None or not self.cluster.has_groups(stage_map):
             if several and options.reader == "first":
                 stage_map = replace(stage_map, reader=stage_map.owner(0))
             if several:
@@ -112,12 +118,32 @@ class Connection:
             self.cluster.open(
                 store, meet, keeper
             )  # if torch has a group of all processes, Lightning leaves it as it is
+        self.cluster.control_channel.when_agreed(self._hears)
+        for request in tuple(self.noted):  # while other connections were open, or none
+            self.cluster.monitor.requests.note(request)
+
+    def note(self, request: str) -> None:
+        """This process was asked for something. A signal handler may call it: nothing here waits."""
+        self.noted.add(request)
+        if self.cluster is not None:
+            self.cluster.monitor.requests.note(request)
+
+    def agreed(self, request: str) -> bool:
+        """Whether all processes have agreed to do what some were asked."""
+        return self.cluster is not None and self.cluster.control_channel.agreed(request)
+
+    @contextlib.contextmanager
+    def listening(self, hears: Callable[[str], None]) -> Iterator[None]:
+        """Within this context, a run, somebody is told of what all have agreed to."""
+        self.noted, self._hears = set(), hears
+        try:
+            yield
+        finally:
+            self._hears = nothing
 
     def fail(self, exception: BaseException) -> None:
         """Tell the other processes that this one ends, unless all have agreed to end here."""
-        if self.cluster is None or (
-            isinstance(exception, SIGTERMException) and self.cluster.control_channel.agreed("stop")
-        ):
+        if self.cluster is None or (isinstance(exception, SIGTERMException) and self.agreed(STOP)):
             return
         self.failed = True
         self.cluster.monitor.report(exception)

@@ -41,7 +41,7 @@ def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
     def prepare_dataloader(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if mode != RunningStage.TRAINING or not trainer._accelerator_connector.use_distributed_sampler:
             return prepare(dataloader, shuffle, mode)
-        with replaced(connector, "_requires_distributed_sampler", _divisible):
+        with replaced(connector, "_requires_distributed_sampler", divisible):
             found = prepare(dataloader, shuffle, mode)
         if not isinstance(getattr(found, "sampler", None), DistributedSampler):
             rank_zero_warn(
@@ -56,7 +56,8 @@ def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
         yield
 
 
-def _divisible(dataloader: DataLoader[Any]) -> bool:
+def divisible(dataloader: DataLoader[Any]) -> bool:
+    """Whether a dataloader has samples that a distributed sampler may divide, and none does."""
     sampled = isinstance(dataloader.sampler, DistributedSampler)
     return not sampled and not isinstance(dataloader.dataset, IterableDataset)
 

@@ -327,6 +327,10 @@ class PipelineRun:
         """From the next plan on fewer stages may do, which processes share. Every process calls it."""
         self.deployment.halve(self.memory_per_stage(), self._check_sharing)
 
+    def advise_groups(self) -> None:
+        """From the next plan on, each says whether more groups of fewer stages were faster. Every process calls it."""
+        self.deployment.advise(self.memory_per_stage())
+
     @property
     def peaks(self) -> dict[int, int]:
         """Stage -> bytes at its peak, as far as measured."""

@@ -13,22 +13,22 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.requests import REQUEUE, STOP
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.utils.patching import replaced
 
 
 @contextlib.contextmanager
-def ending_together(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Callable[[str], None]]:
+def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[None]:
     """Within this context, the whole run of a trainer, no process ends or goes on alone.
 
     A signal may reach any process at any time. It is only noted; all processes learn of it with the same news from
     rank 0, and obey at the same batch. So a checkpoint that is saved then is whole, as it takes all of them. Lightning
     would act at once in each process, and ask all of them before every batch whether rank 0 has a signal.
 
-    Returns:
-        To be told of what all have agreed to, once they are connected.
+    Args:
+        trainer: of the run.
+        connection: of the processes.
     """
     signals = trainer._signal_connector
     requeue = signals._slurm_sigusr_handler_fn
@@ -39,22 +39,23 @@ def ending_together(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Callable[
             signals.received_sigterm = True  # from here on Lightning's loops do the rest
 
     def before_batch() -> None:
-        if cluster.control_channel.agreed(REQUEUE) and not requeued:
+        if connection.agreed(REQUEUE) and not requeued:
             requeued.append(True)
             requeue(0, None)  # type: ignore[arg-type]
         if trainer.received_sigterm:
             raise SIGTERMException
 
     with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(signals, "_sigterm_notifier_fn", partial(_on_sigterm, trainer, cluster)))
-        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", partial(_note, cluster, REQUEUE)))
+        undo.enter_context(replaced(signals, "_sigterm_notifier_fn", partial(_on_sigterm, trainer, connection)))
+        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", partial(_note, connection, REQUEUE)))
         epoch_loop = trainer.fit_loop.epoch_loop
         if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             undo.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", before_batch))
         first = _FirstToKnow()
         trainer.callbacks.insert(0, first)  # type: ignore[attr-defined]
         undo.callback(trainer.callbacks.remove, first)  # type: ignore[attr-defined]
-        yield agreed
+        undo.enter_context(connection.listening(agreed))
+        yield
 
 
 class _FirstToKnow(Callback):
@@ -64,17 +65,17 @@ class _FirstToKnow(Callback):
         trainer.strategy.on_exception(exception)
 
 
-def _note(cluster: Cluster, request: str, signum: Any = None, frame: Any = None) -> None:
+def _note(connection: Connection, request: str, signum: Any = None, frame: Any = None) -> None:
     """All that a signal handler does: nothing that could wait for what it has interrupted."""
-    cluster.monitor.requests.note(request)
+    connection.note(request)
 
 
-def _on_sigterm(trainer: pl.Trainer, cluster: Cluster, signum: Any, frame: Any) -> None:
+def _on_sigterm(trainer: pl.Trainer, connection: Connection, signum: Any, frame: Any) -> None:
     """Note the signal, and pass it on to the processes that this one has started."""
     launcher = trainer.strategy.launcher
-    if STOP not in cluster.monitor.requests.known and launcher is not None:
+    if STOP not in connection.noted and launcher is not None:
         launcher.kill(signum)
-    _note(cluster, STOP)
+    _note(connection, STOP)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule.versions import PipeOptim
-from lightning_avgpipe.strategy import checks, combinations, compat, launch
+from lightning_avgpipe.strategy import checks, combinations, compat, launch, regrouping
 from lightning_avgpipe.strategy.bundles import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
@@ -49,6 +50,7 @@ from lightning_avgpipe.utils import packages
 from lightning_avgpipe.utils.allowed import documented
 from lightning_avgpipe.utils.durations import duration
 from lightning_avgpipe.utils.option_types import Count, Duration, Natural, TensorName
+from lightning_avgpipe.utils.patching import nothing
 from lightning_avgpipe.verify import request
 from lightning_avgpipe.weights.absence import explain
 from lightning_avgpipe.weights.initialisation import on_meta
@@ -295,11 +297,13 @@ class AvgPipeStrategy(ParallelStrategy):
         self._before: WholeState | None = None  # the state before it
         self._begun = False
         self._undo = contextlib.ExitStack()
+        self._data_undo = contextlib.ExitStack()  # what the data are divided by
 
     def __getstate__(self) -> dict[str, Any]:
         # a module that was trained knows its trainer, and must be one that torch.save can save
-        ended = {"_run": None, "_before": None, "_distributor": None, "tuner": None, "_undo": contextlib.ExitStack()}
-        return {**super().__getstate__(), **ended}
+        ended = dict.fromkeys(("_run", "_before", "_distributor", "tuner"))
+        undone = {name: contextlib.ExitStack() for name in ("_undo", "_data_undo")}
+        return {**super().__getstate__(), **ended, **undone}
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
@@ -494,15 +498,18 @@ class AvgPipeStrategy(ParallelStrategy):
         if not self.passthrough:
             reset_seed()  # as ddp; in one process too, so that it draws what several draw
         self.set_world_ranks()
+        assert self.lightning_module is not None
+        if self.world_size > 1:
+            self._undo.enter_context(ending_together(self.lightning_module.trainer, self._connection))
+        self._undo.callback(self._data_undo.close)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Connect the processes in groups of as many stages as there are now, and divide the data."""
         assert self.cluster_environment is not None and self.lightning_module is not None
         layout, options, trainer = self.device_layout, self.options, self.lightning_module.trainer
         cluster = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
-        if self.world_size == 1:
-            self._connection.open(self.cluster_environment, options)
-        else:
-            agreed = self._undo.enter_context(ending_together(trainer, cluster))
-            self._connection.open(self.cluster_environment, options)
-            cluster.control_channel.when_agreed(agreed)
+        self._connection.open(self.cluster_environment, options)
         sends, early = cluster.reads and cluster.group.world_size > 1, not has_transfer_hooks(trainer)
         wanted = partial(batches_wanted, trainer)
         self._distributor = Distributor(cluster.batch_stream, self._needs, sends, early, wanted)
@@ -514,8 +521,8 @@ class AvgPipeStrategy(ParallelStrategy):
         # partial functions of what can be pickled, as a trainer can; data of unknown length ends everywhere at once
         any_ends = partial(self._connection.decide, unanimously=False) if cluster.stage_map.num_groups > 1 else None
         count, look = partial(getattr, self._configuration, "num_pipelines"), partial(getattr, self, "tuner")
-        self._undo.enter_context(bundling(trainer, count, any_ends, look))
-        self._undo.enter_context(sharing(trainer, cluster))
+        self._data_undo.enter_context(bundling(trainer, count, any_ends, look))
+        self._data_undo.enter_context(sharing(trainer, cluster))
 
     def _needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         return None if self._run is None else self._run.needs(batch, rank)
@@ -758,6 +765,34 @@ class AvgPipeStrategy(ParallelStrategy):
             self._configuration.take_over(self._connection.cluster)
         else:
             self._run.end_iteration()
+
+    def regroup(self, num_stages: int) -> None:
+        """From now on the processes are groups of so many, each with a stage. Every rank calls it, in a hook.
+
+        Either in ``on_train_epoch_start``: the module, its optimizers and the seed go on, and the epoch begins with
+        dataloaders made anew. Or before the set-up of the run, such as in ``on_load_checkpoint``.
+
+        Args:
+            num_stages: K, a divisor of the number of devices.
+        Raises:
+            ConfigurationError: not all have asked for it, or options that do not go with so many stages or groups.
+        """
+        module = self.lightning_module
+        assert module is not None
+        self.cluster.confirm(f"regroup({num_stages})", "in a hook of a callback, and not only if is_global_zero")
+        kept = None if self._run is None else regrouping.leave(self._run.state, self.optimizers, self.cluster)
+        if self._run is not None:
+            self._run.teardown()
+        self._data_undo.close()
+        self._connection.close()
+        self._configuration.options = replace(self.options, num_stages=num_stages)
+        self._connect()
+        if kept is not None:
+            self._run = self._make_run(module.trainer)
+            self._run.setup(nothing)
+            self._run.state.load_optimizers(self.optimizers, kept)
+            regrouping.begin_epoch(module.trainer)
+        gc.collect()  # the groups before are a cycle, and hold their connections until then
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[nn.Module]:

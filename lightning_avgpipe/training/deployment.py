@@ -284,6 +284,14 @@ class Deployment:
 
         self._maker.halving = Halving(memory_limit, check_all)
 
+    def advise(self, memory_limit: float) -> None:
+        """From the next plan on, each says how many stages there were best in more groups. Every process calls it.
+
+        Args:
+            memory_limit: bytes that each of them may use.
+        """
+        self._maker.halving = Halving(memory_limit, as_groups=True)
+
     def replan(self, placement: Placement | None = None, **changes: Any) -> None:
         """Make another plan with the next step of training that begins with cleared gradients. Every process calls it.
 

@@ -293,15 +293,9 @@ def test_a_script_shares_stages_and_trains_as_one_process_does(tmp_path: Path) -
             torch.testing.assert_close(tensor, module.state_dict()[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "freezing", "message"),
-    [
-        ({}, {"freed": "groups"}, "freed='groups': must be one of 'replicas', or None"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(strategy: Any, freezing: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        fit(strategy=strategy, freezing=freezing)
+def test_what_is_neither_replicas_nor_groups_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="freed='devices': must be one of 'replicas', 'groups', or None"):
+        AdaptiveFreezing(freed="devices")  # type: ignore[arg-type]
 
 
 def test_a_timeline_of_stages_that_will_be_shared_is_refused(tmp_path: Path) -> None:
