@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -363,7 +364,8 @@ class AdaptiveFreezing(Callback):
         """The groups are those of the run that was saved, as far as the devices allow."""
         wanted = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("num_stages")
         strategy = trainer.strategy
-        if self._freed != "groups" or wanted is None or not isinstance(strategy, AvgPipeStrategy):
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._freed != "groups" or wanted is None or not fitting or not isinstance(strategy, AvgPipeStrategy):
             return
         size = strategy.cluster.stage_map.group_size
         if strategy.run is None and wanted < strategy.num_stages == size and size % wanted == 0:

@@ -96,10 +96,7 @@ def grouping_later(given: Options, stage_map: StageMap) -> None:
         "rolling": (given.rolling, "one that several groups have: rolling=False"),
         "weight_policy": (not given.policy.drains, "one that several groups have: weight_policy='flush'"),
         "verify": (bool(given.verify), "no verification, which follows the models of one run"),
-        "save_distributed_checkpoint": (
-            given.save_distributed_checkpoint,
-            "one file",
-        ),
+        "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file"),
     }
     asked = "AdaptiveFreezing(freed='groups')"
     _refuse(given, refused, lambda option, needed: f"{asked} with {option} needs {needed}; or leave freed=None")
