@@ -345,7 +345,8 @@ class _Replayer(StepTracer):
             f"{self._program.graph.step} does not do what it did when it was captured: after {self._position} nodes "
             f"{then} then, {now} now (stage {self._program.stage}). What a step calls must not depend on the batch, "
             "the time or chance, unless its units come in the order of the stages; move the difference into one unit, "
-            "or keep it on the last stage with split_points"
+            "or keep it on the last stage with split_points. If it has changed for good, as from some epoch on, a run "
+            "that resumes from a checkpoint follows it as it is then"
         )
 
 
