@@ -82,7 +82,7 @@ def fit(
     freeze = AdaptiveFreezing(**{"alpha": 0.4, "freed": "groups", **freezing})
     runner = pipeline(
         stages or devices, devices, {"num_microbatches": 4, **(strategy or {})}, max_epochs=epochs,
-        callbacks=[freeze, groups, saved, *callbacks], enable_checkpointing=True,
+        callbacks=[*callbacks, freeze, groups, saved], enable_checkpointing=True,
     )  # fmt: skip
     data = data or loader(FineTuned, 8 * SIZE, SIZE, shuffle=True)
     runner.fit(module, data, loader(FineTuned, SIZE, SIZE), ckpt_path=ckpt_path)
@@ -155,24 +155,28 @@ def killed(rank: int, folder: Path, options: Any) -> Any:
 
 
 class Signalled(L.Callback):
-    """Gets a signal in the second epoch of the groups."""
+    """Gets a signal in the second epoch of the groups, or just before they are made."""
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 3 and trainer.global_rank == 1 and batch_idx == 1:
+    def __init__(self, before: bool) -> None:
+        self.before = before
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == 1 and trainer.current_epoch == (2 if self.before else 3):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stopped(rank: int, folder: Path) -> str:
+def stopped(rank: int, folder: Path, before: bool) -> str:
     try:
-        fit(rank, 2, folder, callbacks=[Signalled()], epochs=1000)
+        fit(rank, 2, folder, callbacks=[Signalled(before)], epochs=1000)
     except SIGTERMException:
         return "stopped"
     return "trained to the end"
 
 
 @pytest.mark.slow
-def test_a_signal_reaches_groups_that_were_made_while_training_ran(tmp_path: Path) -> None:
-    assert processes.results(processes.run(2, stopped, tmp_path, folder=tmp_path)) == ["stopped"] * 2
+@pytest.mark.parametrize("before", [False, True])
+def test_a_signal_reaches_groups_that_were_made_while_training_ran(before: bool, tmp_path: Path) -> None:
+    assert processes.results(processes.run(2, stopped, tmp_path, before, folder=tmp_path)) == ["stopped"] * 2
 
 
 @pytest.mark.slow
