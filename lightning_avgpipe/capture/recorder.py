@@ -156,6 +156,8 @@ class Recorder(StepTracer):
         elif not self.values.of(visible):
             self._readers.add(path)
         flops = flops or recurrent_flops(module, result)
+        own = set(map(id, module.parameters()))
+        self._pin_handed_out([t for t in tensors if id(t) in own], f"unit '{path}'")
         node = Node(
             len(self.nodes), "call", path, source_line(), inputs, parameters=parameters, states=states,
             changes=tuple(changes), draws=draws, drawn=tuple(self.watch.calls[calls:]),
@@ -274,6 +276,8 @@ class Recorder(StepTracer):
             self.pinned.append((len(self.nodes) + 1, ANYWHERE, reason))
         if name in ("backward", "grad"):
             self.pinned.append((0, ANYWHERE, f"the step calls {name}() itself at {source_line()}"))
+        if name.endswith(".apply"):  # its backward may ask which of its inputs are the parameters that it uses
+            self._pin_handed_out(tensors, f"{name}()")
         self._taken(tensors)
         leaves = tree.flatten(result)[0]
         plain = all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
@@ -287,6 +291,17 @@ class Recorder(StepTracer):
         masks = self.values.of([t for t in tensor_arguments(*args[1:]) if t.dtype is torch.bool])
         self._questions.note(name, args, inputs, masks, self.nodes[-1].outputs)
         return result
+
+    def _pin_handed_out(self, tensors: Sequence[Tensor], what: str) -> None:
+        """What comes next takes these tensors, and those that are parameters themselves must come as such: no cut may
+        lie between it and a unit that has returned them, since after a cut they would be tensors with their contents.
+        """
+        for tensor in tensors:
+            value, name = self.known.own_value_of(tensor), self._owned.get(id(tensor))
+            if value is not None and name is not None:
+                giver = next(node for node in self.nodes if value in node.outputs)
+                reason = f"{what} at {source_line()} takes the parameter '{name}', which {giver} has returned"
+                self.pinned.append((giver.index + 1, len(self.nodes), reason))
 
     def _taken(self, tensors: Sequence[Tensor]) -> None:
         """The node that comes next takes these tensors."""
