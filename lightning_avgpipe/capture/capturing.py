@@ -82,8 +82,7 @@ def _record(
         with recorder.assignments.watched(), recorder.shared.watched(), recorder.following(), watching(recorder.calls):
             result = run(*args)
         attributes, carried = recorder.finish(result)
-        if step == "training_step":
-            _check_loss(result)
+        loss = _loss(result) if step == "training_step" else None
         attributes, of_units = _lasting(recorder, attributes, make, run, spare)
         holders = tuple(recorder.mutations.holders().items())
     return CallGraph(
@@ -109,6 +108,7 @@ def _record(
         leaving=frozenset(recorder.hidden.leaving),
         opened=tuple(recorder.calls.ended),
         trained=trained,
+        finite=loss is None or bool(loss.isfinite().all()),
         idle_generators=recorder.mutations.idle_generators(),
         uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(recorder.watch.calls),
         beside=tuple(neighbours(module, recorder.watch.calls)),
@@ -157,7 +157,7 @@ def _once_more(
     return again
 
 
-def _check_loss(result: Any) -> None:
+def _loss(result: Any) -> Tensor:
     if result is None:
         raise SkippedStepError("training_step returned None, so it has not shown what leads to a loss")
     loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -166,3 +166,4 @@ def _check_loss(result: Any) -> None:
             f"training_step returned {type(result).__name__} instead of a loss; return a tensor, or a dict with the "
             "key 'loss', or None to skip a micro-batch"
         )
+    return loss

@@ -171,6 +171,7 @@ class CallGraph:
             they are opened, such as forward hooks, is no obstacle.
         opened: calls of modules that hold units, in the order in which they ended.
         trained: full names of the parameters that were trained when the step was captured.
+        finite: whether its loss was, if it has one.
         idle_generators: path and name of attributes, or nothing and the name of a variable, that lead to generators of
             random numbers from which the step did not draw; and which of those that they lead to.
         uncalled: paths of the modules that the step did not call.
@@ -199,6 +200,7 @@ class CallGraph:
     leaving: frozenset[str] = frozenset()
     opened: tuple[Opened, ...] = ()
     trained: frozenset[str] = frozenset()
+    finite: bool = True
     idle_generators: tuple[tuple[str, str, int], ...] = ()
     uncalled: frozenset[str] = frozenset()
     beside: tuple[tuple[str, str], ...] = ()

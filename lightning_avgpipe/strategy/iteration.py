@@ -379,11 +379,14 @@ class Iterations:
             self.announce()
         if step not in self.deployment.pipeline.steps:
             return False
-        carried = self.deployment.pipeline.graph(step).carried
-        if optional and carried:
+        graph = self.deployment.pipeline.graph(step)
+        if optional and graph.carried:
+            kept = graph.carried[0]
             raise MicroBatchError(
-                f"'{carried[0]}', which {step} keeps for the next time, would go to other samples of the same batch"
+                f"'{kept}', which {step} keeps for the next time, would go to other samples of the same batch"
             )
+        if optional and not graph.finite:
+            raise MicroBatchError(f"its loss is no finite number on {size} of the {total} samples of a batch")
         return True
 
     def _run_skipped(

@@ -233,3 +233,40 @@ def test_a_step_that_takes_no_part_of_a_batch_gets_whole_ones(of: tuple[str, ...
 def test_an_explicit_number_of_micro_batches_stays_an_error() -> None:
     with pytest.raises(ValueError, match="8 series are needed, 2 were given"):
         pipeline(2, strategy={"num_microbatches": 4}).fit(AllAtOnce(), loader(MLP, 16, 8))
+
+
+class BegunByData(nn.Module):
+    """Begins with the mean and the deviation of its first batch, as the layers of flows do: one sample has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
+        self.register_buffer("begun", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:
+            with torch.no_grad():
+                self.shift.copy_(x.mean(0))
+                self.scale.copy_(x.std(0))
+            self.begun.fill_(True)
+        return (x - self.shift) / self.scale
+
+
+class Begun(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, BegunByData())
+
+
+@pytest.mark.filterwarnings("ignore:std")
+def test_a_step_whose_loss_is_no_number_on_a_part_of_a_batch_gets_whole_ones() -> None:
+    models = []
+    for make in (partial(trainer, max_epochs=1), partial(pipeline, 2, max_epochs=1)):
+        torch.manual_seed(3)
+        models.append(Begun())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make().fit(models[-1], loader(MLP, 32, 8))
+    said = [str(warning.message) for warning in caught if "batches are not split" in str(warning.message)]
+    assert len(said) == 1 and "its loss is no finite number on 1 of the 8 samples of a batch" in said[0]
+    assert_same_parameters(*models)
