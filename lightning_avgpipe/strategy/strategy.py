@@ -767,7 +767,7 @@ class AvgPipeStrategy(ParallelStrategy):
             self._run.end_iteration()
 
     def regroup(self, num_stages: int) -> None:
-        """From now on the processes are groups of so many, each with a stage. Every rank calls it, in a hook.
+        """From now on the processes are groups of K, each process with a stage. Every rank calls it, in a hook.
 
         Either in ``on_train_epoch_start``: the module, its optimizers and the seed go on, and the epoch begins with
         dataloaders made anew. Or before the set-up of the run, such as in ``on_load_checkpoint``.
@@ -775,10 +775,17 @@ class AvgPipeStrategy(ParallelStrategy):
         Args:
             num_stages: K, a divisor of the number of devices.
         Raises:
-            ConfigurationError: not all have asked for it, or options that do not go with so many stages or groups.
+            ConfigurationError: another hook of a run, not all have asked for it, or options that do not go with so many
+                stages or groups.
         """
-        module = self.lightning_module
-        assert module is not None
+        self._connected_module(f"regroup({num_stages})")
+        assert self.lightning_module is not None
+        trainer, hook = self.lightning_module.trainer, self.lightning_module._current_fx_name
+        if self._run is not None and hook != "on_train_epoch_start":
+            raise ConfigurationError(
+                f"regroup({num_stages}) in {hook}: groups read other data, so they begin with an "
+                "epoch; call it in on_train_epoch_start of a callback"
+            )
         self.cluster.confirm(f"regroup({num_stages})", "in a hook of a callback, and not only if is_global_zero")
         kept = None if self._run is None else regrouping.leave(self._run.state, self.optimizers, self.cluster)
         if self._run is not None:
@@ -788,10 +795,10 @@ class AvgPipeStrategy(ParallelStrategy):
         self._configuration.options = replace(self.options, num_stages=num_stages)
         self._connect()
         if kept is not None:
-            self._run = self._make_run(module.trainer)
+            self._run = self._make_run(trainer)
             self._run.setup(nothing)
             self._run.state.load_optimizers(self.optimizers, kept)
-            regrouping.begin_epoch(module.trainer)
+            regrouping.begin_epoch(trainer)
         gc.collect()  # the groups before are a cycle, and hold their connections until then
 
     @contextlib.contextmanager

@@ -245,3 +245,13 @@ def test_groups_from_the_start_may_become_more() -> None:
 def test_what_knows_one_model_is_refused(freezing: Any, callbacks: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=message):
         fit(0, 1, tmp_path, 2, callbacks=callbacks, **freezing)
+
+
+class Regroups(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.strategy.regroup(1)
+
+
+def test_groups_are_refused_in_the_midst_of_an_epoch(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"regroup\(1\) in on_train_batch_end.*in on_train_epoch_start of"):
+        fit(0, 1, tmp_path, 2, callbacks=[Regroups()])
