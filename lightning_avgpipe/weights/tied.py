@@ -14,17 +14,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.ordered_sum import sum_in_order
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
+
+_Gradients = Sequence[Tensor | None]  # of parameters
 
 
 def parameters_of(program: StageProgram) -> tuple[str, ...]:
@@ -124,21 +128,14 @@ class TiedParameters:
             if self._cluster.rank in ranks:
                 self._sum([(k, rank) for k in stages for rank in self._cluster.stage_map.ranks(k)], names, group)
 
-    def _sum(self, stages: Sequence[tuple[int, int]], names: Sequence[str], group: dist.ProcessGroup | None) -> None:
+    def _sum(self, holders: Sequence[tuple[int, int]], names: Sequence[str], group: dist.ProcessGroup | None) -> None:
         parameters = [self._parameters[name] for name in names]
-        totals: list[Tensor | None] = [None] * len(names)
-        for stage, rank in stages:
-            gradients = self._take(stage, names) if rank == self._cluster.rank else [None] * len(names)
-            if group is not None:
-                gradients = self._exchange(stage, rank, gradients, parameters, group)
-            for i, gradient in enumerate(gradients):
-                total = totals[i]
-                if gradient is not None:
-                    totals[i] = gradient if total is None else total + gradient
-        for parameter, total in zip(parameters, totals, strict=True):
-            parameter.grad = total
+        mine = [self._take(stage, names) for stage, rank in holders if rank == self._cluster.rank]
+        sums = _summed(mine) if group is None else self._summed_over(holders, mine, parameters, group)
+        for parameter, gradient in zip(parameters, sums, strict=True):
+            parameter.grad = gradient
 
-    def _take(self, stage: int, names: Sequence[str]) -> list[Tensor | None]:
+    def _take(self, stage: int, names: Sequence[str]) -> _Gradients:
         """A stage's own gradients, in this process."""
         found: list[Tensor | None] = []
         for name in names:
@@ -157,32 +154,29 @@ class TiedParameters:
             found.append(gradient)
         return found
 
-    def _exchange(
+    def _summed_over(
         self,
-        stage: int,
-        source: int,
-        gradients: Sequence[Tensor | None],
+        holders: Sequence[tuple[int, int]],
+        mine: Sequence[_Gradients],
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
-    ) -> list[Tensor | None]:
-        """Send one stage's gradients to all holders of copies, in one message per type."""
-        sender = self._cluster.group.ranks[source]
-        exists = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
-        what = f"the summing of gradients of stage {stage}"
-        self._cluster.group.together(what, lambda: dist.broadcast(exists, sender, group=group))
-        received: list[Tensor | None] = [None] * len(gradients)
+    ) -> _Gradients:
+        """The sums over all holders, one message per type. Stages of this process that have no gradient add nothing."""
+        what = f"the summing of gradients of stages {', '.join(str(stage) for stage, _ in holders)}"
+        sources = [dist.get_group_rank(group, self._cluster.group.ranks[rank]) for _, rank in holders]
+        exists = torch.tensor([any(g[i] is not None for g in mine) for i in range(len(parameters))], dtype=torch.uint8)
+        self._cluster.group.together(what, lambda: dist.all_reduce(exists, dist.ReduceOp.MAX, group))
+        sums: list[Tensor | None] = [None] * len(parameters)
         by_type: dict[torch.dtype, list[int]] = defaultdict(list)
         for i in exists.nonzero().flatten().tolist():
             by_type[parameters[i].dtype].append(i)
-        for dtype, chosen in by_type.items():
-            if source == self._cluster.rank:
-                flat = torch.cat([gradient.flatten() for i in chosen if (gradient := gradients[i]) is not None])
-            else:
-                flat = torch.empty(sum(parameters[i].numel() for i in chosen), dtype=dtype, device=self._cluster.device)
-            self._cluster.group.together(what, _broadcasting(flat, sender, group))
-            for i, part in zip(chosen, flat.split([parameters[i].numel() for i in chosen]), strict=True):
-                received[i] = part.view_as(parameters[i])
-        return received
+        for chosen in by_type.values():
+            alike = [parameters[i] for i in chosen]
+            terms = [_flat([gradients[i] for i in chosen], alike) for gradients in mine]
+            total = sum_in_order(terms, sources, group, partial(self._cluster.group.together, what))
+            for i, part in zip(chosen, total.split([p.numel() for p in alike]), strict=True):
+                sums[i] = part.view_as(parameters[i])
+        return sums
 
     # -- debugging ---------------------------------------------------------------------------------------------------
 
@@ -207,8 +201,23 @@ class TiedParameters:
                 )
 
 
-def _broadcasting(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Callable[[], object]:
-    return lambda: dist.broadcast(tensor, source, group=group)
+def _summed(terms: Iterable[_Gradients]) -> _Gradients:
+    """Of each parameter, over stages in their order; None: no stage has a gradient."""
+    totals: list[Tensor | None] = []
+    for gradients in zip(*terms, strict=True):
+        found = [gradient for gradient in gradients if gradient is not None]
+        totals.append(reduce(torch.add, found) if found else None)
+    return totals
+
+
+def _flat(gradients: _Gradients, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One after another; for those that are not there what changes no sum, not even the sign of a zero."""
+    return torch.cat(
+        [
+            torch.full_like(parameter, -0.0).flatten() if gradient is None else gradient.flatten()
+            for gradient, parameter in zip(gradients, parameters, strict=True)
+        ]
+    )
 
 
 def _places(module: nn.Module, parameter: nn.Parameter) -> tuple[tuple[nn.Module, str], ...]:
