@@ -82,6 +82,7 @@ def cut_balanced(
     memory: Memory | None = None,
     whole: Mapping[str, str] | None = None,
     replicas: Sequence[int] = (),
+    slack: float = _SLACK,
 ) -> tuple[int, ...]:
     """Cuts that make the slowest stage or transfer as fast as possible; of these, the evenest with the least traffic.
 
@@ -95,6 +96,7 @@ def cut_balanced(
         memory: limits the stages, and tells the sizes of parameters, of which a cut may make copies.
         whole: unit -> why it cannot be opened, for messages.
         replicas: of each stage, which share its micro-batches; empty: one of each.
+        slack: share by which the slowest stage or transfer may exceed the fastest that there can be.
     Returns:
         K-1 increasing positions.
     Raises:
@@ -112,7 +114,7 @@ def cut_balanced(
     bottleneck = least_bottleneck(stages, ranges.transfer)
     if not np.isfinite(bottleneck):
         raise _too_little_memory(graph, ranges, positions)
-    chosen = evenest(stages, ranges.transfer, bottleneck * (1 + _SLACK))
+    chosen = evenest(stages, ranges.transfer, bottleneck * (1 + slack))
     return tuple(positions[j] for j in chosen)
 
 

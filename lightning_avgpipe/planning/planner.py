@@ -56,6 +56,9 @@ _WORTH = 0.99
 # refused when it does. So it stays one unless the slowest stage exceeds its fair share by this factor.
 _SPARED = 1.8
 _ASKS = "reads numbers of values, so that what it calls may differ between batches"
+# How much slower the slowest stage may be for less traffic, and how much less time the schedule must then take.
+_SLACKS = 0.05, 0.1, 0.2
+_QUICKER = 0.98
 # A slowest stage beyond its fair share by this factor is explained, with so many reasons.
 _UNEVEN = 1.25
 _SHOWN = 3
@@ -238,6 +241,7 @@ class Planner:
             plan, costs = self._refined(what, graph, self._counted, counted, spared)
             if self.measures:
                 plan, costs = self._refined(what, plan.graph, measured, memory, spared)
+            plan = self._for_schedule(plan, costs, memory, conditions)
         way.check(plan.graph.units)
         if conditions.bandwidth is not None and conditions.schedule is not None:
             return self._placed(what, plan.graph, costs, conditions.bandwidth, conditions)
@@ -258,6 +262,23 @@ class Planner:
     def _weights(self) -> dict[str, int]:
         """Bytes of each parameter."""
         return {name: p.numel() * p.element_size() for name, p in self.module.named_parameters()}
+
+    def _for_schedule(self, plan: Plan, costs: Costs, memory: Memory, conditions: Conditions) -> Plan:
+        """The plan, or a less even one with less traffic, where the schedule waits for transfers long enough."""
+        if not any(link.per_byte for link in costs.links) or conditions.bandwidth is not None:
+            return plan
+        least = forecast_of(plan, conditions.schedule, self.policy)
+        tried = {plan.cuts}
+        for slack in _SLACKS if least is not None else ():
+            cuts = cut_balanced(plan.graph, costs, self.num_stages, memory, None, self.replicas, slack)
+            if cuts in tried:
+                continue
+            tried.add(cuts)
+            other = self._made(plan.graph, cuts, costs, memory)
+            expected = forecast_of(other, conditions.schedule, self.policy)
+            if least is not None and expected is not None and expected.iteration_s < least.iteration_s * _QUICKER:
+                plan, least = other, expected
+        return plan
 
     def _placed(self, step: _Step, graph: CallGraph, costs: Costs, bandwidth: Matrix, conditions: Conditions) -> Plan:
         """SPP's stages, with the processes of each."""

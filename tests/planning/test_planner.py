@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,30 @@ def test_a_forecast_simulates_the_schedule(recorded: Recorder) -> None:
     assert plan.forecast.iteration_s == pytest.approx(2 / 3 + 1.25 + 2 * 2.0 + 1.25 + 4 / 3)
     assert plan.forecast.bubble == pytest.approx(1 - 4.0 / plan.forecast.iteration_s)
     assert str(plan).splitlines()[-1] == "expected: 8.50 s an iteration, 53% idle (1f1b, 2 micro-batches)"
+
+
+class Bulge(nn.Module):
+    """Twelve layers; what crosses the middle is wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [8, 8, 8, 8, 8, 8, 256, 8, 8, 8, 8, 8, 8]
+        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in itertools.pairwise(widths))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.sum()
+
+
+@pytest.mark.parametrize(("schedule", "first"), [("1f1b", 5), ("afab", 6)])
+def test_a_schedule_that_waits_for_transfers_has_less_even_stages_with_less_traffic(
+    schedule: str, first: int, recorded: Recorder
+) -> None:
+    recorded(lambda name: 1.0)
+    wide_s = 2.0  # less than a stage's 6 s
+    plan = planned(Bulge(), 2, Conditions(build(schedule, 2, 8), (Link(per_byte=wide_s / 2048),)))
+    assert [len(stage.units) for stage in plan.stages] == [first, 12 - first]
 
 
 def test_the_second_plan_comes_from_the_cache(recorded: Recorder, tmp_path: Path) -> None:
