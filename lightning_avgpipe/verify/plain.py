@@ -41,7 +41,7 @@ class Outcome:
         logged: name -> what the whole batch logs; None for what is no number.
     """
 
-    losses: dict[str, Tensor]
+    losses: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)

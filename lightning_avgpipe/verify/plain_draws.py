@@ -88,38 +88,50 @@ def drawing_as_promised(
         key: seed, iteration, pipeline of all groups, micro-batch.
         device: where it computes.
     """
-    draws = _PlainDraws(module, captured, key, device)
-    draws.seed("step")
-    with host_stream(draws.number("host")), watching(draws), draws:
+    seeds = _Seeds(key, device)
+    draws = _PlainDraws(module, captured, seeds)
+    seeds.begin("step")
+    with host_stream(seeds.number("host")), watching(draws), draws:
         yield
+
+
+@dataclass(frozen=True)
+class _Seeds:
+    """Of one micro-batch: a number for whatever draws.
+
+    Attributes:
+        key: seed, iteration, pipeline of all groups, micro-batch.
+        device: where it computes.
+    """
+
+    key: tuple[int, int, int, int]
+    device: torch.device
+
+    def number(self, name: str, occurrence: int = 0, function: int = 0) -> int:
+        text = "/".join(map(str, (*self.key, name, occurrence, function)))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def begin(self, name: str, occurrence: int = 0, function: int = 0) -> None:
+        """Let torch's generators begin with it."""
+        for generator in generators(self.device):
+            generator.manual_seed(self.number(name, occurrence, function))
 
 
 class _PlainDraws(CallWatcher, TorchFunctionMode):
     """Seeds modules without children, and units, when they are called, and drawing functions that others call."""
 
-    def __init__(
-        self, module: nn.Module, captured: Captured, key: tuple[int, int, int, int], device: torch.device
-    ) -> None:
+    def __init__(self, module: nn.Module, captured: Captured, seeds: _Seeds) -> None:
         super().__init__()
         self._module = module
         self._paths = {id(m): path for path, m in module.named_modules()}
         self._composite = {path for path, m in module.named_modules() if not path or any(True for _ in m.children())}
         self._captured = captured
-        self._key = key
-        self._device = device
+        self._seeds = seeds
         self._calls: Counter[str] = Counter()
         self._functions: Counter[_Call] = Counter()
         self._regions: Counter[_Call] = Counter()
         self._stack = [_Frame(("<step>", 0))]
         self._host: list[Any] = []
-
-    def number(self, name: str, occurrence: int = 0, function: int = 0) -> int:
-        text = "/".join(map(str, (*self._key, name, occurrence, function)))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-    def seed(self, name: str, occurrence: int = 0, function: int = 0) -> None:
-        for generator in generators(self._device):
-            generator.manual_seed(self.number(name, occurrence, function))
 
     def enter(self, module: nn.Module) -> None:
         path, above, known = self._paths.get(id(module)), self._stack[-1], self._captured
@@ -136,9 +148,9 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
                 _Frame(call if is_unit or draws else None, path in self._composite, above.unit or is_unit, seen)
             )
             on_host = not path or is_unit or path in known.drew_on_host
-            self._host.append(host_stream(self.number(*call)) if on_host else nullcontext())
+            self._host.append(host_stream(self._seeds.number(*call)) if on_host else nullcontext())
             if (draws and path not in self._composite) or (is_unit and path not in known.drew):
-                self.seed(*call)
+                self._seeds.begin(*call)
         self._host[-1].__enter__()
 
     def leave(self, module: nn.Module) -> None:
@@ -170,7 +182,7 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
                     return function(*args, **kwargs)
                 finally:
                     self._stack.pop()
-            again = _PlainDraws(self._module, self._captured, self._key, self._device)
+            again = _PlainDraws(self._module, self._captured, self._seeds)
             again._calls, again._functions, again._stack = state[0].copy(), state[1].copy(), list(inside)
             with watching(again), again:
                 return function(*args, **kwargs)
@@ -188,7 +200,7 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
         call, composite, *_ = self._stack[-1]
         if call is not None and composite:
             self._functions[call] += 1
-            self.seed(*call, self._functions[call])
+            self._seeds.begin(*call, self._functions[call])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function_name(func)

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_avgpipe.elastic.optimizer_clone import clone_optimizer, parameters_in
 from lightning_avgpipe.verify.comparison import Difference, first_difference
@@ -27,6 +30,18 @@ class Clipping:
 
     limit: float | None
     by_norm: bool
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> Clipping | None:
+        """As the trainer does it; None if user code has a say."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        hooks: list[tuple[type, type]] = [(type(trainer.lightning_module), pl.LightningModule)]
+        hooks += [(type(callback), pl.Callback) for callback in callbacks]
+        for kind, base in hooks:
+            for name in ("configure_gradient_clipping", "on_before_optimizer_step"):
+                if getattr(kind, name, None) is not getattr(base, name, None) and not _ours(kind):
+                    return None
+        return cls(trainer.gradient_clip_val, trainer.gradient_clip_algorithm != "value")
 
 
 @dataclass
@@ -57,6 +72,14 @@ class StepNotes:
         for parameter, state in optimizer.state.items():
             if id(parameter) in names:
                 self.states[names[id(parameter)]] = {key: clone(value) for key, value in state.items()}
+
+    def after_step(self, optimizer: Optimizer, mine: Mapping[str, Tensor]) -> RemovableHandle:
+        """Note these weights when the optimizer has stepped, until the handle is left."""
+
+        def note(*_: Any) -> None:
+            self.after = {name: clone(p) for name, p in mine.items()}  # last by the outermost class's step
+
+        return optimizer.register_step_post_hook(note)
 
 
 class PlainStep:
@@ -130,3 +153,12 @@ def _beside(parameter: Tensor, value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(parameter.device if value.shape == parameter.shape else value.device, copy=True)
     return value
+
+
+def scales(trainer: pl.Trainer) -> bool:
+    """Whether losses are scaled, so that infinite gradients skip a step."""
+    return any(isinstance(x, GradScaler) and x.is_enabled() for x in vars(trainer.precision_plugin).values())
+
+
+def _ours(kind: type) -> bool:
+    return kind.__module__.startswith(("lightning_avgpipe.", f"{pl.__name__}.callbacks"))
