@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.expressions import ALL, Use, uses
+from lightning_avgpipe.capture.held_tensors import HeldTensors, Key
 from lightning_avgpipe.capture.outside import outside, places
 from lightning_avgpipe.capture.shared_objects import Names
 from lightning_avgpipe.utils import tree
@@ -23,8 +23,6 @@ from lightning_avgpipe.utils.torch_compat import REGISTRIES, address
 
 _MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}
-
-Key = tuple[str, str]  # path of a module, name of the attribute
 
 
 class _Write(NamedTuple):
@@ -79,6 +77,10 @@ class Assignments:
         position: how many nodes there are; None: a unit runs, whose attributes are its own.
         ignore: modules that only observe.
         was_read: told of every read.
+
+    Attributes:
+        held: tensors in attributes, and what comes of them.
+        reads: attributes that were read, and how many nodes came before the first time.
     """
 
     def __init__(
@@ -95,9 +97,8 @@ class Assignments:
         self._looks: dict[Key, list[Look]] = {}  # at what the step before has assigned or changed
         self._writes: dict[Key, list[_Write]] = defaultdict(list)
         self._before: dict[Key, Any] = {}
-        self._holders: dict[int, tuple[weakref.ref[Tensor], frozenset[Key]]] = {}
-        self._uses: dict[Key, int] = {}  # the first node that takes what an attribute held, or what comes from it
         self._last = 0  # position
+        self.held = HeldTensors()
         self.reads: dict[Key, int] = {}
 
     @contextlib.contextmanager
@@ -137,7 +138,7 @@ class Assignments:
             return
         self._before.setdefault(key, vars(module).get(name, _MISSING))
         self._writes[key].append(_Write(position, source_line(), _layout(value)))
-        self._hold(Objects((value,)).tensors, frozenset((key,)))
+        self.held.add(Objects((value,)).tensors, key)
 
     def _was_read(self, module: nn.Module, name: str) -> None:
         if name not in vars(module):
@@ -146,7 +147,6 @@ class Assignments:
         if key is not None:
             self._told(key)
             self.reads.setdefault(key, self._here())
-        if key is not None:
             self._load(key, vars(module)[name], sys._getframe(2), position is None)
 
     def _load(self, key: Key, held: Any, frame: types.FrameType, in_unit: bool) -> None:
@@ -157,7 +157,7 @@ class Assignments:
         if any(look.use.held is held and look.use.key is ALL and look.carried >= carried for look in looks):
             return
         if carried:
-            self._hold(Objects((held,)).tensors, frozenset((key,)))
+            self.held.add(Objects((held,)).tensors, key)
         if in_unit:
             looks.append(Look(self._last, source_line(), Use(offset, held, ALL), carried))
         else:
@@ -178,34 +178,6 @@ class Assignments:
         position = self._position()
         self._last = self._last if position is None else position
         return self._last
-
-    def _hold(self, tensors: Iterable[Tensor], keys: frozenset[Key]) -> None:
-        for tensor in tensors:
-            self._holders[id(tensor)] = (weakref.ref(tensor), keys | self._keys([tensor]))
-
-    def _keys(self, tensors: Iterable[Tensor]) -> frozenset[Key]:
-        found: frozenset[Key] = frozenset()
-        for tensor in tensors:
-            holder = self._holders.get(id(tensor))
-            if holder is not None and holder[0]() is tensor:
-                found |= holder[1]
-        return found
-
-    def taken(self, tensors: Iterable[Tensor], node: int) -> None:
-        """A node takes these tensors, which no node of this step has made."""
-        for key in self._keys(tensors):
-            self._uses.setdefault(key, node)
-
-    def computed(self, tensors: Iterable[Tensor], result: Any, position: int) -> None:
-        """Free glue before a node made this result of these tensors."""
-        keys = self._keys(tensors)
-        if not keys:
-            return
-        if all(isinstance(leaf, Tensor) for leaf in tree.flatten(result)[0]):
-            self._hold(tree.tensors(result), keys)
-            return
-        for key in keys:  # numbers, on which anything may depend
-            self._uses.setdefault(key, position - 1)
 
     def changed(self) -> list[Key]:
         """Attributes that are something else than before."""
@@ -233,7 +205,7 @@ class Assignments:
         modules = dict(self._modules.values())
         for key in self.changed():
             held = Objects((vars(modules[key[0]]).get(key[1]),)).tensors
-            if self._first(key) and key in self._uses and any(tensor.ndim > 1 for tensor in held):
+            if self._first(key) and key in self.held.uses and any(tensor.ndim > 1 for tensor in held):
                 yield ".".join(part for part in key if part)
 
     def pinned(self) -> Iterator[tuple[int, int, str]]:
@@ -258,7 +230,7 @@ class Assignments:
             for end in range(first.position, last.position):
                 held = [write.layout for write in writes if write.position <= end]
                 alike = bool(held) and held[-1] is not None and held[-1] == last.layout
-                if not alike or self._uses.get(key, last.position) < end:
+                if not alike or self.held.uses.get(key, last.position) < end:
                     yield end, end, reason
 
 

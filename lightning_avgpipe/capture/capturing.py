@@ -124,7 +124,7 @@ def _lasting(
 ) -> tuple[tuple[Any, ...], set[Any]]:
     """Of the attributes that the step changes those that it changes again, and those that units change."""
     of_units = set(recorder.mutations.of_units()).difference(attributes)
-    lasts = recorder.assignments.created() or recorder.mutations.holders() or of_units or recorder.hidden.keeps
+    lasts = recorder.assignments.created() or recorder.mutations.holders() or of_units or recorder.hidden.own
     again = _once_more(recorder, make, run, spare) if lasts else None
     recorder.pinned += recorder.hidden.settle(None if again is None else again.hidden)
     if again is not None:
@@ -147,7 +147,7 @@ def _once_more(
     of its own mind would make everything once more.
     """
     again = make(tree.tensors(args))
-    again.hidden.follow(recorder.hidden)
+    again.hidden.own.follow(recorder.hidden.own)
     try:
         with again.state.changes, again.assignments.watched(), again.following(), watching(again.calls):
             run(*args)

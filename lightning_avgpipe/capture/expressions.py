@@ -83,118 +83,140 @@ def uses(code: types.CodeType, last: int, held: Any) -> list[Use]:
     """
     if sys.version_info[:2] not in _KNOWN:
         return [Use(last, held, ALL)]
-    walk = _Walk(held)
+    stack = _Stack(held)
     for instruction, following in itertools.pairwise(_after(code, last)):
         step = _STEPS.get(instruction.opname)
         if step is None:
-            walk.take(instruction, walk.stack)
+            stack.use(instruction, stack.slots)
             break
-        step(walk, instruction, following.opname)
-        if not any(slot is not None and not slot.constant for slot in walk.stack):
+        stack.drops_next = following.opname == "POP_TOP"
+        step(stack, instruction)
+        if not any(slot is not None and not slot.constant for slot in stack.slots):
             break
-    return walk.found
+    return stack.found
 
 
-class _Walk:
-    """Follows instructions with what is known of the stack.
+class _Stack:
+    """What is known of the stack while instructions are followed.
 
     Attributes:
-        stack: its top is last; below lies what was there before, of which nothing is known.
+        slots: its top is last; below lies what was there before, of which nothing is known.
         found: uses so far.
+        drops_next: whether what the instruction puts on top is dropped at once.
     """
 
     def __init__(self, held: Any) -> None:
-        self.stack: list[_Slot | None] = [_Slot(held)]
+        self.slots: list[_Slot | None] = [_Slot(held)]
         self.found: list[Use] = []
+        self.drops_next = False
+
+    def reach(self, number: int) -> int:
+        """So many slots are there, at least."""
+        self.slots[:0] = [None] * (number - len(self.slots))
+        return number
 
     def pop(self, number: int = 1) -> Sequence[_Slot | None]:
         """Take so many from the top."""
-        self._reach(number)
-        taken = self.stack[len(self.stack) - number :]
-        del self.stack[len(self.stack) - number :]
+        self.reach(number)
+        taken = self.slots[len(self.slots) - number :]
+        del self.slots[len(self.slots) - number :]
         return taken
 
-    def take(self, at: dis.Instruction, slots: Sequence[_Slot | None]) -> None:
+    def push(self, *slots: _Slot | None) -> None:
+        """Put on top; None: something new."""
+        self.slots += slots
+
+    def use(self, at: dis.Instruction, slots: Sequence[_Slot | None]) -> None:
         """An instruction uses what was there."""
         self.found.extend(s.use(at.offset) for s in slots if s is not None and not s.constant)
 
-    def _reach(self, number: int) -> None:
-        self.stack[:0] = [None] * (number - len(self.stack))
 
-    def nothing(self, at: dis.Instruction, following: str) -> None:
-        """Nothing changes."""
-
-    def push(self, at: dis.Instruction, following: str) -> None:
-        """Something new, two things in some instructions."""
-        two = at.opname == "LOAD_FAST_LOAD_FAST" or (at.opname == "LOAD_GLOBAL" and (at.arg or 0) & 1)
-        self.stack += [None] * (2 if two else 1)
-
-    def constant(self, at: dis.Instruction, following: str) -> None:
-        self.stack.append(_Slot(at.argval, constant=True))
-
-    def copy(self, at: dis.Instruction, following: str) -> None:
-        self._reach(at.arg or 0)
-        self.stack.append(self.stack[-(at.arg or 0)])
-
-    def swap(self, at: dis.Instruction, following: str) -> None:
-        number = at.arg or 0
-        self._reach(number)
-        self.stack[-1], self.stack[-number] = self.stack[-number], self.stack[-1]
-
-    def drop(self, at: dis.Instruction, following: str) -> None:
-        self.pop()
-
-    def attribute(self, at: dis.Instruction, following: str) -> None:
-        (whole,) = self.pop()
-        if not (at.opname == "LOAD_METHOD" or (_MARKS_METHODS and (at.arg or 0) & 1)):
-            self.stack.append(_part(at.offset, whole, _attributes, at.argval, self.found))
-        elif whole is not None and type(whole.held) in _COLLECTIONS:
-            self.stack += [whole._replace(method=at.argval), None]
-        else:
-            self.take(at, [whole])
-            self.stack += [None, None]
-
-    def set_attribute(self, at: dis.Instruction, following: str) -> None:
-        value, _ = self.pop(2)
-        self.take(at, [value])
-
-    def item(self, at: dis.Instruction, following: str) -> None:
-        container, key = self.pop(2)
-        known = key is not None and key.constant
-        self.take(at, [key])
-        self.stack.append(_part(at.offset, container, _items if known else _nothing, key and key.held, self.found))
-
-    def set_item(self, at: dis.Instruction, following: str) -> None:
-        value, _, key = self.pop(3)
-        self.take(at, (value, key))
-
-    def call(self, at: dis.Instruction, following: str) -> None:
-        if at.opname == "CALL_KW":
-            self.pop()  # names
-        method, this, *given = self.pop((at.arg or 0) + 2)
-        self.take(at, given)
-        if method is None or method.method not in _ONLY_WRITE or following != "POP_TOP":
-            self.take(at, (method, this))
-        self.stack.append(None)
-
-    def combine(self, at: dis.Instruction, following: str) -> None:
-        self.take(at, self.pop(_TAKE.get(at.opname, at.arg or 0)))
-        self.stack.append(None)
+# What instructions do to the stack; `at` is the instruction.
 
 
-_STEPS: dict[str, Callable[[_Walk, dis.Instruction, str], None]] = {
-    **dict.fromkeys(_NOTHING, _Walk.nothing),
-    **dict.fromkeys(_PUSH, _Walk.push),
-    **dict.fromkeys((*_TAKE, *_BUILD), _Walk.combine),
-    **dict.fromkeys(("LOAD_METHOD", "LOAD_ATTR"), _Walk.attribute),
-    **dict.fromkeys(("CALL", "CALL_KW"), _Walk.call),
-    "LOAD_CONST": _Walk.constant,
-    "COPY": _Walk.copy,
-    "SWAP": _Walk.swap,
-    "POP_TOP": _Walk.drop,
-    "STORE_ATTR": _Walk.set_attribute,
-    "BINARY_SUBSCR": _Walk.item,
-    "STORE_SUBSCR": _Walk.set_item,
+def _skip(stack: _Stack, at: dis.Instruction) -> None:
+    """Nothing changes."""
+
+
+def _push(stack: _Stack, at: dis.Instruction) -> None:
+    """Something new, two things in some instructions."""
+    two = at.opname == "LOAD_FAST_LOAD_FAST" or (at.opname == "LOAD_GLOBAL" and (at.arg or 0) & 1)
+    stack.push(*[None] * (2 if two else 1))
+
+
+def _constant(stack: _Stack, at: dis.Instruction) -> None:
+    stack.push(_Slot(at.argval, constant=True))
+
+
+def _copy(stack: _Stack, at: dis.Instruction) -> None:
+    stack.push(stack.slots[-stack.reach(at.arg or 0)])
+
+
+def _swap(stack: _Stack, at: dis.Instruction) -> None:
+    number, slots = stack.reach(at.arg or 0), stack.slots
+    slots[-1], slots[-number] = slots[-number], slots[-1]
+
+
+def _drop(stack: _Stack, at: dis.Instruction) -> None:
+    stack.pop()
+
+
+def _attribute(stack: _Stack, at: dis.Instruction) -> None:
+    (whole,) = stack.pop()
+    if not (at.opname == "LOAD_METHOD" or (_MARKS_METHODS and (at.arg or 0) & 1)):
+        stack.push(_part(at.offset, whole, _attributes, at.argval, stack.found))
+    elif whole is not None and type(whole.held) in _COLLECTIONS:
+        stack.push(whole._replace(method=at.argval), None)
+    else:
+        stack.use(at, [whole])
+        stack.push(None, None)
+
+
+def _set_attribute(stack: _Stack, at: dis.Instruction) -> None:
+    value, _ = stack.pop(2)
+    stack.use(at, [value])
+
+
+def _item(stack: _Stack, at: dis.Instruction) -> None:
+    container, key = stack.pop(2)
+    known = key is not None and key.constant
+    stack.use(at, [key])
+    stack.push(_part(at.offset, container, _items if known else _nothing, key and key.held, stack.found))
+
+
+def _set_item(stack: _Stack, at: dis.Instruction) -> None:
+    value, _, key = stack.pop(3)
+    stack.use(at, (value, key))
+
+
+def _call(stack: _Stack, at: dis.Instruction) -> None:
+    if at.opname == "CALL_KW":
+        stack.pop()  # names
+    method, this, *given = stack.pop((at.arg or 0) + 2)
+    stack.use(at, given)
+    if method is None or method.method not in _ONLY_WRITE or not stack.drops_next:
+        stack.use(at, (method, this))
+    stack.push(None)
+
+
+def _combine(stack: _Stack, at: dis.Instruction) -> None:
+    stack.use(at, stack.pop(_TAKE.get(at.opname, at.arg or 0)))
+    stack.push(None)
+
+
+_STEPS: dict[str, Callable[[_Stack, dis.Instruction], None]] = {
+    **dict.fromkeys(_NOTHING, _skip),
+    **dict.fromkeys(_PUSH, _push),
+    **dict.fromkeys((*_TAKE, *_BUILD), _combine),
+    **dict.fromkeys(("LOAD_METHOD", "LOAD_ATTR"), _attribute),
+    **dict.fromkeys(("CALL", "CALL_KW"), _call),
+    "LOAD_CONST": _constant,
+    "COPY": _copy,
+    "SWAP": _swap,
+    "POP_TOP": _drop,
+    "STORE_ATTR": _set_attribute,
+    "BINARY_SUBSCR": _item,
+    "STORE_SUBSCR": _set_item,
 }
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.own_tensors import OwnTensors, Pin, Read
 from lightning_avgpipe.capture.provenance import Provenance
 from lightning_avgpipe.utils.source import source_line
 
 ANYWHERE = sys.maxsize  # in the place of the last node of a range
-Pin = tuple[int, int, str]  # no cut between these nodes, for this reason
-_Read = tuple[int, int, tuple[int, ...], str]  # the node that made a tensor, the one that reads it, shape and type
 
 
 class HiddenTensors:
@@ -32,7 +30,7 @@ class HiddenTensors:
     Attributes:
         exports: the same, and what is found out.
         leaving: units that have left a tensor behind.
-        carried: units that read what they have left in an earlier step.
+        own: what units keep for calls of their own.
     """
 
     def __init__(
@@ -47,16 +45,12 @@ class HiddenTensors:
     ) -> None:
         self.exports = set(exports)
         self.leaving: set[str] = set()
-        self._module = module
         self._nodes = nodes
         self._provenance = provenance
         self._is_value = is_value
         self._is_buffer = is_buffer
         self._draws_on_host = draws_on_host
-        self.carried: set[str] = set()
-        self._earlier: Provenance | None = None
-        self._before: dict[str, dict[tuple[str, str], Any]] = {}  # numbers in attributes of units, then
-        self._own: dict[str, list[tuple[_Read, Pin]]] = {}  # by unit: what it has left for another call of its own
+        self.own = OwnTensors(module, provenance)
         self._written: dict[int, tuple[Tensor, Node]] = {}  # tensors that are nobody's arguments, and who writes
 
     def wrote(self, node: Node, buffers: Sequence[Tensor | None], followed: Collection[int]) -> None:
@@ -95,27 +89,16 @@ class HiddenTensors:
             if maker.kind == "call" and maker.name == unit:
                 if self._draws_on_host(unit) or not self._provenance.makes_again(tensor):
                     reason = f"{name} at {source_line()} reads an attribute of its own that {maker} has made"
-                    read = (birth, len(self._nodes), tuple(tensor.shape), str(tensor.dtype))
-                    self._own.setdefault(unit, []).append((read, (birth + 1, end, reason)))
+                    read = Read(birth, len(self._nodes), tuple(tensor.shape), str(tensor.dtype))
+                    self.own.add(unit, read, (birth + 1, end, reason))
                 continue
             if maker.kind == "call":
                 self.exports.add(maker.name)
                 self.leaving.add(maker.name)
             reason = f"{name} at {source_line()} reads a tensor that {maker} left where it cannot be followed"
             pins.append((birth + 1, end, reason))
-        if self._earlier is not None and any(self._earlier.birth(tensor) is not None for tensor in tensors):
-            self.carried.add(unit)
+        self.own.look(unit, tensors)
         return pins
-
-    @property
-    def keeps(self) -> bool:
-        """Whether units read attributes of their own that other calls of theirs have made."""
-        return bool(self._own)
-
-    def follow(self, before: HiddenTensors) -> None:
-        """The same step ran before, with these."""
-        self._earlier = before._provenance
-        self._before = {unit: self._numbers(unit) for unit in before._own}
 
     def settle(self, again: HiddenTensors | None) -> list[Pin]:
         """Where the step cannot be cut because of what units keep for calls of their own.
@@ -126,20 +109,6 @@ class HiddenTensors:
         Args:
             again: of the same step when it ran once more; None if it could not.
         """
-        pins: list[Pin] = []
-        for unit, reads in self._own.items():
-            if again is not None and again._makes_anew(unit, [read for read, _ in reads]):
-                self.exports.add(unit)
-            else:
-                pins += [pin for _, pin in reads]
-        return pins
-
-    def _makes_anew(self, unit: str, reads: Sequence[_Read]) -> bool:
-        """Whether a unit reads in this step what it read in the one before, and nothing that was made there."""
-        alike = [read for read, _ in self._own.get(unit, [])] == reads
-        return alike and unit not in self.carried and self._before[unit] == self._numbers(unit)
-
-    def _numbers(self, unit: str) -> dict[tuple[str, str], Any]:
-        """Numbers in attributes of a unit, such as a counter on which it depends what is made anew."""
-        modules = self._module.get_submodule(unit).named_modules()
-        return {(path, n): held for path, m in modules for n, held in vars(m).items() if isinstance(held, (int, float))}
+        anew = set() if again is None else self.own.made_anew(again.own)
+        self.exports |= anew
+        return self.own.pins(anew)

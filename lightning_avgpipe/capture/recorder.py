@@ -149,7 +149,7 @@ class Recorder(StepTracer):
             self.resident.add(path)
         elif free:
             self.batch.computed([*visible, *used], len(self.nodes))
-            self.assignments.computed([*visible, *used], result, len(self.nodes))
+            self.assignments.held.computed([*visible, *used], result, len(self.nodes))
             self._provenance.forget()
             self.shared.was_free()
             return result
@@ -267,7 +267,7 @@ class Recorder(StepTracer):
         elif free:
             self.batch.computed(tensors, len(self.nodes))
         if free:
-            self.assignments.computed(tensors, result, len(self.nodes))
+            self.assignments.held.computed(tensors, result, len(self.nodes))
             return result
         states, parameters = self.uses.of_glue(tensors, changed), self.uses.parameters(tensors)
         draws = random_before != random_bits(self._device)
@@ -306,7 +306,7 @@ class Recorder(StepTracer):
     def _taken(self, tensors: Sequence[Tensor]) -> None:
         """The node that comes next takes these tensors."""
         self.batch.taken(tensors, len(self.nodes))
-        self.assignments.taken([t for t in tensors if self.known.value_of(t) is None], len(self.nodes))
+        self.assignments.held.taken([t for t in tensors if self.known.value_of(t) is None], len(self.nodes))
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()
