@@ -16,7 +16,6 @@ MOST_METHODS, MOST_ATTRIBUTES, MOST_LINES = 12, 10, 500
 EXEMPT: dict[str, tuple[int, int, str]] = {
     "callbacks/freezing.py:AdaptiveFreezing": (9, 17, "options of the user, and what is known of each layer so far"),
     "callbacks/tuner.py:AvgPipeTuner": (7, 13, "options of the user, and the search that they begin"),
-    "capture/recorder.py:Recorder": (12, 24, "to be divided"),
     "comm/cluster.py:Cluster": (22, 26, "all that a process has of the others"),
     "comm/collectives.py:Collectives": (17, 5, "a method for each thing that processes do together"),
     "comm/lone_group.py:LoneGroup": (16, 0, "torch's interface of process groups"),

@@ -21,23 +21,24 @@ class Calls(CallWatcher):
         position: how many nodes there are.
 
     Attributes:
+        watch: as given.
         ended: the calls that have ended.
     """
 
     def __init__(self, watch: DrawWatch, is_outside: Callable[[nn.Module], bool], position: Callable[[], int]) -> None:
-        self._watch = watch
+        self.watch = watch
         self._is_outside = is_outside
         self._position = position
         self._open: list[Opened | None] = []
         self.ended: list[Opened] = []
 
     def enter(self, module: nn.Module) -> None:
-        path, begin = self._watch.path(module), self._position()
+        path, begin = self.watch.path(module), self._position()
         self._open.append(Opened(path, begin, begin, False) if path and self._is_outside(module) else None)
-        self._watch.enter(module)
+        self.watch.enter(module)
 
     def leave(self, module: nn.Module) -> None:
-        self._watch.leave(module)
+        self.watch.leave(module)
         call = self._open.pop()
         if call is not None:
             self.ended.append(replace(call, end=self._position()))

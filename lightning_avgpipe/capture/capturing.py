@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,7 +56,7 @@ def capture(
         make = partial(Recorder, module, units, device, foresight, ignore)
         with contextlib.closing(make([*tree.tensors(batch), *Objects(batch).tensors])) as recorder:
             try:
-                graph = _record(recorder, make, step, run, batch)
+                graph = _record(recorder, make, module, step, run, batch)
             except Exception as error:
                 error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
                 raise
@@ -68,93 +69,78 @@ def capture(
 def _record(
     recorder: Recorder,
     make: Callable[[Sequence[Tensor]], Recorder],
+    module: nn.Module,
     step: str,
     run: Callable[..., Any],
     args: Sequence[Any],
 ) -> CallGraph:
-    module = recorder.module
     spare = tree.map_tensors(torch.clone, tuple(args))
     trained = trained_parameters(module)
     batch = [(leaf, version_of(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
-    with untouched(module), Objects(args).restored(), recorder.visiting(), recorder.state.changes:
-        with recorder.assignments.watched(), recorder.shared.watched(), recorder.following(), watching(recorder.calls):
+    with untouched(module), Objects(args).restored(), recorder.visiting(module), recorder.state.changes:
+        with recorder.unnamed.watched(), recorder.following(), watching(recorder.calls):
             result = run(*args)
-        attributes, carried = recorder.finish(result)
+        recorder.finish(result)
+        carried = tuple(recorder.unnamed.assignments.carried())
         loss = _loss(result) if step == "training_step" else None
-        attributes, of_units = _lasting(recorder, attributes, make, run, spare)
-        holders = tuple(recorder.mutations.holders().items())
+        _find_what_lasts(recorder, make, run, spare)
+        holders = tuple(recorder.unnamed.mutations.holders().items())
+    draft, unnamed, draws = recorder.draft, recorder.unnamed, recorder.calls.watch
+    drawing = draws.drawing | draws.host_drawing
     return CallGraph(
         step=step,
-        nodes=tuple(recorder.drawn(node) for node in recorder.nodes),
-        values=tuple(recorder.values.all),
-        kept=frozenset(recorder.kept),
+        nodes=tuple(replace(node, drawn=tuple(filter(drawing.__contains__, node.drawn))) for node in draft.nodes),
+        values=tuple(draft.values.all),
+        kept=frozenset(draft.kept),
         units=recorder.units.found(),
-        resident=frozenset(recorder.resident),
-        drawing=frozenset(recorder.watch.drawing),
-        host_drawing=frozenset(recorder.watch.host_drawing),
+        resident=frozenset(draft.resident),
+        drawing=frozenset(draws.drawing),
+        host_drawing=frozenset(draws.host_drawing),
         leaves=recorder.batch.leaves(),
         batch_writes=any(version_of(leaf) != version for leaf, version in batch),
         glue_states=frozenset(recorder.uses.by_glue),
         rewritten=frozenset(recorder.state.rewritten),
-        attributes=attributes,
+        attributes=unnamed.assigned,
         carried=carried,
         holders=holders,
-        of_units=tuple(sorted(of_units - dict(holders).keys())),
-        written=recorder.mutations.written(recorder.state.changes.nameless),
-        reads=tuple(recorder.assignments.reads.items()),
-        pinned=tuple(recorder.pinned),
+        of_units=tuple(sorted(unnamed.of_units - dict(holders).keys())),
+        written=unnamed.mutations.written(recorder.state.changes.nameless),
+        reads=tuple(unnamed.assignments.reads.items()),
+        pinned=tuple(draft.pinned),
         leaving=frozenset(recorder.hidden.leaving),
         opened=tuple(recorder.calls.ended),
         trained=trained,
         finite=loss is None or bool(loss.isfinite().all()),
-        idle_generators=recorder.mutations.idle_generators(),
-        uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(recorder.watch.calls),
-        beside=tuple(neighbours(module, recorder.watch.calls)),
+        idle_generators=unnamed.mutations.idle_generators(),
+        uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(draws.calls),
+        beside=tuple(neighbours(module, draws.calls)),
     )
 
 
-def _lasting(
-    recorder: Recorder,
-    attributes: tuple[Any, ...],
-    make: Callable[[Sequence[Tensor]], Recorder],
-    run: Callable[..., Any],
-    spare: Sequence[Any],
-) -> tuple[tuple[Any, ...], set[Any]]:
-    """Of the attributes that the step changes those that it changes again, and those that units change."""
-    of_units = set(recorder.mutations.of_units()).difference(attributes)
-    lasts = recorder.assignments.created() or recorder.mutations.holders() or of_units or recorder.hidden.own
-    again = _once_more(recorder, make, run, spare) if lasts else None
-    recorder.pinned += recorder.hidden.settle(None if again is None else again.hidden)
-    if again is not None:
-        with contextlib.closing(again):
-            of_units &= set(again.mutations.of_units())
-            made = recorder.assignments.created() - again.assignments.assigned()
-            attributes = tuple(key for key in attributes if key not in made)
-            recorder.mutations.keep(again.mutations.found())
-    recorder.pinned += recorder.mutations.pinned(recorder.assignments)
-    recorder.pinned += recorder.shared.pinned(recorder.mutations.once, recorder.mutations.often())
-    return attributes, of_units
-
-
-def _once_more(
+def _find_what_lasts(
     recorder: Recorder, make: Callable[[Sequence[Tensor]], Recorder], run: Callable[..., Any], args: Sequence[Any]
-) -> Recorder | None:
-    """What the step changes again when it runs once more; None if it cannot, which training will say.
+) -> None:
+    """Find out what of what the step changes it changes again when it runs once more.
 
     The rest it has made for good. All stages of a process share that and what was made with it (hooks, tables): a stage
     of its own mind would make everything once more.
     """
-    again = make(tree.tensors(args))
-    again.hidden.own.follow(recorder.hidden.own)
-    try:
-        with again.state.changes, again.assignments.watched(), again.following(), watching(again.calls):
-            run(*args)
-    except Exception:  # of any type: it is the user's code
-        again.close()
-        return None
-    return again
+    with contextlib.ExitStack() as stack:
+        again = None
+        if recorder.unnamed.may_last or recorder.hidden.own:
+            again = stack.enter_context(contextlib.closing(make(tree.tensors(args))))
+            again.hidden.own.follow(recorder.hidden.own)
+            try:
+                with again.state.changes, again.unnamed.assignments.watched(), again.following(), watching(again.calls):
+                    run(*args)
+            except Exception:  # of any type: it is the user's code, which training will run again
+                again = None
+        recorder.draft.pinned += recorder.hidden.settle(None if again is None else again.hidden)
+        if again is not None:
+            recorder.unnamed.repeated(again.unnamed)
+    recorder.draft.pinned += recorder.unnamed.pinned()
 
 
 def _loss(result: Any) -> Tensor:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.draft import ANYWHERE, Draft, Pin
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.own_tensors import OwnTensors, Pin, Read
+from lightning_avgpipe.capture.own_tensors import OwnTensors, Read
 from lightning_avgpipe.capture.provenance import Provenance
 from lightning_avgpipe.utils.source import source_line
-
-ANYWHERE = sys.maxsize  # in the place of the last node of a range
 
 
 class HiddenTensors:
@@ -20,9 +18,7 @@ class HiddenTensors:
 
     Args:
         module: whose submodules are units.
-        nodes: of the step, so far.
-        provenance: of tensors that units make.
-        is_value: whether a tensor is a value, which travels.
+        draft: of the graph.
         is_buffer: whether changes of a tensor are known by name.
         draws_on_host: whether a unit draws numbers on the host.
         exports: units in whose attributes others find tensors.
@@ -30,27 +26,25 @@ class HiddenTensors:
     Attributes:
         exports: the same, and what is found out.
         leaving: units that have left a tensor behind.
+        provenance: of tensors that units make.
         own: what units keep for calls of their own.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        nodes: Sequence[Node],
-        provenance: Provenance,
-        is_value: Callable[[Tensor], bool],
+        draft: Draft,
         is_buffer: Callable[[Tensor], bool],
         draws_on_host: Callable[[str], bool],
         exports: Collection[str],
     ) -> None:
         self.exports = set(exports)
         self.leaving: set[str] = set()
-        self._nodes = nodes
-        self._provenance = provenance
-        self._is_value = is_value
+        self._draft = draft
+        self.provenance = Provenance()
+        self.own = OwnTensors(module, self.provenance)
         self._is_buffer = is_buffer
         self._draws_on_host = draws_on_host
-        self.own = OwnTensors(module, provenance)
         self._written: dict[int, tuple[Tensor, Node]] = {}  # tensors that are nobody's arguments, and who writes
 
     def wrote(self, node: Node, buffers: Sequence[Tensor | None], followed: Collection[int]) -> None:
@@ -61,7 +55,7 @@ class HiddenTensors:
             buffers: that it changed.
             followed: ids of what it changed of its arguments.
         """
-        for tensor in (*self._provenance.written(), *(b for b in buffers if b is not None)):
+        for tensor in (*self.provenance.written(), *(b for b in buffers if b is not None)):
             if id(tensor) not in followed:
                 self._written.setdefault(id(tensor), (tensor, node))
 
@@ -74,22 +68,23 @@ class HiddenTensors:
             everywhere: whether each stage behind the unit executes it.
             unit: path, if it is a unit.
         """
-        end = ANYWHERE if everywhere else len(self._nodes)
+        nodes = self._draft.nodes
+        end = ANYWHERE if everywhere else len(nodes)
         pins: list[Pin] = []
         for tensor in tensors:
-            birth = self._provenance.birth(tensor)
+            birth = self.provenance.birth(tensor)
             held, writer = self._written.get(id(tensor), (None, None))
             # changes of a unit's own buffers are known
             if held is tensor and writer is not None and (writer.name != unit or not self._is_buffer(tensor)):
                 reason = f"{name} at {source_line()} reads a tensor that {writer} writes into"
                 pins.append((writer.index + 1, end, reason))
-            if birth is None or birth >= len(self._nodes) or self._is_value(tensor):
+            if birth is None or birth >= len(nodes) or self._draft.values.of([tensor]):
                 continue
-            maker = self._nodes[birth]
+            maker = nodes[birth]
             if maker.kind == "call" and maker.name == unit:
-                if self._draws_on_host(unit) or not self._provenance.makes_again(tensor):
+                if self._draws_on_host(unit) or not self.provenance.makes_again(tensor):
                     reason = f"{name} at {source_line()} reads an attribute of its own that {maker} has made"
-                    read = Read(birth, len(self._nodes), tuple(tensor.shape), str(tensor.dtype))
+                    read = Read(birth, len(nodes), tuple(tensor.shape), str(tensor.dtype))
                     self.own.add(unit, read, (birth + 1, end, reason))
                 continue
             if maker.kind == "call":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.changes import Changes
+from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import address, untraced
 
@@ -26,6 +29,7 @@ class NamedState:
         module: whose state.
         owned: ``id -> full name`` of tensors whose use is a node.
         batch: tensors that the step takes, which it may change.
+        device: on which the step computes; None: where its parameters are.
 
     Attributes:
         buffers: by full name, as they were in the beginning.
@@ -33,11 +37,14 @@ class NamedState:
         rewritten: names of what was written into, or got other memory.
     """
 
-    def __init__(self, module: nn.Module, owned: Mapping[int, str], batch: Sequence[Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, owned: Mapping[int, str], batch: Sequence[Tensor], device: torch.device | None
+    ) -> None:
         self.buffers = dict(module.named_buffers())
         self.changes = Changes(module, batch)
         self.rewritten: set[str] = set()
         self._module = module
+        self._device = device
         self._parameters = {name for name, _ in module.named_parameters()}
         self._owned = owned
         self._names = {id(b): name for name, b in self.buffers.items()}
@@ -62,6 +69,10 @@ class NamedState:
         with untraced():  # nothing is lent for it
             state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters() if id(p) in self._owned]
         return state + [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
+
+    def visiting(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Within this context these tensors are on the device, which is no change."""
+        return self.changes.visiting(Visit(tensors, self._device), [(self.name_of(t) or "", t) for t in tensors])
 
     def foreign(self, module: nn.Module) -> list[Tensor]:
         """What a submodule has in the place of parameters."""

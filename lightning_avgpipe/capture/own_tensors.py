@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.draft import Pin
 from lightning_avgpipe.capture.provenance import Provenance
-
-Pin = tuple[int, int, str]  # no cut between these nodes, for this reason
 
 
 class Read(NamedTuple):

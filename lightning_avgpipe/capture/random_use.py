@@ -63,9 +63,17 @@ class DrawWatch(CallWatcher):
         """Where a module lies; "" if it is none of the root's."""
         return self._paths.get(id(module), "")
 
+    def bits(self) -> tuple[bytes, ...]:
+        """State of torch's generators that units and glue draw from."""
+        return random_bits(self._device)
+
+    def draws_on_host(self, unit: str) -> bool:
+        """Whether a module, or one inside of it, has drawn from the generators of Python or NumPy."""
+        return any(f"{path}.".startswith(f"{unit}.") for path in self.host_drawing)
+
     def look(self) -> None:
         """See whether generators have moved since the last event."""
-        state, on_host = random_bits(self._device), host_state()
+        state, on_host = self.bits(), host_state()
         if state != self._state:
             self.drawing.add(self._stack[-1])
         if on_host != self._host_state:

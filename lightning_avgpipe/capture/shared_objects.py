@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning_avgpipe.capture.hidden import ANYWHERE
+from lightning_avgpipe.capture.draft import ANYWHERE
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.opaque import is_generator
 from lightning_avgpipe.utils.source import source_line

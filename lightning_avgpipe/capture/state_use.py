@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from lightning_avgpipe.capture.draft import ANYWHERE
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.hidden import ANYWHERE
 from lightning_avgpipe.capture.named_state import NamedState
 
 

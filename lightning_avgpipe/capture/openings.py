@@ -1,0 +1,61 @@
+"""Openings: units that write into objects, or return objects that hold tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.draft import ANYWHERE, Draft
+from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.parcel import Packer
+
+
+class Openings:
+    """Follows what units write into objects.
+
+    Args:
+        module: whose submodules are units.
+        draft: of the graph.
+        lasting: objects that were there before the step.
+    """
+
+    def __init__(self, module: nn.Module, draft: Draft, lasting: Objects) -> None:
+        self._packer = Packer(module)
+        self._draft = draft
+        self._lasting = lasting
+        self._writers: dict[int, list[int]] = defaultdict(list)  # lasting object -> nodes that write into it
+
+    def opened(
+        self, node: Node, result: Any, objects: Objects, exports: bool, writes: bool
+    ) -> tuple[Node, list[Tensor]]:
+        """The node, and the tensors that it gave: in its result, or in all that it wrote into objects as well.
+
+        Args:
+            node: that has run.
+            result: of it.
+            objects: that its arguments lead to, as they were before.
+            exports: whether attributes of its modules count as such.
+            writes: whether it wrote into a tensor in an object.
+        """
+        if not writes and not self._packer.is_needed(result, objects):
+            return node, tree.tensors(result)
+        try:
+            given = self._packer.pack(result, objects)[1]
+        except Exception as error:  # of any type: pickling runs code of the objects
+            reason = f"{node} leaves in an object what cannot be sent to another stage: {error}"
+            self._draft.pin(node.index + 1, ANYWHERE, reason)
+            return node, tree.tensors(result)
+        written = [change.index for change in objects.changes()]
+        lasting = tuple(i for i in written if self._lasting.index(objects.owners[i]) is not None)
+        for owner in (objects.owners[i] for i in lasting):
+            first = self._writers[id(owner)][:1]
+            self._writers[id(owner)].append(node.index)
+            if first and not isinstance(owner, nn.Module):
+                reason = f"an object of type {type(owner).__name__} that outlives the step is written to on both sides"
+                self._draft.pin(first[0] + 1, node.index, reason)
+        return replace(node, opens=True, exports=exports, lasting=lasting), given
