@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from lightning_avgpipe.schedule.actions import Action
 from lightning_avgpipe.schedule.costs import Pieces
@@ -45,35 +46,61 @@ class SimulatedLink:
         return self._free + self.latency_s
 
 
+class Mail:
+    """The messages of a lane.
+
+    Attributes:
+        waits: the directions of messages that kinds wait for here.
+        receivers: where the messages of kinds go from here, and over which link.
+        onwards: where values go from here unread, over which link, and in how many segments; None: nowhere.
+        arrivals: when a message is there, as far as that is known.
+    """
+
+    __slots__ = ("arrivals", "onwards", "receivers", "waits")
+
+    def __init__(self) -> None:
+        self.waits: dict[Kind, Direction] = {}
+        self.receivers: dict[Kind, tuple[SimulatedLane, SimulatedLink]] = {}
+        self.onwards: tuple[SimulatedLane, SimulatedLink, int] | None = None
+        self.arrivals: dict[tuple[Direction, int], float] = {}
+
+    def input_s(self, action: Action) -> float | None:
+        """When the input of an action is there; None as long as that is not known."""
+        direction = self.waits.get(action.kind)
+        return 0.0 if direction is None else self.arrivals.get((direction, action.micro_batch))
+
+
+class Rolling(NamedTuple):
+    """A lane's row is that of several iterations, which roll.
+
+    Attributes:
+        length: of an iteration.
+        others: lanes of the same stage: updates on a stage come in the order (iteration, pipeline).
+    """
+
+    length: int
+    others: Sequence[SimulatedLane]
+
+
 class SimulatedLane:
     """One stage of one pipeline.
 
     Args:
-        row: its actions in one iteration.
+        row: its actions.
         pipeline: n.
         stage: k.
         device: serves it; None: one that serves no other lane, so that nobody decides when an action begins.
         pieces: of an action of each kind; on a device that serves lanes in turns, or no other lane, one.
         turns: whose turn it is on its device, by stage; None: it takes none.
-        iterations: so many follow one another; the micro-batches of all of them are numbered through.
-        count: M.
 
     Attributes:
-        row: its actions in all iterations.
-        length: of an iteration.
-        others: lanes of the same stage that it rolls with: updates on a stage come in the order (iteration, pipeline).
-        waits: the directions of messages that kinds wait for here.
-        receivers: where the messages of kinds go from here, and over which link.
-        onwards: where values go from here unread, over which link, and in how many segments; None: nowhere.
-        arrivals: when a message is there, as far as that is known.
+        mail: its messages.
+        rolling: None: all lanes begin at once.
         begin_s: of the action that runs.
         spans: begins and ends of the actions that are over.
     """
 
-    __slots__ = (
-        "arrivals", "begin_s", "device", "length", "onwards", "others", "pieces", "pipeline", "receivers", "row",
-        "spans", "stage", "turns", "waits",
-    )  # fmt: skip
+    __slots__ = ("begin_s", "device", "mail", "pieces", "pipeline", "rolling", "row", "spans", "stage", "turns")
 
     def __init__(
         self,
@@ -83,19 +110,11 @@ class SimulatedLane:
         device: Sharing | None,
         pieces: Mapping[Kind, Pieces],
         turns: deque[int] | None = None,
-        iterations: int = 1,
-        count: int = 0,
     ) -> None:
-        self.turns = turns
         self.row, self.pipeline, self.stage, self.device, self.pieces = row, pipeline, stage, device, pieces
-        self.length = len(row)
-        self.others: Sequence[SimulatedLane] = ()
-        if iterations > 1:
-            self.row = [Action(kind, t * count + i) for t in range(iterations) for kind, i in row]
-        self.waits: dict[Kind, Direction] = {}
-        self.receivers: dict[Kind, tuple[SimulatedLane, SimulatedLink]] = {}
-        self.onwards: tuple[SimulatedLane, SimulatedLink, int] | None = None
-        self.arrivals: dict[tuple[Direction, int], float] = {}
+        self.turns = turns
+        self.rolling: Rolling | None = None
+        self.mail = Mail()
         self.begin_s = 0.0
         self.spans: list[tuple[float, float]] = []
 
@@ -107,21 +126,24 @@ class SimulatedLane:
     def input_s(self) -> float | None:
         """When the input of the next action is there; None as long as that is not known, or without an action."""
         done = len(self.spans)
-        if done == len(self.row) or (self.others and done % self.length == 0 and not self._updated(done)):
+        if done == len(self.row) or (self.rolling and not self._updated(self.rolling, done)):
             return None
-        action = self.row[done]
-        direction = self.waits.get(action.kind)
-        return 0.0 if direction is None else self.arrivals.get((direction, action.micro_batch))
+        return self.mail.input_s(self.row[done])
 
-    def _updated(self, done: int) -> bool:
-        """Whether the last update on this stage before the iteration that comes is this lane's own."""
-        t = done // self.length
-        return all(len(other.spans) >= (t - (other.pipeline > self.pipeline)) * other.length for other in self.others)
+    def _updated(self, rolling: Rolling, done: int) -> bool:
+        """Whether the last update on this stage before the iteration that comes, or runs, is this lane's own."""
+        length, others = rolling
+        t, within = divmod(done, length)
+        return bool(within) or all(len(o.spans) >= (t - (o.pipeline > self.pipeline)) * length for o in others)
+
+    def followers(self) -> list[SimulatedLane]:
+        """Lanes that wait for something, of those that may wait for an update of this one."""
+        return [other for other in self.rolling.others if other.input_s() is None] if self.rolling else []
 
     def urgency(self) -> tuple[int, ...]:
         """Of what may run on a device the smallest goes first."""
-        if self.others:
-            return len(self.spans) // self.length, self.pipeline, *urgency(self.action), self.stage
+        if self.rolling:
+            return len(self.spans) // self.rolling.length, self.pipeline, *urgency(self.action), self.stage
         return *urgency(self.action), self.pipeline, self.stage
 
 

@@ -25,7 +25,7 @@ from lightning_avgpipe.schedule.builders import check
 from lightning_avgpipe.schedule.costs import Costs, Pieces
 from lightning_avgpipe.schedule.kinds import KINDS, Direction, Kind
 from lightning_avgpipe.schedule.rules import peak_stash, receiver, sender, turns_of
-from lightning_avgpipe.schedule.sharing import InTurns, Sharing, SideBySide, SimulatedLane, SimulatedLink
+from lightning_avgpipe.schedule.sharing import InTurns, Rolling, Sharing, SideBySide, SimulatedLane, SimulatedLink
 from lightning_avgpipe.schedule.timeline import Span, Timeline, Transfer
 
 
@@ -139,17 +139,17 @@ class Simulation:
     def _end(self, lane: SimulatedLane) -> None:
         """Send what an action gave, and see when the next one may begin."""
         action = lane.action
-        rolling = [other for other in lane.others if other.input_s() is None]
+        waiting = lane.followers()
         lane.spans.append((lane.begin_s, self.now))
-        for other in rolling if len(lane.spans) % lane.length == 0 else ():
+        for other in waiting if lane.rolling and len(lane.spans) % lane.rolling.length == 0 else ():
             self._wake(other)
-        if action.kind in lane.receivers:
-            there, link = lane.receivers[action.kind]
+        if action.kind in lane.mail.receivers:
+            there, link = lane.mail.receivers[action.kind]
             arrival_s = link.send(self.now, lane.pipeline, action.micro_batch)
             assert action.kind.produces is not None
             self._arrive(there, action.kind.produces, action.micro_batch, arrival_s)
-            if there.onwards is not None and action.kind.produces == "forward":
-                behind, following, segments = there.onwards
+            if there.mail.onwards is not None and action.kind.produces == "forward":
+                behind, following, segments = there.mail.onwards
                 piece_s, rest_s = link.occupied_s / segments, following.occupied_s / segments
                 first_s = arrival_s - link.occupied_s + piece_s  # a segment goes on when it is there
                 at_s = following.send(first_s, lane.pipeline, action.micro_batch, arrival_s + rest_s)
@@ -159,7 +159,7 @@ class Simulation:
     def _arrive(self, lane: SimulatedLane, direction: Direction, micro_batch: int, arrival_s: float) -> None:
         """It is known when a message arrives."""
         waiting = lane.input_s() is None
-        lane.arrivals[direction, micro_batch] = arrival_s
+        lane.mail.arrivals[direction, micro_batch] = arrival_s
         if waiting:
             self._wake(lane)
 
@@ -200,23 +200,21 @@ def _lanes(
     ]
     serving = {device: sharing() for device in devices if len(schedules) * devices.count(device) > 1}
     lanes = [
-        SimulatedLane(
-            schedule.rows[k],
-            n,
-            k,
-            serving.get(devices[k]),
-            pieces[k],
-            turns.get(k),
-            iterations,
-            schedule.num_microbatches,
-        )
+        SimulatedLane(_repeated(schedule, k, iterations), n, k, serving.get(devices[k]), pieces[k], turns.get(k))
         for n, schedule in enumerate(schedules)
         for turns in [turns_of(schedule, iterations)]
         for k in stages
     ]
     for lane in lanes if iterations > 1 else ():
-        lane.others = [other for other in lanes if other.stage == lane.stage and other is not lane]
+        others = [other for other in lanes if other.stage == lane.stage and other is not lane]
+        lane.rolling = Rolling(len(lane.row) // iterations, others) if others else None
     return lanes
+
+
+def _repeated(schedule: Schedule, stage: int, iterations: int) -> Sequence[Action]:
+    """The row of a stage, so many times; micro-batches are numbered through."""
+    row, count = schedule.rows[stage], schedule.num_microbatches
+    return row if iterations == 1 else [Action(kind, t * count + i) for t in range(iterations) for kind, i in row]
 
 
 def _connect(
@@ -228,10 +226,10 @@ def _connect(
     for lane in lanes:
         if lane.stage in relays and lane.stage + 1 < costs.num_stages:
             link = links.setdefault(("forward", lane.stage), SimulatedLink(*costs.message_s("forward", lane.stage)))
-            lane.onwards = by_place[lane.pipeline, lane.stage + 1], link, schedule.segments
+            lane.mail.onwards = by_place[lane.pipeline, lane.stage + 1], link, schedule.segments
         for kind in lane.pieces:
             if kind.consumes is not None and sender(kind, lane.stage, length) is not None:
-                lane.waits[kind] = kind.consumes
+                lane.mail.waits[kind] = kind.consumes
             there = receiver(kind, lane.stage, length)
             if kind.produces is not None and there is not None:
                 receiving = by_place[lane.pipeline, there]
@@ -240,7 +238,7 @@ def _connect(
                 key = kind.produces, min(there, lane.stage)
                 if key not in links:
                     links[key] = SimulatedLink(*costs.message_s(*key))
-                lane.receivers[kind] = receiving, links[key]
+                lane.mail.receivers[kind] = receiving, links[key]
     return links
 
 
