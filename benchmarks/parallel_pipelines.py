@@ -57,6 +57,7 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import run_together
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Link
+from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.model_memory import Holding
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import (
@@ -107,7 +108,7 @@ class Bench:
         self.args = args
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.deployment = Deployment(
-            model, cluster, Planner(model, NUM_STAGES, [split_point]), lambda: [self.optimizer]
+            model, cluster, Planner(Divisible(model), NUM_STAGES, [split_point]), lambda: [self.optimizer]
         )
         self.deployment.prepare(STEP, self._step, Examples([args]), True, build("1f1b", NUM_STAGES, 1))
         self.pipelines = self.deployment.models.train(1)

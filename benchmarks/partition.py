@@ -35,6 +35,8 @@ from lightning_avgpipe.capture.measure import measure
 from lightning_avgpipe.capture.units import divisible, initial_units, refine
 from lightning_avgpipe.planning import Costs, Plan, cut_at
 from lightning_avgpipe.planning.balance import gaps
+from lightning_avgpipe.planning.costing import Costing
+from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
 
@@ -224,7 +226,7 @@ def compare(name: str, stages: Sequence[int], runs: int, say: Callable[[str], No
     seconds: dict[int, float] = {}
     for num_stages in stages:
         begin = time.perf_counter()
-        planner = Planner(module, num_stages, costs="measured")
+        planner = Planner(Divisible(module), num_stages, costing=Costing("measured"))
         conditions = Conditions(build("1f1b", num_stages, 4 * num_stages))
         plans[num_stages] = planner.plan(STEP, module.training_step, args, conditions=conditions)
         seconds[num_stages] = time.perf_counter() - begin

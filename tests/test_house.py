@@ -33,7 +33,6 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "engine/replay.py:_Replayer": (8, 18, "where a replay stands in the graph"),
     "engine/stage.py:Stage": (7, 23, "all that the actions of a stage use"),
     "engine/stream.py:Stream": (5, 12, "where each lane of a stream of iterations stands"),
-    "planning/planner.py:Planner": (6, 14, "to be divided"),
     "strategy/advance_control.py:AdvanceControl": (10, 15, "what has been measured, and what is decided from it"),
     "strategy/bundles.py:BundledLoader": (6, 13, "what Lightning asks of a loader, and where reading stands"),
     "strategy/iteration.py:Iterations": (6, 15, "an iteration uses all that a run has"),
@@ -53,7 +52,6 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "utils/objects.py:Objects": (17, 7, "one walk through objects, and the questions about what it met"),
 }
 LONG_FILES = {
-    "planning/planner.py": "to be divided",
     "strategy/strategy.py": "Lightning's hooks, a line or two each, and the docstring of every option",
 }
 

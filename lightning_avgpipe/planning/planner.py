@@ -9,21 +9,15 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from torch import nn
-
-from lightning_avgpipe.capture.capturing import capture
-from lightning_avgpipe.capture.coarsening import closing
-from lightning_avgpipe.capture.cost_cache import CostCache, fingerprint
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure, reading_s
-from lightning_avgpipe.capture.samples import Samples
-from lightning_avgpipe.capture.units import divisible, initial_units, refine, split_units, why_whole
 from lightning_avgpipe.capture.ways import Way, fullest
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
+from lightning_avgpipe.planning.costing import Costing
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.forecast import forecast_of, idle_share
 from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix
 from lightning_avgpipe.planning.halving import Halving, expected, expected_of_groups, fewest, processes_of
@@ -31,30 +25,15 @@ from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.model_memory import memory_of, with_shards, with_versions
 from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.recompute_policy import Recompute
+from lightning_avgpipe.planning.refinement import Refinement
 from lightning_avgpipe.planning.spp import SppPlan
 from lightning_avgpipe.planning.turns import plan_in_turns, units_between
-from lightning_avgpipe.schedule import (
-    Schedule,
-    build,
-    with_replicas,
-)
+from lightning_avgpipe.schedule import Schedule, build, with_replicas
 from lightning_avgpipe.schedule.rules import trains
 from lightning_avgpipe.schedule.versions import POLICIES, WeightPolicy
 
 _log = logging.getLogger(__name__)
 
-# Refining ends when the slowest stage is within this share of a perfect balance ...
-_BALANCED = 1.03
-# ... and opens only units that weigh more than this part of a stage's fair share,
-_HEAVY = 0.25
-# then, so many times, those next to a cut that could move it by more than this part.
-_NEAR_CUTS = 3
-_MOVES = 0.03
-# Finer units must make the slowest stage or the unevenness smaller by this factor.
-_WORTH = 0.99
-# A unit that learns numbers of values may do other things with other micro-batches. As one unit it may; opened, it is
-# refused when it does. So it stays one unless the slowest stage exceeds its fair share by this factor.
-_SPARED = 1.8
 _ASKS = "reads numbers of values, so that what it calls may differ between batches"
 # How much slower the slowest stage may be for less traffic, and how much less time the schedule must then take.
 _SLACKS = 0.05, 0.1, 0.2
@@ -93,54 +72,38 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A step function with the arguments of one micro-batch."""
-
-    name: str
-    run: Callable[..., Any]
-    args: Sequence[Any]
-
-
-@dataclass(frozen=True)
 class Planner:
     """Makes plans for one module.
 
     Attributes:
-        module: whose steps are divided.
+        subject: the module whose steps are divided.
         num_stages: K.
         split_points: names of the units at which stages 1..K-1 begin; None balances.
-        device: where captures compute.
-        observers: modules that only look at values (metrics).
-        costs: ``"measured"`` on the device, or counted operations (``"flops"``).
-        cache: of measured costs; None measures every time.
+        costing: how the costs of its units are found.
         memory_limit: bytes that each stage may use.
         recompute: what is repeated before, or in, a backward.
         replicas: of each stage, which share its micro-batches; empty: one of each.
         policy: which weights actions use.
         sharing: whole replicas that share the optimizer states of each stage with its own; 0: each keeps all.
         keeps: whether the outputs of frozen layers are kept, where that is faster than to compute them.
-        samples: what was measured on this device for earlier plans, which is not measured again.
     """
 
-    module: nn.Module
+    subject: Divisible
     num_stages: int
     split_points: Sequence[str] | None = None
-    device: torch.device | None = None
-    observers: Collection[nn.Module] = ()
-    costs: Literal["measured", "flops"] = "flops"
-    cache: CostCache | None = None
+    costing: Costing = field(default_factory=Costing)
     memory_limit: float = math.inf
     recompute: Recompute = Recompute()  # noqa: RUF009
     replicas: Sequence[int] = ()
     policy: WeightPolicy = POLICIES["flush"]
     sharing: int = 0
     keeps: bool = False
-    samples: Samples = field(default_factory=Samples, compare=False)
 
     @property
     def measures(self) -> bool:
         """Whether costs are measured: on one stage nothing depends on them, and absent parameters cannot compute."""
-        return self.costs == "measured" and self.num_stages > 1 and not any(p.is_meta for p in self.module.parameters())
+        absent = any(p.is_meta for p in self.subject.module.parameters())
+        return self.costing.kind == "measured" and self.num_stages > 1 and not absent
 
     def seconds(self, step: str, run: Callable[..., Any], args: Sequence[Any]) -> float:
         """What a step takes on the device of this process, unit by unit; 0 where nothing is measured.
@@ -152,32 +115,28 @@ class Planner:
         """
         if not self.measures:
             return 0.0
-        graph = self.capture(step, run, args, initial_units(self.module, self.observers))
-        costs = measure(graph, run, args, self.module, self.device or torch.device("cpu"), Samples())
+        graph = self.subject.capture(Step(step, run, args))
+        costs = measure(graph, run, args, self.subject.module, self.subject.place)
         return sum(costs.forward) + sum(costs.backward)
-
-    def capture(self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str]) -> CallGraph:
-        """The call graph of a step, at the granularity of these units."""
-        return capture(step, run, args, self.module, units, self.device, self.observers)
 
     def capture_like(self, step: str, run: Callable[..., Any], args: Sequence[Any], plan: Plan) -> CallGraph:
         """The call graph of another step, whose units are opened until each has its parameters on one stage."""
         units = plan.graph.units
         while True:
-            graph = self.capture(step, run, args, units)
-            wide = [unit for unit in scattered(graph, plan.stages_of) if divisible(self.module, unit, self.observers)]
+            graph = self.subject.capture(Step(step, run, args), units)
+            wide = [unit for unit in scattered(graph, plan.stages_of) if self.subject.opens(unit)]
             if not wide:
                 return graph
-            units = refine(self.module, graph.units, wide, self.observers)
+            units = self.subject.refine(graph.units, wide)
 
     def provisional(self, step: str, run: Callable[..., Any], args: Sequence[Any], conditions: Conditions) -> Plan:
         """A plan for a step that comes before the one that decides: any, if there is no good one."""
-        planner = replace(self, costs="flops")
+        planner = replace(self, costing=Costing())
         try:
             return planner.plan(step, run, args, conditions=conditions)
         except PartitionError as error:
             _log.debug("%s runs on the last stage until training begins: %s", step, error)
-            graph = self.capture(step, run, args, initial_units(self.module, self.observers))
+            graph = self.subject.capture(Step(step, run, args))
             return self._made(graph, (0,) * (self.num_stages - 1), planner._counted(graph))
 
     def plan(
@@ -205,7 +164,7 @@ class Planner:
         conditions = conditions or Conditions()
         if conditions.bandwidth is not None and self.num_stages > 2:
             try:  # units as fine as a stage on each device asks for
-                return self._plan(step, run, args, units, conditions)
+                return self._plan(Step(step, run, args), units, conditions)
             except PartitionError as error:
                 _log.debug("%s: %s", step, error)
                 fewer = replace(self, num_stages=self.num_stages - 1)
@@ -213,55 +172,54 @@ class Planner:
                     return fewer.plan(step, run, args, units, conditions)
                 except PartitionError:
                     raise error from None
-        return self._plan(step, run, args, units, conditions)
+        return self._plan(Step(step, run, args), units, conditions)
 
-    def _plan(
-        self, step: str, run: Callable[..., Any], args: Sequence[Any], units: Sequence[str], conditions: Conditions
-    ) -> Plan:
-        memory, spared = self._memory(conditions), set[str]()
-        units = tuple(units) or initial_units(self.module, self.observers)
-        units = split_units(self.module, units, self.recompute.modules, self.observers)
-        units = self._half_frozen(units) if self.keeps else units
-        if self.split_points is not None:
-            units = split_units(self.module, units, self.split_points, self.observers)
-        graph = self.capture(step, run, args, units)
-        way = Way(graph, run)
+    def _plan(self, step: Step, units: Sequence[str], conditions: Conditions) -> Plan:
+        memory, subject = self._memory(conditions), self.subject
+        units = self._initial(units)
+        graph = subject.capture(step, units)
+        way = Way(graph, step.run)
         if self.num_stages > 1:
-            follow = partial(self.capture, step, args=args, units=units)
-            way = fullest(graph, run, self.module, self.device or torch.device("cpu"), follow)
-        graph, what = way.graph, _Step(step, way.run, args)
-        known = replace(self.samples, spent_s=0.0)  # shares what is found; each plan may take its time
-        measured = partial(self._measured, what, conditions.links, known)
+            follow = lambda run: subject.capture(step._replace(run=run), units)  # noqa: E731
+            way = fullest(graph, step.run, subject.module, subject.place, follow)
+        graph, step = way.graph, step._replace(run=way.run)
+        refinement = Refinement(subject, step, self.num_stages)
+        # shares what is found; each plan may take its time
+        costing = replace(self.costing, samples=replace(self.costing.samples, spent_s=0.0))
+        measured = partial(self._measured, costing, step, conditions.links)
         if self.split_points is not None:
             cuts = cut_at(graph, self.split_points, self.num_stages)
             costs = (measured if self.measures else self._counted)(graph)
             plan = self._made(graph, cuts, costs, memory)
         else:
             counted = replace(memory, limit=math.inf, weights={}) if self.measures else memory
-            plan, costs = self._refined(what, graph, self._counted, counted, spared)
+            plan, costs = refinement.best(graph, self._counted, partial(self._balanced, memory=counted))
             if self.measures:
-                plan, costs = self._refined(what, plan.graph, measured, memory, spared)
+                plan, costs = refinement.best(plan.graph, measured, partial(self._balanced, memory=memory))
             plan = self._for_schedule(plan, costs, memory, conditions)
         way.check(plan.graph.units)
         if conditions.bandwidth is not None and conditions.schedule is not None:
-            return self._placed(what, plan.graph, costs, conditions.bandwidth, conditions)
-        apart = units_between(plan.graph, costs, self._weights())[0] if self.measures else None
+            return self._placed(step, plan.graph, costs, conditions.bandwidth, conditions)
+        apart = units_between(plan.graph, costs, subject.nbytes)[0] if self.measures else None
         fewer, shares = self._fewest(plan, costs, conditions), conditions.halving
         if fewer is not None and shares is not None and not shares.as_groups:
             planner, plan, memory, forecast = fewer
-            plan = planner._closed(what, plan, costs, memory, conditions.kept)
+            plan = planner._closed(step, plan, costs, memory, conditions.kept)
             plan = replace(plan, devices=processes_of(planner.replicas), forecast=forecast)
         else:
-            note = self._note(plan, costs, spared)
-            plan = self._closed(what, plan, costs, memory, conditions.kept)
+            note = self._note(plan, costs, refinement.spared)
+            plan = self._closed(step, plan, costs, memory, conditions.kept)
             plan = replace(plan, forecast=forecast_of(plan, conditions.schedule, self.policy), note=note)
             plan = plan if fewer is None else replace(plan, advised=fewer[0].num_stages)
         plan = replace(plan, units=apart)
         return replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0]) if costs.kept else plan
 
-    def _weights(self) -> dict[str, int]:
-        """Bytes of each parameter."""
-        return {name: p.numel() * p.element_size() for name, p in self.module.named_parameters()}
+    def _initial(self, units: Sequence[str]) -> tuple[str, ...]:
+        """The units to start from, as fine as is known to be needed."""
+        units = self.subject.split(units or self.subject.units(), self.recompute.modules)
+        while self.keeps and (mixed := self.subject.half_frozen(units)):
+            units = self.subject.refine(units, mixed)
+        return self.subject.split(units, self.split_points or ())
 
     def _for_schedule(self, plan: Plan, costs: Costs, memory: Memory, conditions: Conditions) -> Plan:
         """The plan, or a less even one with less traffic, where the schedule waits for transfers long enough."""
@@ -280,13 +238,13 @@ class Planner:
                 plan, least = other, expected
         return plan
 
-    def _placed(self, step: _Step, graph: CallGraph, costs: Costs, bandwidth: Matrix, conditions: Conditions) -> Plan:
+    def _placed(self, step: Step, graph: CallGraph, costs: Costs, bandwidth: Matrix, conditions: Conditions) -> Plan:
         """SPP's stages, with the processes of each."""
         begin, schedule = time.perf_counter(), conditions.schedule
         assert schedule is not None
         num_microbatches = schedule.num_microbatches
         slow = conditions.slowness
-        units, positions = units_between(graph, costs, self._weights())
+        units, positions = units_between(graph, costs, self.subject.nbytes)
         if slow and slow[0] > 1:  # costs are those of rank 0
             faster = ((seconds / slow[0] for seconds in of) for of in (units.forward_s, units.backward_s))
             units = replace(units, **dict(zip(("forward_s", "backward_s"), map(tuple, faster), strict=True)))
@@ -321,7 +279,8 @@ class Planner:
         halving, schedule = conditions.halving, conditions.schedule
         if halving is None or schedule is None or self.split_points is not None:
             return None
-        trained = {n: p.numel() * p.element_size() for n, p in self.module.named_parameters() if p.requires_grad}
+        nbytes = self.subject.nbytes
+        trained = {name: nbytes[name] for name, p in self.subject.module.named_parameters() if p.requires_grad}
         slowest = max(plan.links, key=lambda link: (link.per_byte, link.latency), default=Link())
         tried: dict[tuple[int, ...], tuple[Planner, Plan, Memory]] = {}
 
@@ -330,9 +289,7 @@ class Planner:
             fewer = replace(self, num_stages=len(counts), replicas=shared, memory_limit=halving.memory_limit)
             order = with_replicas(build(schedule.name, len(counts), schedule.num_microbatches), shared)
             memory = fewer._memory(replace(conditions, schedule=order))
-            made, failure = fewer._attempt(plan.graph, replace(costs, links=(slowest,)), memory)
-            if made is None:
-                raise failure or PartitionError("no plan")
+            made = fewer._balanced(plan.graph, replace(costs, links=(slowest,)), memory)
             halving.accept(made, counts)
             tried[counts] = fewer, made, memory
             return made
@@ -350,7 +307,7 @@ class Planner:
             return ""
         bounds = [0, *plan.cuts, len(plan.graph.nodes)]
         start, end = bounds[slowest.index : slowest.index + 2]
-        whole = self._whole(plan.graph) | dict.fromkeys(spared, _ASKS)
+        whole = self.subject.whole(plan.graph.units) | dict.fromkeys(spared, _ASKS)
         found = limits(plan.graph, costs, whole, start, end)[:_SHOWN]
         because = "".join(f"\n  - {limit}" for limit in found)
         because = because and f". What cannot be divided in it:{because}"
@@ -359,14 +316,9 @@ class Planner:
             f"{1 / slowest.share:.2f} times as fast as one{because}"
         )
 
-    def _whole(self, graph: CallGraph) -> dict[str, str]:
-        """Unit -> why it cannot be opened."""
-        reasons = ((unit, why_whole(self.module, unit, self.observers)) for unit in graph.units)
-        return {unit: reason for unit, reason in reasons if reason is not None}
-
     def _memory(self, conditions: Conditions) -> Memory:
         memory = memory_of(
-            self.module,
+            self.subject.module,
             conditions.schedule,
             conditions.state_copies,
             self.memory_limit,
@@ -376,10 +328,10 @@ class Planner:
             self.replicas,
         )
         if conditions.schedule is not None and trains(conditions.schedule.rows[-1]):
-            memory = with_versions(memory, self.module, self.policy, conditions.schedule)
+            memory = with_versions(memory, self.subject.module, self.policy, conditions.schedule)
             if self.sharing:
                 sharing = [self.sharing * count for count in self.replicas or (1,) * self.num_stages]
-                memory = with_shards(memory, self.module, conditions.state_copies, sharing)
+                memory = with_shards(memory, self.subject.module, conditions.state_copies, sharing)
         # where nothing is measured the price of a byte is a guess, and no reason to avoid a copy
         return memory if self.measures else replace(memory, weights={})
 
@@ -388,133 +340,43 @@ class Planner:
         counted = replace(counted, backward=(0.0,) * first + counted.backward[first:])
         return self._with_kept(graph, self.recompute.costs(graph, counted))
 
-    def _closed(self, step: _Step, plan: Plan, costs: Costs, memory: Memory, kept: Sequence[str] = ()) -> Plan:
+    def _closed(self, step: Step, plan: Plan, costs: Costs, memory: Memory, kept: Sequence[str] = ()) -> Plan:
         """The same stages, with those units closed again that no cut divides, nor the end of what is or was kept."""
         stays = (*plan.cuts, costs.kept) if costs.kept else plan.cuts
         if 0 < len(kept) <= costs.kept and tuple(kept) == tuple(node.name for node in plan.graph.nodes[: len(kept)]):
             stays = (*stays, len(kept))
-        closed = closing(self.module, plan.graph, stays, self.recompute.modules, self.observers)
+        closed = self.subject.closing(plan.graph, stays, self.recompute.modules)
         if closed is None:
             return plan
-        graph = self.capture(step.name, step.run, step.args, closed.units)
+        graph = self.subject.capture(step, closed.units)
         if not closed.is_met_by(graph, stays):  # the step tells its parts apart, say by an attribute they set
             _log.debug("%s needs its units open: %s", step.name, ", ".join(plan.graph.units))
             return plan
         return self._made(graph, closed.cuts(plan.cuts), closed.costs(costs), memory)
 
-    def _refined(
-        self,
-        step: _Step,
-        graph: CallGraph,
-        costs_of: Callable[[CallGraph], Costs],
-        memory: Memory,
-        spared: set[str],
-    ) -> tuple[Plan, Costs]:
-        """The best plan for this graph, or for a finer one where that is better; ``spared`` gets what stays whole."""
-        best: tuple[Plan, Costs] | None = None
-        closer = _NEAR_CUTS
-        tried: set[str] = set()  # all that were spared at some time
-        costs = costs_of(graph)
-        while True:
-            plan, failure = self._attempt(graph, costs, memory)
-            if plan is not None:
-                if best is None or _gains(plan, best[0]):
-                    best = plan, costs
-                if plan.slowest.share * self.num_stages <= _BALANCED:
-                    return best
-            heavy = self._too_heavy(graph, costs, plan, spared)
-            if not heavy and plan is not None and closer > 0:
-                closer -= 1
-                near = _beside_cuts(plan) - spared
-                least_s = _MOVES * sum(costs.node) / self.num_stages
-                heavy = [name for name in self._heavy_units(graph, costs, least_s) if name in near]
-            if not heavy:
-                if best is None:
-                    assert failure is not None
-                    raise failure
-                return best
-            units = refine(self.module, graph.units, heavy, self.observers)
-            finer = self.capture(step.name, step.run, step.args, units)
-            if found := (finer.asking & set(heavy)) - tried:
-                tried |= found
-                spared |= found
-                continue
-            graph, costs = finer, costs_of(finer)
+    def _balanced(self, graph: CallGraph, costs: Costs, memory: Memory) -> Plan:
+        """The best plan for this graph.
 
-    def _attempt(self, graph: CallGraph, costs: Costs, memory: Memory) -> tuple[Plan | None, PartitionError | None]:
-        """The best plan for this graph, or why there is none."""
-        try:
-            cuts = cut_balanced(graph, costs, self.num_stages, memory, self._whole(graph), self.replicas)
-            return self._made(graph, cuts, costs, memory), None
-        except PartitionError as error:
-            return None, error
+        Raises:
+            PartitionError: there is none.
+        """
+        whole = self.subject.whole(graph.units)
+        return self._made(
+            graph, cut_balanced(graph, costs, self.num_stages, memory, whole, self.replicas), costs, memory
+        )
 
-    def _too_heavy(self, graph: CallGraph, costs: Costs, plan: Plan | None, spared: set[str]) -> list[str]:
-        """Units that are to be opened; one that stays whole only where no plan is good without it."""
-        fair_s = sum(costs.node) / self.num_stages
-        found = self._heavy_units(graph, costs, fair_s * _HEAVY if plan is not None else 0.0)
-        found += [u for u in sorted(graph.leaving) if u not in found and divisible(self.module, u, self.observers)]
-        heavy = [unit for unit in found if unit not in spared]
-        if not heavy and (plan is None or plan.slowest.share * self.num_stages > _SPARED):
-            heavy = [unit for unit in found if unit in spared]
-            spared.clear()
-        return heavy
-
-    def _measured(self, step: _Step, links: tuple[Link, ...], samples: Samples, graph: CallGraph) -> Costs:
-        """Measured costs, from the cache if they are there."""
-        device = self.device or torch.device("cpu")
-        key, about = fingerprint(graph, self.module, device)
-        costs = self.cache.load(key, len(graph.nodes)) if self.cache is not None else None
-        if costs is None:
-            begin = time.perf_counter()
-            costs = measure(graph, step.run, step.args, self.module, device, samples)
-            _log.info("measured %d nodes of %s in %.1f s", len(graph.nodes), step.name, time.perf_counter() - begin)
-            if self.cache is not None:
-                self.cache.save(key, costs, about)
+    def _measured(self, costing: Costing, step: Step, links: tuple[Link, ...], graph: CallGraph) -> Costs:
         # what the cache holds is of the units alone, whatever is repeated
+        costs = costing.measured(self.subject, step, graph)
         return self._with_kept(graph, self.recompute.costs(graph, replace(costs, links=links)))
-
-    def _half_frozen(self, units: tuple[str, ...]) -> tuple[str, ...]:
-        """Finer units, of which each is frozen or trained, as far as they can be opened."""
-        while True:
-            flags = {unit: {p.requires_grad for p in self.module.get_submodule(unit).parameters()} for unit in units}
-            mixed = [u for u in units if len(flags[u]) > 1 and divisible(self.module, u, self.observers)]
-            if not mixed:
-                return units
-            units = refine(self.module, units, mixed, self.observers)
 
     def _with_kept(self, graph: CallGraph, costs: Costs) -> Costs:
         """What is read instead takes no time."""
         frozen = frozen_prefix(graph, graph.trained)[0] if self.keeps else 0
-        if costs.measured and sum(costs.forward[:frozen]) < reading_s(graph, frozen, self.device):
+        if costs.measured and sum(costs.forward[:frozen]) < reading_s(graph, frozen, self.subject.device):
             return costs
         return replace(costs, forward=(0.0,) * frozen + tuple(costs.forward[frozen:]), kept=frozen)
 
-    def _heavy_units(self, graph: CallGraph, costs: Costs, limit: float) -> list[str]:
-        weights: dict[str, float] = {}
-        for node, cost in zip(graph.nodes, costs.node, strict=True):
-            if node.kind == "call":
-                weights[node.name] = weights.get(node.name, 0.0) + cost
-        return [
-            unit for unit, weight in weights.items() if weight >= limit and divisible(self.module, unit, self.observers)
-        ]
-
     def _made(self, graph: CallGraph, cuts: Sequence[int], costs: Costs, memory: Memory | None = None) -> Plan:
-        sizes = {name: parameter.numel() for name, parameter in self.module.named_parameters()}
+        sizes = {name: parameter.numel() for name, parameter in self.subject.module.named_parameters()}
         return make_plan(graph, cuts, costs, sizes, memory, self.replicas)
-
-
-def _unevenness(plan: Plan) -> float:
-    return sum(stage.share**2 for stage in plan.stages)
-
-
-def _beside_cuts(plan: Plan) -> set[str]:
-    """The last unit of each stage, and the first of the next."""
-    ends = {unit for stage in plan.stages[:-1] for unit in stage.units[-1:]}
-    return ends | {unit for stage in plan.stages[1:] for unit in stage.units[:1]}
-
-
-def _gains(plan: Plan, best: Plan) -> bool:
-    """Finer units cost a little at every call, so they must be worth it: a faster pace, or a more even rest."""
-    now, before = plan.slowest.share, best.slowest.share
-    return now < before * _WORTH or (now <= before and _unevenness(plan) < _unevenness(best) * _WORTH)

@@ -17,6 +17,8 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.costing import Costing
+from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
 from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.planner import Planner
@@ -52,11 +54,8 @@ def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before
         recompute = replace(recompute, stages=recompute.stages or policy.backward is not None)
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     planner = Planner(
-        module,
-        device=cluster.device,
-        observers=metrics,
-        costs="flops" if on_meta(module) else options.costs,  # what has no contents cannot be timed
-        cache=options.cache,
+        Divisible(module, cluster.device, metrics),
+        costing=Costing("flops" if on_meta(module) else options.costs, options.cache),  # no contents: nothing to time
         recompute=recompute,
         replicas=options.stage_replicas,
         policy=policy,

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.units import divisible
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
@@ -275,7 +274,7 @@ class Deployment:
             check_shared(plan.graph, plan.cuts, shared)
             for graph in (self.pipeline.graph(step) for step in self.pipeline.steps if step != plan.graph.step):
                 wide = scattered(graph, plan.stages_of)
-                if wide and all(divisible(self._module, unit, self._maker.planner.observers) for unit in wide):
+                if wide and all(map(self._maker.planner.subject.opens, wide)):
                     # they are opened when the step runs next; until then any stage might have all of it
                     cuts: Sequence[int] = (len(graph.nodes),) * (plan.num_stages - 1)
                 else:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.engine.forward_only import Freezing
+from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.freezing import num_frozen
 from lightning_avgpipe.planning.planner import Planner
 
@@ -39,7 +40,7 @@ def frozen(module: Step, at_capture: Collection[int], now: Collection[int]) -> i
     """How many of four stages are frozen now; both arguments are numbers of layers that are."""
     for i, layer in enumerate(module.layers):
         layer.requires_grad_(i not in at_capture)
-    planner = Planner(module, 4, [f"layers.{i}" for i in (1, 2, 3)])
+    planner = Planner(Divisible(module), 4, [f"layers.{i}" for i in (1, 2, 3)])
     plan = planner.plan("training_step", module.forward, (torch.randn(2, WIDTH),))
     freezing = Freezing(plan.graph, plan.cuts, module)
     for i, layer in enumerate(module.layers):
@@ -57,7 +58,7 @@ def test_what_is_frozen_now_counts_not_what_was() -> None:
 
 def test_what_is_detached_needs_no_backward() -> None:
     module = Step(detached=True)
-    graph = Planner(module, 1).plan("training_step", module.forward, (torch.randn(2, WIDTH),)).graph
+    graph = Planner(Divisible(module), 1).plan("training_step", module.forward, (torch.randn(2, WIDTH),)).graph
     behind = 1 + next(node.index for node in graph.nodes if node.name == "detach")
     assert num_frozen(graph, (behind,), graph.trained) == 1
     assert num_frozen(graph, (behind - 1,), graph.trained) == 0  # it is the next stage that detaches

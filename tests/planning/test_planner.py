@@ -16,6 +16,8 @@ from lightning_avgpipe.capture.cost_cache import CostCache
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Link
+from lightning_avgpipe.planning.costing import Costing
+from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
 
@@ -57,14 +59,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
             times = [seconds(node.name) if node.kind == "call" else 0.0 for node in graph.nodes]
             return replace(Costs.of_nodes(times), stash_bytes=(100,) * len(times), links=(), measured=True)
 
-        monkeypatch.setattr("lightning_avgpipe.planning.planner.measure", measure)
+        monkeypatch.setattr("lightning_avgpipe.planning.costing.measure", measure)
         return seen
 
     return install
 
 
 def planned(module: nn.Module, num_stages: int, conditions: Conditions | None = None, **options: Any) -> Any:
-    planner = Planner(module, num_stages, **{"costs": "measured", **options})
+    planner = Planner(Divisible(module), num_stages, **{"costing": Costing("measured"), **options})
     return planner.plan("training_step", module.training_step, (torch.randn(2, 8), 0), conditions=conditions)
 
 
@@ -127,9 +129,9 @@ def test_a_schedule_that_waits_for_transfers_has_less_even_stages_with_less_traf
 
 def test_the_second_plan_comes_from_the_cache(recorded: Recorder, tmp_path: Path) -> None:
     module, seen = Net(), recorded(by_block)
-    first = planned(module, 2, cache=CostCache(tmp_path))
+    first = planned(module, 2, costing=Costing("measured", CostCache(tmp_path)))
     count = len(seen)
-    assert planned(module, 2, cache=CostCache(tmp_path)) == first and len(seen) == count
+    assert planned(module, 2, costing=Costing("measured", CostCache(tmp_path))) == first and len(seen) == count
     assert planned(module, 2) == first and len(seen) == 2 * count  # without a cache
 
 
@@ -138,7 +140,7 @@ def test_a_further_plan_does_not_measure_what_an_earlier_one_has_measured(frozen
     calls: list[str] = []
     net = Net()
     net.blocks[2].register_forward_pre_hook(lambda *_: calls.append("blocks.2"))
-    planner, args = Planner(net, 2, ["blocks.2"], costs="measured"), (torch.randn(4, 8), 0)
+    planner, args = Planner(Divisible(net), 2, ["blocks.2"], costing=Costing("measured")), (torch.randn(4, 8), 0)
     planner.plan("training_step", net.training_step, args)
     first = len(calls)
     net.blocks[0].requires_grad_(not frozen)
@@ -149,7 +151,7 @@ def test_a_further_plan_does_not_measure_what_an_earlier_one_has_measured(frozen
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_where_outputs_are_kept_by_now_a_forward_may_begin_when_more_is_frozen(goes_on: bool) -> None:
     net = Net()
-    planner, args = Planner(net, 2, keeps=True), (torch.randn(2, 8), 0)
+    planner, args = Planner(Divisible(net), 2, keeps=True), (torch.randn(2, 8), 0)
     net.blocks[0].parts[:2].requires_grad_(False)
     before = planner.plan("training_step", net.training_step, args)
     assert before.frozen == 2 and before.graph.nodes[1].name == "blocks.0.parts.1"
@@ -167,7 +169,7 @@ def test_where_outputs_are_kept_by_now_a_forward_may_begin_when_more_is_frozen(g
 def test_nothing_is_measured_where_nothing_depends_on_it(recorded: Recorder) -> None:
     seen = recorded(by_block)
     assert not planned(Net(), 1).measured
-    assert not planned(Net(), 2, costs="flops").measured
+    assert not planned(Net(), 2, costing=Costing()).measured
     assert not seen
 
 
@@ -197,7 +199,7 @@ def test_stages_on_devices_keep_within_their_memory(recorded: Recorder) -> None:
     recorded(lambda name: 1.0)
     net, examples = Net(), (torch.randn(4, 8), 0)
     conditions = Conditions(build("1f1b", 4, 8), bandwidth=[[1e12] * 4] * 4)
-    planner = Planner(net, 4, costs="measured")
+    planner = Planner(Divisible(net), 4, costing=Costing("measured"))
     copies = planner.plan("training_step", net.training_step, examples, conditions=conditions)
     assert copies.devices == ((0, 1, 2, 3),)
     limit = copies.stages[0].memory.total - 1

@@ -25,6 +25,7 @@ from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan, cut_like
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, build
@@ -140,11 +141,11 @@ def planned(
     """The plan for ``training_step``, and graph and cuts of ``validation_step`` that fit it."""
     subject = Subject(module, num_microbatches)
     part = subject.parts(batch)[0]
-    planner = Planner(subject.module, num_stages, split_points, observers=subject.metrics)
+    planner = Planner(Divisible(subject.module, None, subject.metrics), num_stages, split_points)
     plan = planner.plan(TRAINING, lambda *args: subject.call(TRAINING, part, *args), (part.data, 0))
     subject.module.eval()
-    graph = planner.capture(
-        VALIDATION, lambda *args: subject.call(VALIDATION, part, *args), (part.data, 0), plan.graph.units
+    graph = planner.subject.capture(
+        Step(VALIDATION, lambda *args: subject.call(VALIDATION, part, *args), (part.data, 0)), plan.graph.units
     )
     return plan, (graph, cut_like(graph, plan.stages_of, num_stages))
 

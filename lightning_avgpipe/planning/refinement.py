@@ -1,0 +1,128 @@
+"""Refinement: units are opened as far as the balance of stages needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_avgpipe.capture.costs import Costs
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.planning.divisible import Divisible, Step
+from lightning_avgpipe.planning.plan import Plan
+
+# Refining ends when the slowest stage is within this share of a perfect balance ...
+_BALANCED = 1.03
+# ... and opens only units that weigh more than this part of a stage's fair share,
+_HEAVY = 0.25
+# then, so many times, those next to a cut that could move it by more than this part.
+_NEAR_CUTS = 3
+_MOVES = 0.03
+# Finer units must make the slowest stage or the unevenness smaller by this factor.
+_WORTH = 0.99
+# A unit that learns numbers of values may do other things with other micro-batches. As one unit it may; opened, it is
+# refused when it does. So it stays one unless the slowest stage exceeds its fair share by this factor.
+_SPARED = 1.8
+
+
+class Refinement:
+    """Opens the units of one step.
+
+    Args:
+        subject: whose step it is.
+        step: that is captured with finer and finer units.
+        num_stages: K.
+
+    Attributes:
+        spared: units that stay whole, since they learn numbers of values.
+    """
+
+    def __init__(self, subject: Divisible, step: Step, num_stages: int) -> None:
+        self._subject = subject
+        self._step = step
+        self._num_stages = num_stages
+        self.spared: set[str] = set()
+
+    def best(
+        self, graph: CallGraph, costs_of: Callable[[CallGraph], Costs], cut: Callable[[CallGraph, Costs], Plan]
+    ) -> tuple[Plan, Costs]:
+        """The best plan for this graph, or for a finer one where that is better; and the costs of its nodes.
+
+        Args:
+            graph: to begin with.
+            costs_of: what the nodes of a graph cost.
+            cut: the best plan for a graph.
+        Raises:
+            PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
+        """
+        best: tuple[Plan, Costs] | None = None
+        closer = _NEAR_CUTS
+        tried: set[str] = set()  # all that were spared at some time
+        costs = costs_of(graph)
+        while True:
+            plan, failure = _attempt(cut, graph, costs)
+            if plan is not None:
+                if best is None or _gains(plan, best[0]):
+                    best = plan, costs
+                if plan.slowest.share * self._num_stages <= _BALANCED:
+                    return best
+            heavy = self._too_heavy(graph, costs, plan)
+            if not heavy and plan is not None and closer > 0:
+                closer -= 1
+                near = _beside_cuts(plan) - self.spared
+                least_s = _MOVES * sum(costs.node) / self._num_stages
+                heavy = [name for name in self._heavy_units(graph, costs, least_s) if name in near]
+            if not heavy:
+                if best is None:
+                    assert failure is not None
+                    raise failure
+                return best
+            finer = self._subject.capture(self._step, self._subject.refine(graph.units, heavy))
+            if found := (finer.asking & set(heavy)) - tried:
+                tried |= found
+                self.spared |= found
+                continue
+            graph, costs = finer, costs_of(finer)
+
+    def _too_heavy(self, graph: CallGraph, costs: Costs, plan: Plan | None) -> list[str]:
+        """Units that are to be opened; one that stays whole only where no plan is good without it."""
+        fair_s = sum(costs.node) / self._num_stages
+        found = self._heavy_units(graph, costs, fair_s * _HEAVY if plan is not None else 0.0)
+        found += [unit for unit in sorted(graph.leaving) if unit not in found and self._subject.opens(unit)]
+        heavy = [unit for unit in found if unit not in self.spared]
+        if not heavy and (plan is None or plan.slowest.share * self._num_stages > _SPARED):
+            heavy = [unit for unit in found if unit in self.spared]
+            self.spared.clear()
+        return heavy
+
+    def _heavy_units(self, graph: CallGraph, costs: Costs, limit: float) -> list[str]:
+        weights: dict[str, float] = {}
+        for node, cost in zip(graph.nodes, costs.node, strict=True):
+            if node.kind == "call":
+                weights[node.name] = weights.get(node.name, 0.0) + cost
+        return [unit for unit, weight in weights.items() if weight >= limit and self._subject.opens(unit)]
+
+
+def _attempt(
+    cut: Callable[[CallGraph, Costs], Plan], graph: CallGraph, costs: Costs
+) -> tuple[Plan | None, PartitionError | None]:
+    """The best plan for this graph, or why there is none."""
+    try:
+        return cut(graph, costs), None
+    except PartitionError as error:
+        return None, error
+
+
+def _unevenness(plan: Plan) -> float:
+    return sum(stage.share**2 for stage in plan.stages)
+
+
+def _beside_cuts(plan: Plan) -> set[str]:
+    """The last unit of each stage, and the first of the next."""
+    ends = {unit for stage in plan.stages[:-1] for unit in stage.units[-1:]}
+    return ends | {unit for stage in plan.stages[1:] for unit in stage.units[:1]}
+
+
+def _gains(plan: Plan, best: Plan) -> bool:
+    """Finer units cost a little at every call, so they must be worth it: a faster pace, or a more even rest."""
+    now, before = plan.slowest.share, best.slowest.share
+    return now < before * _WORTH or (now <= before and _unevenness(plan) < _unevenness(best) * _WORTH)
