@@ -33,6 +33,19 @@ class Holding:
     coming: int = 0
 
 
+@dataclass(frozen=True)
+class Updates:
+    """How stages are updated, which decides what they hold besides weights and activations.
+
+    Attributes:
+        policy: which weights actions use.
+        sharing: whole replicas that share the optimizer states of each stage with its own; 0: each keeps all.
+    """
+
+    policy: WeightPolicy = POLICIES["flush"]
+    sharing: int = 0
+
+
 def state_copies(optimizers: Sequence[Optimizer]) -> int:
     """Tensors of a parameter's size that the optimizers keep for it; as many as Adam's where it is not known."""
     return max(map(_copies, optimizers), default=_UNKNOWN_COPIES)

@@ -22,7 +22,7 @@ from lightning_avgpipe.planning.forecast import forecast_of, idle_share
 from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix
 from lightning_avgpipe.planning.halving import Halving, expected, expected_of_groups, fewest, processes_of
 from lightning_avgpipe.planning.limits import limits
-from lightning_avgpipe.planning.model_memory import memory_of, with_shards, with_versions
+from lightning_avgpipe.planning.model_memory import Updates, memory_of, with_shards, with_versions
 from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.planning.refinement import Refinement
@@ -30,7 +30,6 @@ from lightning_avgpipe.planning.spp import SppPlan
 from lightning_avgpipe.planning.turns import plan_in_turns, units_between
 from lightning_avgpipe.schedule import Schedule, build, with_replicas
 from lightning_avgpipe.schedule.rules import trains
-from lightning_avgpipe.schedule.versions import POLICIES, WeightPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -83,8 +82,7 @@ class Planner:
         memory_limit: bytes that each stage may use.
         recompute: what is repeated before, or in, a backward.
         replicas: of each stage, which share its micro-batches; empty: one of each.
-        policy: which weights actions use.
-        sharing: whole replicas that share the optimizer states of each stage with its own; 0: each keeps all.
+        updates: how stages are updated.
         keeps: whether the outputs of frozen layers are kept, where that is faster than to compute them.
     """
 
@@ -95,8 +93,7 @@ class Planner:
     memory_limit: float = math.inf
     recompute: Recompute = Recompute()  # noqa: RUF009
     replicas: Sequence[int] = ()
-    policy: WeightPolicy = POLICIES["flush"]
-    sharing: int = 0
+    updates: Updates = Updates()  # noqa: RUF009
     keeps: bool = False
 
     @property
@@ -209,7 +206,7 @@ class Planner:
         else:
             note = self._note(plan, costs, refinement.spared)
             plan = self._closed(step, plan, costs, memory, conditions.kept)
-            plan = replace(plan, forecast=forecast_of(plan, conditions.schedule, self.policy), note=note)
+            plan = replace(plan, forecast=forecast_of(plan, conditions.schedule, self.updates.policy), note=note)
             plan = plan if fewer is None else replace(plan, advised=fewer[0].num_stages)
         plan = replace(plan, units=apart)
         return replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0]) if costs.kept else plan
@@ -225,7 +222,7 @@ class Planner:
         """The plan, or a less even one with less traffic, where the schedule waits for transfers long enough."""
         if not any(link.per_byte for link in costs.links) or conditions.bandwidth is not None:
             return plan
-        least = forecast_of(plan, conditions.schedule, self.policy)
+        least = forecast_of(plan, conditions.schedule, self.updates.policy)
         tried = {plan.cuts}
         for slack in _SLACKS if least is not None else ():
             cuts = cut_balanced(plan.graph, costs, self.num_stages, memory, None, self.replicas, slack)
@@ -233,7 +230,7 @@ class Planner:
                 continue
             tried.add(cuts)
             other = self._made(plan.graph, cuts, costs, memory)
-            expected = forecast_of(other, conditions.schedule, self.policy)
+            expected = forecast_of(other, conditions.schedule, self.updates.policy)
             if least is not None and expected is not None and expected.iteration_s < least.iteration_s * _QUICKER:
                 plan, least = other, expected
         return plan
@@ -328,9 +325,9 @@ class Planner:
             self.replicas,
         )
         if conditions.schedule is not None and trains(conditions.schedule.rows[-1]):
-            memory = with_versions(memory, self.subject.module, self.policy, conditions.schedule)
-            if self.sharing:
-                sharing = [self.sharing * count for count in self.replicas or (1,) * self.num_stages]
+            memory = with_versions(memory, self.subject.module, self.updates.policy, conditions.schedule)
+            if self.updates.sharing:
+                sharing = [self.updates.sharing * count for count in self.replicas or (1,) * self.num_stages]
                 memory = with_shards(memory, self.subject.module, conditions.state_copies, sharing)
         # where nothing is measured the price of a byte is a guess, and no reason to avoid a copy
         return memory if self.measures else replace(memory, weights={})

@@ -80,13 +80,30 @@ def _followed(
         before, optimization = _Attributes(modules), _optimization(trainer)
         with _Writes(modules[""]) as writes:
             result = hook(*args, **kwargs)
-        writes.check(name, deployment.kept_elsewhere())
-        news = before.news(name, deployment.needed_elsewhere(), writes.found)
+        writes.check(name, _kept_elsewhere(modules[""], cluster, deployment))
+        news = before.news(name, _needed_elsewhere(deployment), writes.found)
         after = _optimization(trainer)
         cluster.control_channel.publish((news, after if after != optimization else None))
         return result
 
     return run
+
+
+def _needed_elsewhere(deployment: Deployment) -> frozenset[tuple[str, str]]:
+    """Path of a module and name of the attributes that steps read on other processes, and of buffers there."""
+    holdings = deployment.holdings
+    owned = (name.rpartition(".") for name in filter(holdings.answered_elsewhere, holdings.answers))
+    return deployment.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
+
+
+def _kept_elsewhere(module: nn.Module, cluster: Cluster, deployment: Deployment) -> frozenset[str]:
+    """Full names of parameters that other processes hold, alone or as well, and of buffers that they change."""
+    assert deployment.plan is not None
+    pipeline, used, ranks = deployment.pipeline, deployment.plan.stages_of, cluster.stage_map.ranks
+    here = dict(module.named_parameters())
+    others = {name for name in here if any(ranks(k) != (cluster.rank,) for k in used.get(name, ()))}
+    changed = frozenset().union(*(pipeline.graph(step).changed for step in pipeline.steps))
+    return frozenset(filter(deployment.holdings.answered_elsewhere, changed - here.keys())) | others
 
 
 def _following(

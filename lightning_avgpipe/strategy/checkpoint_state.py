@@ -210,7 +210,7 @@ class DividedState:
         self.seed = ours.get("seed", self.seed)
         if self._schedule_control is not None:
             self._schedule_control.load_state_dict(ours.get("advance"))
-        self._deployment.models.load_later(ours.get("ensemble", {}))
+        self._deployment.models.saved.load_later(ours.get("ensemble", {}))
 
 
 def take_origin(module: nn.Module, cluster: Cluster, seed: int, before: State) -> Origin | None:

@@ -20,6 +20,7 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.costing import Costing
 from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
+from lightning_avgpipe.planning.model_memory import Updates
 from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import chosen
@@ -58,8 +59,7 @@ def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before
         costing=Costing("flops" if on_meta(module) else options.costs, options.cache),  # no contents: nothing to time
         recompute=recompute,
         replicas=options.stage_replicas,
-        policy=policy,
-        sharing=cluster.stage_map.replicas * options.shard_optimizer_states,
+        updates=Updates(policy, cluster.stage_map.replicas * options.shard_optimizer_states),
         **planned(connection, options),
     )
     origin = take_origin(module, cluster, seed, before)

@@ -115,7 +115,7 @@ class ParallelModels:
         deployment.models.show_reference(False)
         if deployment.models.ensemble is not None:
             deployment.models.ensemble.check_checksums()
-        saved = deployment.models.num_saved
+        saved = deployment.models.saved.count
         pipelines = deployment.models.train(self._configuration.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
             self._tell_restart(saved)
@@ -255,7 +255,7 @@ class ParallelModels:
             own: the step of pipeline 0's optimizer.
         """
         if self.num_models == 1:
-            shards = self._deployment.shards
+            shards = self._deployment.holdings.shards
             with contextlib.nullcontext() if shards is None else shards.stepping(optimizer):
                 return own(optimizer, self.check.after(closure), model, **kwargs)
         results: list[Any] = []

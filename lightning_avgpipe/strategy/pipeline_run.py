@@ -20,6 +20,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import MicroBatchError, PartitionError
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.halving import Halving
 from lightning_avgpipe.planning.memory_limit import MemoryLimit
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.advisor import Advisor
@@ -325,11 +326,11 @@ class PipelineRun:
 
     def share_freed(self) -> None:
         """From the next plan on fewer stages may do, which processes share. Every process calls it."""
-        self.deployment.halve(self.memory_per_stage(), self._check_sharing)
+        self.deployment.halve(Halving(self.memory_per_stage(), self._check_sharing))
 
     def advise_groups(self) -> None:
         """From the next plan on, each says whether more groups of fewer stages were faster. Every process calls it."""
-        self.deployment.advise(self.memory_per_stage())
+        self.deployment.halve(Halving(self.memory_per_stage(), as_groups=True))
 
     @property
     def peaks(self) -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.averaging import Elasticity
+from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError, PartitionError, StepOrderError
@@ -22,15 +24,13 @@ from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.kinds import Placement
+from lightning_avgpipe.training.arrangement import Arrangement
 from lightning_avgpipe.training.holdings import Holdings
 from lightning_avgpipe.training.kept import check_movable
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.training.plan_maker import Examples, PlanMaker
 from lightning_avgpipe.training.replicas import check_shared
-from lightning_avgpipe.training.state import (
-    own_state_dict,
-)
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.weights.initialisation import Origin
@@ -59,7 +59,6 @@ class Deployment:
         models: that train, each with a pipeline.
         replans: whether the next step of training that begins with cleared gradients may make another plan.
         holdings: what each process has.
-        shards: which replica steps which parameters; None: each steps all.
     """
 
     def __init__(
@@ -79,35 +78,15 @@ class Deployment:
         versions = {} if weights is None else {"training_step": weights}
         self.pipeline = Pipeline(cluster, module, planner.recompute, weights=versions)
         self.plan: Plan | None = None
-        self.models = ParallelPipelines(
-            module, cluster, self.pipeline, optimizers, elasticity or Elasticity(), observers, planner.recompute
-        )
-        self._module = module
+        make = partial(Ensemble, module, optimizers, elasticity or Elasticity(), observers)
+        self.models = ParallelPipelines(module, cluster, self.pipeline, make, planner.recompute)
         self._cluster = cluster
-        self.shards = OptimizerShards(module, cluster) if shards else None
-        self.holdings = Holdings(module, cluster, optimizers, origin, self.shards)
+        shared = OptimizerShards(module, cluster) if shards else None
+        self.holdings = Holdings(module, cluster, optimizers, origin, shared)
         self._maker = PlanMaker(module, cluster, planner, self.holdings, optimizers, bandwidth)
         self._final = False
         self.replans = False
-        self._given = cluster.stage_map  # before any plan
-        self._arranged = cluster.stage_map  # as of the plan
-        self._placement = cluster.stage_map.placement
-        self._due = False  # a plan is made with the step that begins
-
-    def needed_elsewhere(self) -> frozenset[tuple[str, str]]:
-        """Path of a module and name of the attributes that steps read on other processes, and of buffers there."""
-        owned = (name.rpartition(".") for name in self.holdings.answers if self.holdings.answered_elsewhere(name))
-        return self.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
-
-    def kept_elsewhere(self) -> frozenset[str]:
-        """Full names of parameters that other processes hold, alone or as well, and of buffers that they change."""
-        assert self.plan is not None
-        rank = self._cluster.rank
-        used = self.plan.stages_of
-        here = dict(self._module.named_parameters())
-        others = {name for name in here if any(self._cluster.stage_map.ranks(k) != (rank,) for k in used.get(name, ()))}
-        changed = frozenset().union(*(self.pipeline.graph(step).changed for step in self.pipeline.steps))
-        return frozenset(filter(self.holdings.answered_elsewhere, changed - here.keys())) | others
+        self._arrangement = Arrangement(cluster)
 
     def prepare(
         self,
@@ -134,11 +113,11 @@ class Deployment:
         Raises:
             MicroBatchError: it fails on an example, and batches may stay whole. Nothing has changed.
         """
-        if self._due and step == "training_step":
-            self._due = False
+        if self._arrangement.awaits_plan and step == "training_step":
+            self._arrangement.awaits_plan = False
             if self._divide(step, run, examples, True, schedule, num_pipelines):
                 return True
-            self._cluster.rearrange(self._arranged)
+            self._arrangement.follow(self._arrangement.planned)
         if step in self.pipeline.steps and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
@@ -161,13 +140,12 @@ class Deployment:
         if not self.replans:
             return False
         lacks = any(isinstance(leaf, Absent) for batch in batches for leaf in tree.tensors(batch))
-        self._due = not int(self._cluster.world.sum(torch.tensor(int(lacks))))
-        if self._due:
+        self._arrangement.awaits_plan = not int(self._cluster.world.sum(torch.tensor(int(lacks))))
+        if self._arrangement.awaits_plan:
             if self.models.ensemble is not None:
                 self.models.ensemble.begin_relocation()
-            wanted = replace(self._given, num_stages=self._maker.planner.num_stages, placement=self._placement)
-            self._cluster.rearrange(wanted)
-        return self._due
+            self._arrangement.begin(self._maker.planner.num_stages)
+        return self._arrangement.awaits_plan
 
     def _divide(
         self,
@@ -191,7 +169,6 @@ class Deployment:
         self.pipeline.unload()
         self.plan, self._final, self.replans = plan, final, False
         self.models.only_first()
-        self._arranged = self._cluster.stage_map
         self._place()
         if begins_alike:
             self.holdings.begin_alike(plan.copied)
@@ -203,11 +180,11 @@ class Deployment:
 
     def _arrange_for(self, plan: Plan) -> None:
         """The processes get the stages that a plan gives them."""
-        placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
+        placed = self._arrangement.placed(plan)
         if self._final and self.plan is not None and self.models.has_trained:
             models = 1 if self.models.ensemble is None else self.models.ensemble.models.size
-            check_movable(self.plan, plan, self._arranged, placed, models)
-        self._cluster.rearrange(placed)
+            check_movable(self.plan, plan, self._arrangement.planned, placed, models)
+        self._arrangement.follow(placed)
         check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
 
     def _load_others(self, plan: Plan, graphs: Sequence[CallGraph]) -> None:
@@ -260,36 +237,25 @@ class Deployment:
         if self.plan is not None:
             self.holdings.restore()
 
-    def halve(self, memory_limit: float, check: Callable[[Plan, Sequence[int]], None]) -> None:
-        """From the next plan on processes may share stages, where fewer of them are faster. Every process calls it.
+    def halve(self, leave: Halving) -> None:
+        """From the next plan on there is leave to make fewer stages, where fewer are faster. Every process calls it."""
+        if not leave.as_groups:
+            leave = replace(leave, check=partial(self._check_halved, leave.check))
+        self._maker.halving = leave
 
-        Args:
-            memory_limit: bytes that each of fewer stages may use.
-            check: raises a PartitionError if so many processes cannot share the stages of a plan.
-        """
-
-        def check_all(plan: Plan, counts: Sequence[int]) -> None:
-            check(plan, counts)
-            shared = self._cluster.stage_map.placed(processes_of(counts))
-            check_shared(plan.graph, plan.cuts, shared)
-            for graph in (self.pipeline.graph(step) for step in self.pipeline.steps if step != plan.graph.step):
-                wide = scattered(graph, plan.stages_of)
-                if wide and all(map(self._maker.planner.subject.opens, wide)):
-                    # they are opened when the step runs next; until then any stage might have all of it
-                    cuts: Sequence[int] = (len(graph.nodes),) * (plan.num_stages - 1)
-                else:
-                    cuts = cut_like(graph, plan.stages_of, plan.num_stages)
-                check_shared(graph, cuts, shared)
-
-        self._maker.halving = Halving(memory_limit, check_all)
-
-    def advise(self, memory_limit: float) -> None:
-        """From the next plan on, each says how many stages there were best in more groups. Every process calls it.
-
-        Args:
-            memory_limit: bytes that each of them may use.
-        """
-        self._maker.halving = Halving(memory_limit, as_groups=True)
+    def _check_halved(self, check: Callable[[Plan, Sequence[int]], None], plan: Plan, counts: Sequence[int]) -> None:
+        """Raise a PartitionError if so many processes cannot share the stages of a plan, for any step."""
+        check(plan, counts)
+        shared = self._cluster.stage_map.placed(processes_of(counts))
+        check_shared(plan.graph, plan.cuts, shared)
+        for graph in (self.pipeline.graph(step) for step in self.pipeline.steps if step != plan.graph.step):
+            wide = scattered(graph, plan.stages_of)
+            if wide and all(map(self._maker.planner.subject.opens, wide)):
+                # they are opened when the step runs next; until then any stage might have all of it
+                cuts: Sequence[int] = (len(graph.nodes),) * (plan.num_stages - 1)
+            else:
+                cuts = cut_like(graph, plan.stages_of, plan.num_stages)
+            check_shared(graph, cuts, shared)
 
     def replan(self, placement: Placement | None = None, **changes: Any) -> None:
         """Make another plan with the next step of training that begins with cleared gradients. Every process calls it.
@@ -301,13 +267,13 @@ class Deployment:
             placement: of several stages on each process; None: as it is.
             changes: attributes that the planner is to have.
         """
-        if self.shards is not None:
+        if self.holdings.shards is not None:
             raise ConfigurationError(
                 "shard_optimizer_states=True keeps optimizer states where they are, so stages stay as they are while "
                 "training runs; use False, or leave the stages"
             )
         self._maker.change(**changes)
-        self._placement = placement or self._placement
+        self._arrangement.placement = placement or self._arrangement.placement
         self.replans = True
         self.pipeline.need_all("training_step")
 
@@ -331,6 +297,4 @@ class Deployment:
         Of parallel models those of the reference.
         """
         with self.models.showing_reference():
-            if not whole:
-                return own_state_dict(self._module, self._cluster, self.holdings.answers)
-            return self.holdings.state_dict(self._module) if self._cluster.gathers else self._module.state_dict()
+            return self.holdings.state_dict() if whole else self.holdings.own_state_dict()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
-from lightning_avgpipe.training.state import full_state_dict, load_present_state, move_state
+from lightning_avgpipe.training.state import full_state_dict, load_present_state, move_state, own_state_dict
 from lightning_avgpipe.utils.tensors import strided_parts
 from lightning_avgpipe.weights.belongings import Belongings, ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.initialisation import Origin
@@ -37,6 +37,7 @@ class Holdings:
         answers: parameter or buffer, by every name it has -> the rank that answers for it; empty before the first plan.
         copies: return copies of the module that are divided as it is (averages of weights), or None.
         gather: brings single contents to where they are needed.
+        shards: as given.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Holdings:
         self._module = module
         self._cluster = cluster
         self._optimizers = optimizers
-        self._shards = shards
+        self.shards = shards
         self._owners: Owners = {}  # of what this process and others hold now
         self._scattered = False  # some parameters have no contents on some process before the first plan
         self._unloaded: Sequence[Mapping[str, Any]] = ()  # states for optimizers whose parameters have no contents yet
@@ -58,11 +59,16 @@ class Holdings:
         self.copies: list[Callable[[], nn.Module | None]] = []
         self.gather = OnDemandGather(module, cluster, origin)
 
-    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def state_dict(self, copy: nn.Module | None = None) -> dict[str, Any]:
         """That of the module, or of a copy that is divided as it is: whole on rank 0. Every process calls it."""
-        if self._cluster.group.world_size == 1 or not self.answers:
+        module = copy or self._module
+        if self._cluster.group.world_size == 1 or not self.answers or (copy is None and not self._cluster.gathers):
             return module.state_dict()
         return full_state_dict(module, self._cluster, self.answers)
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The part of the module's that this process answers for."""
+        return own_state_dict(self._module, self._cluster, self.answers)
 
     def answered_elsewhere(self, name: str) -> bool:
         """Whether another process answers for it."""
@@ -98,8 +104,8 @@ class Holdings:
         self.answers = answering(self._module, planned)
         if final:
             self._load_optimizers()
-        if final and self._shards is not None:
-            self._shards.assign(self._optimizers())
+        if final and self.shards is not None:
+            self.shards.assign(self._optimizers())
         for optimizer in self._optimizers():
             move_state(optimizer, device)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.elastic.averaging import Elasticity
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.planning.recompute_policy import Recompute
@@ -28,15 +28,14 @@ class ParallelPipelines:
         module: that is trained.
         cluster: with open channels.
         first: pipeline number 0, which also evaluates.
-        optimizers: those that step the module, as of when it is called.
-        elasticity: how models are held together.
-        observers: modules that only look at values (metrics).
+        make: makes an ensemble of the replica group, names of what steps change, and further tensors that they change.
         recompute: what is repeated before, or in, a backward.
 
     Attributes:
         ensemble: the parallel models, from the first step of training on; None if there is one model.
         pipelines: by number of their models.
         has_trained: whether a step of training has begun.
+        saved: models of a checkpoint.
     """
 
     def __init__(
@@ -44,9 +43,7 @@ class ParallelPipelines:
         module: nn.Module,
         cluster: Cluster,
         first: Pipeline,
-        optimizers: Callable[[], Sequence[Optimizer]],
-        elasticity: Elasticity,
-        observers: Collection[nn.Module],
+        make: Callable[[ReplicaGroup | None, Collection[str], Sequence[Tensor]], Ensemble],
         recompute: Recompute,
     ) -> None:
         self.ensemble: Ensemble | None = None
@@ -55,33 +52,24 @@ class ParallelPipelines:
         self._module = module
         self._cluster = cluster
         self._first = first
-        self._optimizers = optimizers
-        self._elasticity = elasticity
-        self._observers = observers
+        self._make = make
         self._recompute = recompute
-        self._saved: Mapping[str, Any] | None = None
+        self.saved = SavedModels()
 
     def train(self, num_pipelines: int) -> list[Pipeline]:
         """N pipelines for a step of training, which is prepared. Every process calls it."""
         self.has_trained = True
         if num_pipelines == self._cluster.stage_map.num_teams == 1:
             self.dissolve()
-            self._saved = None
+            self.saved = SavedModels()
             return self.pipelines
         begins = self.ensemble is None
         if self.ensemble is None:
-            self.ensemble = Ensemble(
-                self._module,
-                self._optimizers,
-                self._elasticity,
-                self._observers,
-                self._cluster.replica_group,
-                self._first.graph("training_step").changed,
-                self._written(),
-            )
+            changed = self._first.graph("training_step").changed
+            self.ensemble = self._make(self._cluster.replica_group, changed, self._written())
         ensemble = self.ensemble
         stale = ensemble.follow() | ensemble.resize(num_pipelines)
-        self._load()
+        self.saved.load(ensemble)
         if stale or begins or len(self.pipelines) < num_pipelines:
             self._cluster.transport.widen(num_pipelines)
             self._first.place = partial(ensemble.place, 0)
@@ -154,21 +142,6 @@ class ParallelPipelines:
         """
         return None if self.ensemble is None else full_ensemble_state(self.ensemble, self._cluster, answers)
 
-    @property
-    def num_saved(self) -> int | None:
-        """How many parallel models wait to be loaded; None unless a checkpoint has been loaded since they began."""
-        return None if self._saved is None else len(self._saved.get("models", ()))
-
-    def load_later(self, saved: Mapping[str, Any]) -> None:
-        """Load parallel models when they begin to train; if it is another number, they start from the reference."""
-        self._saved = saved
-
-    def _load(self) -> None:
-        assert self.ensemble is not None
-        if self._saved is not None and self.num_saved == self.ensemble.models.total:
-            load_ensemble_state(self.ensemble, self._saved)
-        self._saved = None
-
     def dissolve(self, average: bool = True) -> None:
         """Go on with one model: the reference, after a last averaging if that is wanted. Every process calls it."""
         if self.ensemble is not None:
@@ -196,10 +169,36 @@ class ParallelPipelines:
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
         """Within this context parallel models come and go on trial; after it saved ones wait to be loaded as before."""
-        before = self._saved, self.has_trained
-        self._saved = None
+        before = self.saved, self.has_trained
+        self.saved = SavedModels()
         try:
             yield
         finally:
             self.dissolve(average=False)
-            self._saved, self.has_trained = before
+            self.saved, self.has_trained = before
+
+
+@dataclass
+class SavedModels:
+    """Parallel models of a checkpoint, which wait until models begin to train.
+
+    Attributes:
+        state: of them; None: nothing waits.
+    """
+
+    state: Mapping[str, Any] | None = None
+
+    @property
+    def count(self) -> int | None:
+        """How many there are; None if nothing waits."""
+        return None if self.state is None else len(self.state.get("models", ()))
+
+    def load_later(self, state: Mapping[str, Any]) -> None:
+        """Load these when models begin to train."""
+        self.state = state
+
+    def load(self, ensemble: Ensemble) -> None:
+        """Load them, and wait no more; if these are another number, they start from the reference."""
+        if self.state is not None and self.count == ensemble.models.total:
+            load_ensemble_state(ensemble, self.state)
+        self.state = None
