@@ -52,7 +52,7 @@ from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import cut_at
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import (
@@ -91,7 +91,9 @@ def replay_overhead(size: Size, fine: bool, rounds: int) -> list[dict[str, Any]]
     graph = capture(STEP, model.training_step, (batch, 0), model, units)
     cut = cut_at(graph, [split_point], NUM_STAGES)
     if not fine:  # the planner closes again what the cut does not divide
-        plan = Planner(Divisible(model), NUM_STAGES, [split_point]).plan(STEP, model.training_step, (batch, 0), units)
+        plan = Planner(Divisible(model), NUM_STAGES, [split_point]).plan(
+            Step(STEP, model.training_step, (batch, 0)), units
+        )
         graph, cut = plan.graph, plan.cuts
     device = torch.device("cpu")
     cluster = Cluster(StageMap(NUM_STAGES), 0, device, TIMEOUT, ProcessGroups(0, device, TIMEOUT))
@@ -153,7 +155,7 @@ class Engine:
         self.num_microbatches = size.num_microbatches
         tokens, targets = example(size, 1)
         planner = Planner(Divisible(self.model), NUM_STAGES, [f"blocks.{size.layers // 2}"])
-        plan = planner.plan(STEP, self.model.training_step, ((tokens, targets), 0))
+        plan = planner.plan(Step(STEP, self.model.training_step, ((tokens, targets), 0)))
         self.pipeline = Pipeline(cluster, self.model)
         self.pipeline.load(plan.graph, plan.cuts)
         self.iterations = 0

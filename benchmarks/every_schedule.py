@@ -36,7 +36,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import Broadcast, Schedule, StageCosts, build, simulate
 from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
@@ -112,7 +112,7 @@ class Ours:
         each = 2 * self.devices // self.num_stages
         points = [f"blocks.{each * k}" for k in range(1, self.num_stages)]
         plan = Planner(Divisible(self.model), self.num_stages, points).plan(
-            "training_step", self.model.training_step, (example,)
+            Step("training_step", self.model.training_step, (example,))
         )
         self.pipeline = Pipeline(cluster, self.model)
         self.pipeline.load(plan.graph, plan.cuts, relays=sorted(Broadcast()(self.num_stages, 1).relays))

@@ -110,7 +110,7 @@ class Bench:
         self.deployment = Deployment(
             model, cluster, Planner(Divisible(model), NUM_STAGES, [split_point]), lambda: [self.optimizer]
         )
-        self.deployment.prepare(STEP, self._step, Examples([args]), True, build("1f1b", NUM_STAGES, 1))
+        self.deployment.prepare(Examples(STEP, self._step, [args]), True, build("1f1b", NUM_STAGES, 1))
         self.pipelines = self.deployment.models.train(1)
         self.iterations = 0
 

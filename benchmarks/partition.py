@@ -36,7 +36,7 @@ from lightning_avgpipe.capture.units import divisible, initial_units, refine
 from lightning_avgpipe.planning import Costs, Plan, cut_at
 from lightning_avgpipe.planning.balance import gaps
 from lightning_avgpipe.planning.costing import Costing
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
 
@@ -228,7 +228,7 @@ def compare(name: str, stages: Sequence[int], runs: int, say: Callable[[str], No
         begin = time.perf_counter()
         planner = Planner(Divisible(module), num_stages, costing=Costing("measured"))
         conditions = Conditions(build("1f1b", num_stages, 4 * num_stages))
-        plans[num_stages] = planner.plan(STEP, module.training_step, args, conditions=conditions)
+        plans[num_stages] = planner.plan(Step(STEP, module.training_step, args), conditions=conditions)
         seconds[num_stages] = time.perf_counter() - begin
         say(f"{name}, {num_stages} stages, planned in {seconds[num_stages]:.1f} s:\n{plans[num_stages]}\n")
     graph = capture(STEP, module.training_step, args, module, leaves(module))

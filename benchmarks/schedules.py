@@ -43,7 +43,7 @@ from lightning_avgpipe.comm.wire import Wire
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import (
     BACKWARD,
@@ -180,7 +180,7 @@ class Bench:
         self.model = Blocks(cluster.stage_map.num_stages, max(1, round(message_bytes / _FLOAT_BYTES)))
         points = [f"blocks.{k}" for k in range(1, cluster.stage_map.num_stages)]
         plan = Planner(Divisible(self.model), cluster.stage_map.num_stages, points).plan(
-            "training_step", self.model.training_step, (torch.ones(1, 1),)
+            Step("training_step", self.model.training_step, (torch.ones(1, 1),))
         )
         self.pipeline = Pipeline(cluster, self.model)
         self.pipeline.load(plan.graph, plan.cuts, relays=sorted(Broadcast()(cluster.stage_map.num_stages, 1).relays))

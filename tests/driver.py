@@ -13,7 +13,7 @@ from lightning_avgpipe.engine.microbatch import MicroBatch, split
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import chosen
 from lightning_avgpipe.schedule import build
@@ -48,7 +48,7 @@ class Engine:
         first = split(copy.deepcopy(example), num_microbatches)[0]
         repeats = chosen(module, recompute)
         planner = Planner(Divisible(module), num_stages, split_points, recompute=repeats)
-        self.plan: Plan = planner.plan(step, self._call, (first.data, 0))
+        self.plan: Plan = planner.plan(Step(step, self._call, (first.data, 0)))
         self.cluster = alone(num_stages)
         self.cluster.open()
         self.pipeline = Pipeline(self.cluster, module, repeats)

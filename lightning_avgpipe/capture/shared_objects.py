@@ -46,11 +46,7 @@ class SharedObjects:
     """
 
     def __init__(
-        self,
-        attributes: Mapping[Key, Any],
-        changing: Objects,
-        position: Callable[[], int],
-        in_unit: Callable[[], bool],
+        self, attributes: Mapping[Key, Any], changing: Objects, position: Callable[[], int], in_unit: Callable[[], bool]
     ) -> None:
         self._position = position
         self._in_unit = in_unit

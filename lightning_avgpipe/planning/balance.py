@@ -58,15 +58,7 @@ def gaps(graph: CallGraph) -> list[Gap]:
         obstacle = None if legal else graph.obstacles[best]
         if not trained or best <= trained[0] or best > trained[-1]:
             obstacle = obstacle or "there are no parameters on one of its sides"
-        found.append(
-            Gap(
-                first,
-                second,
-                best,
-                graph.boundary_bytes[best],
-                obstacle,
-            )
-        )
+        found.append(Gap(first, second, best, graph.boundary_bytes[best], obstacle))
     return found
 
 

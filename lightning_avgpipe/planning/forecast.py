@@ -11,12 +11,7 @@ from lightning_avgpipe.planning.freezing import num_frozen
 from lightning_avgpipe.planning.model_memory import copies_of_weights
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.planning.spp import SppPlan
-from lightning_avgpipe.schedule import (
-    Schedule,
-    StageCosts,
-    forward_only,
-    simulate,
-)
+from lightning_avgpipe.schedule import Schedule, StageCosts, forward_only, simulate
 from lightning_avgpipe.schedule.asynchronous import simulate_policy
 from lightning_avgpipe.schedule.broadcast import without_relays
 from lightning_avgpipe.schedule.rules import trains

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -102,57 +102,41 @@ class Planner:
         absent = any(p.is_meta for p in self.subject.module.parameters())
         return self.costing.kind == "measured" and self.num_stages > 1 and not absent
 
-    def seconds(self, step: str, run: Callable[..., Any], args: Sequence[Any]) -> float:
-        """What a step takes on the device of this process, unit by unit; 0 where nothing is measured.
-
-        Args:
-            step: name of the step function.
-            run: executes it.
-            args: arguments of one micro-batch.
-        """
+    def seconds(self, step: Step) -> float:
+        """What a step takes on the device of this process, unit by unit; 0 where nothing is measured."""
         if not self.measures:
             return 0.0
-        graph = self.subject.capture(Step(step, run, args))
-        costs = measure(graph, run, args, self.subject.module, self.subject.place)
+        costs = measure(self.subject.capture(step), step.run, step.args, self.subject.module, self.subject.place)
         return sum(costs.forward) + sum(costs.backward)
 
-    def capture_like(self, step: str, run: Callable[..., Any], args: Sequence[Any], plan: Plan) -> CallGraph:
+    def capture_like(self, step: Step, plan: Plan) -> CallGraph:
         """The call graph of another step, whose units are opened until each has its parameters on one stage."""
         units = plan.graph.units
         while True:
-            graph = self.subject.capture(Step(step, run, args), units)
+            graph = self.subject.capture(step, units)
             wide = [unit for unit in scattered(graph, plan.stages_of) if self.subject.opens(unit)]
             if not wide:
                 return graph
             units = self.subject.refine(graph.units, wide)
 
-    def provisional(self, step: str, run: Callable[..., Any], args: Sequence[Any], conditions: Conditions) -> Plan:
+    def provisional(self, step: Step, conditions: Conditions) -> Plan:
         """A plan for a step that comes before the one that decides: any, if there is no good one."""
         planner = replace(self, costing=Costing())
         try:
-            return planner.plan(step, run, args, conditions=conditions)
+            return planner.plan(step, conditions=conditions)
         except PartitionError as error:
-            _log.debug("%s runs on the last stage until training begins: %s", step, error)
-            graph = self.subject.capture(Step(step, run, args))
+            _log.debug("%s runs on the last stage until training begins: %s", step.name, error)
+            graph = self.subject.capture(step)
             return self._made(graph, (0,) * (self.num_stages - 1), planner._counted(graph))
 
-    def plan(
-        self,
-        step: str,
-        run: Callable[..., Any],
-        args: Sequence[Any],
-        units: Sequence[str] = (),
-        conditions: Conditions | None = None,
-    ) -> Plan:
+    def plan(self, step: Step, units: Sequence[str] = (), conditions: Conditions | None = None) -> Plan:
         """Divide a step into stages.
 
         Operations are counted while units are refined, which is fast; then the units are measured, and refined further
         where the measured times ask for it.
 
         Args:
-            step: name of the step function.
-            run: executes it.
-            args: arguments of one micro-batch.
+            step: to be divided.
             units: units to start from, for instance those of an earlier plan.
             conditions: schedule and links.
         Raises:
@@ -161,15 +145,15 @@ class Planner:
         conditions = conditions or Conditions()
         if conditions.bandwidth is not None and self.num_stages > 2:
             try:  # units as fine as a stage on each device asks for
-                return self._plan(Step(step, run, args), units, conditions)
+                return self._plan(step, units, conditions)
             except PartitionError as error:
-                _log.debug("%s: %s", step, error)
+                _log.debug("%s: %s", step.name, error)
                 fewer = replace(self, num_stages=self.num_stages - 1)
                 try:
-                    return fewer.plan(step, run, args, units, conditions)
+                    return fewer.plan(step, units, conditions)
                 except PartitionError:
                     raise error from None
-        return self._plan(Step(step, run, args), units, conditions)
+        return self._plan(step, units, conditions)
 
     def _plan(self, step: Step, units: Sequence[str], conditions: Conditions) -> Plan:
         memory, subject = self._memory(conditions), self.subject

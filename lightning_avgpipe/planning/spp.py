@@ -34,16 +34,7 @@ from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.schedule.builders import from_warm_up
 
-__all__ = [
-    "SppCosts",
-    "SppPlan",
-    "all_plans",
-    "device_order",
-    "execution_order",
-    "num_plans",
-    "partition",
-    "plan",
-]
+__all__ = ["SppCosts", "SppPlan", "all_plans", "device_order", "execution_order", "num_plans", "partition", "plan"]
 
 _MOST_PLANS = 200_000
 _ROUNDING = 1e-9

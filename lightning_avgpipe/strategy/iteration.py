@@ -358,10 +358,11 @@ class Iterations:
         decides = step == "training_step" or self.trainer.state.fn != TrainerFn.FITTING
         size, total = works[0][0].size, sum(part.size for part in works[0])
         optional = len(works[0]) > 1 and self.splitter.chooses
-        examples = Examples([(part.data, *rest) for parts in works for part in parts], optional)
+        args = [(part.data, *rest) for parts in works for part in parts]
+        examples = Examples(step, partial(run, 0, 0), args, optional)
         stages = self.cluster.stage_map.num_stages
         try:
-            made = self.deployment.prepare(step, partial(run, 0, 0), examples, decides, schedule, trains)
+            made = self.deployment.prepare(examples, decides, schedule, trains)
         except MicroBatchError as error:
             raise MicroBatchError(
                 f"{step} fails on {size} of the {total} samples of a batch: {error}"

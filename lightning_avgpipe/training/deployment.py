@@ -88,22 +88,11 @@ class Deployment:
         self.replans = False
         self._arrangement = Arrangement(cluster)
 
-    def prepare(
-        self,
-        step: str,
-        run: Callable[..., Any],
-        examples: Examples,
-        decides: bool,
-        schedule: Schedule,
-        num_pipelines: int = 1,
-    ) -> bool:
+    def prepare(self, examples: Examples, decides: bool, schedule: Schedule, num_pipelines: int = 1) -> bool:
         """Make a step function runnable, if it is not. Every process calls it.
 
         Args:
-            step: name of the step function.
-            run: executes it.
-            examples: what it is called with, of which the first is followed that training does not skip. If it skips
-                all of them, the step stays as it is.
+            examples: of the step. If it skips all of them, it stays as it is.
             decides: whether the plan is made for this step. In training ``training_step`` decides; a validation that
                 comes before it (a sanity check) runs on a provisional plan, for which nobody gives anything up.
             schedule: that it will run with.
@@ -113,19 +102,18 @@ class Deployment:
         Raises:
             MicroBatchError: it fails on an example, and batches may stay whole. Nothing has changed.
         """
-        if self._arrangement.awaits_plan and step == "training_step":
+        if self._arrangement.awaits_plan and examples.name == "training_step":
             self._arrangement.awaits_plan = False
-            if self._divide(step, run, examples, True, schedule, num_pipelines):
+            if self._divide(examples, True, schedule, num_pipelines):
                 return True
             self._arrangement.follow(self._arrangement.planned)
-        if step in self.pipeline.steps and (self._final or not decides):
+        if examples.name in self.pipeline.steps and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
-            return self._divide(step, run, examples, decides, schedule, num_pipelines) and decides
-        plan = self.plan
-        graph = self._maker.graph_like(step, run, examples, plan)
+            return self._divide(examples, decides, schedule, num_pipelines) and decides
+        graph = self._maker.graph_like(examples, self.plan)
         if graph is not None:
-            self._load_like(plan, graph, schedule.relays)
+            self._load_like(self.plan, graph, schedule.relays)
         return False
 
     def arrange(self, batches: Sequence[Any]) -> bool:
@@ -147,24 +135,16 @@ class Deployment:
             self._arrangement.begin(self._maker.planner.num_stages)
         return self._arrangement.awaits_plan
 
-    def _divide(
-        self,
-        step: str,
-        run: Callable[..., Any],
-        examples: Examples,
-        final: bool,
-        schedule: Schedule,
-        num_pipelines: int,
-    ) -> bool:
+    def _divide(self, examples: Examples, final: bool, schedule: Schedule, num_pipelines: int) -> bool:
         """Make a plan and follow it; returns whether there is one."""
         if final:
-            plan = self._maker.final(step, run, examples, schedule, num_pipelines, self.plan, self._final)
+            plan = self._maker.final(examples, schedule, num_pipelines, self.plan, self._final)
         else:
-            plan = self._maker.provisional(step, run, examples, schedule, num_pipelines)
+            plan = self._maker.provisional(examples, schedule, num_pipelines)
         if plan is None:
             return False
         self._arrange_for(plan)
-        others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != step]
+        others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != examples.name]
         begins_alike = not self._final
         self.pipeline.unload()
         self.plan, self._final, self.replans = plan, final, False

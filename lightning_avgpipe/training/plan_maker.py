@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.whole_backwards import with_whole_backwards
 from lightning_avgpipe.errors import AvgPipeError, MicroBatchError, SkippedStepError, described
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.divisible import Step
 from lightning_avgpipe.planning.halving import Halving
 from lightning_avgpipe.planning.model_memory import state_copies
 from lightning_avgpipe.planning.network import Matrix
@@ -29,15 +30,23 @@ from lightning_avgpipe.weights.ownership import FEW_BYTES
 
 @dataclass(frozen=True)
 class Examples:
-    """What a step is called with, of which it is followed on one.
+    """What a step is called with, of which it is followed on the first that training does not skip.
 
     Attributes:
+        name: of the step function.
+        run: executes it.
         args: arguments of micro-batches.
         optional: whether batches may as well stay whole, if it cannot be followed on a part of one.
     """
 
+    name: str
+    run: Callable[..., Any]
     args: Sequence[Sequence[Any]]
     optional: bool = False
+
+    def steps(self) -> Iterator[Step]:
+        """The step with each of them."""
+        return (Step(self.name, self.run, args) for args in self.args)
 
 
 @dataclass(frozen=True)
@@ -85,29 +94,18 @@ class PlanMaker:
         """The planner of the next plan has these attributes."""
         self.planner = replace(self.planner, **changes)
 
-    def provisional(
-        self, step: str, run: Callable[..., Any], examples: Examples, schedule: Schedule, num_pipelines: int
-    ) -> Plan | None:
+    def provisional(self, examples: Examples, schedule: Schedule, num_pipelines: int) -> Plan | None:
         """A plan for which nobody gives anything up; None if the step skips all examples."""
         conditions = self._conditions(schedule, num_pipelines)
-        return self._on_first(examples, lambda args: self.planner.provisional(step, run, args, conditions))
+        return self._on_first(examples, lambda step: self.planner.provisional(step, conditions))
 
     def final(
-        self,
-        step: str,
-        run: Callable[..., Any],
-        examples: Examples,
-        schedule: Schedule,
-        num_pipelines: int,
-        before: Plan | None,
-        divided: bool,
+        self, examples: Examples, schedule: Schedule, num_pipelines: int, before: Plan | None, divided: bool
     ) -> Plan | None:
         """A plan to train on; None if the step skips all examples.
 
         Args:
-            step: name of the step function.
-            run: executes it.
-            examples: what it is called with.
+            examples: of the step.
             schedule: that it will run with.
             num_pipelines: N.
             before: the plan that there was, whose units are opened further, and closed where nothing divides them.
@@ -117,7 +115,7 @@ class PlanMaker:
         with self._holdings.whole_on_rank_zero() if divided else contextlib.nullcontext():
             bandwidth = self._bandwidth()
             if bandwidth is not None and not divided:
-                self._slowness = self._measured_slowness(step, run, examples)
+                self._slowness = self._measured_slowness(examples)
             # asked on rank 0, which measures
             asks = bandwidth is None and group.broadcast(planner.measures)
             conditions = replace(
@@ -130,22 +128,24 @@ class PlanMaker:
             )
             units, device = () if before is None else before.graph.units, self._cluster.device
 
-            def make(args: Sequence[Any]) -> Plan:
-                made = planner.plan(step, run, args, units, conditions)
-                return with_whole_backwards(made, schedule, self._module, run, args, device, planner.recompute)
+            def make(step: Step) -> Plan:
+                made = planner.plan(step, units, conditions)
+                return with_whole_backwards(
+                    made, schedule, self._module, step.run, step.args, device, planner.recompute
+                )
 
             return self._on_first(examples, make)
 
-    def graph_like(self, step: str, run: Callable[..., Any], examples: Examples, plan: Plan) -> CallGraph | None:
+    def graph_like(self, examples: Examples, plan: Plan) -> CallGraph | None:
         """A further step, with units as a plan has them; None if it skips all examples."""
         with self._holdings.whole_on_rank_zero(FEW_BYTES):  # a few weights come faster together than one by one
-            return self._on_first(examples, lambda args: self.planner.capture_like(step, run, args, plan))
+            return self._on_first(examples, lambda step: self.planner.capture_like(step, plan))
 
     def _conditions(self, schedule: Schedule, num_pipelines: int) -> Conditions:
         teams, copies = self._cluster.stage_map.num_teams, state_copies(self._optimizers())
         return Conditions(schedule, state_copies=copies, num_pipelines=num_pipelines, num_groups=teams)
 
-    def _on_first(self, examples: Examples, make: Callable[[Sequence[Any]], Any]) -> Any:
+    def _on_first(self, examples: Examples, make: Callable[[Step], Any]) -> Any:
         """What is made of the first example that is not skipped; None if all are.
 
         Raises:
@@ -153,11 +153,11 @@ class PlanMaker:
         """
         cause: Exception | None = None
 
-        def attempt(args: Sequence[Any]) -> Any:
+        def attempt(step: Step) -> Any:
             nonlocal cause
             try:
                 with alone():
-                    return make(args)
+                    return make(step)
             except SkippedStepError:
                 return None
             except Exception as error:
@@ -166,19 +166,19 @@ class PlanMaker:
                 cause = error
                 return _Failed(described(error))
 
-        for args in examples.args:
-            made = self._holdings.gather.on_rank_zero(partial(attempt, args))
+        for step in examples.steps():
+            made = self._holdings.gather.on_rank_zero(partial(attempt, step))
             if isinstance(made, _Failed):
                 raise MicroBatchError(made.reason) from cause
             if made is not None:
                 return made
         return None
 
-    def _measured_slowness(self, step: str, run: Callable[..., Any], examples: Examples) -> tuple[float, ...]:
+    def _measured_slowness(self, examples: Examples) -> tuple[float, ...]:
         seconds = 0.0
-        for args in examples.args:
+        for step in examples.steps():
             with contextlib.suppress(SkippedStepError), alone():
                 with self._cluster.monitor.during("measures its device"):
-                    seconds = self.planner.seconds(step, run, args)
+                    seconds = self.planner.seconds(step)
                 break
         return slowness_of(self._cluster.group.exchange_objects(seconds))

@@ -70,12 +70,7 @@ class WeightStore:
         policy: as given.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        policy: WeightPolicy,
-        optimizers: Callable[[], Sequence[Optimizer]],
-    ) -> None:
+    def __init__(self, module: nn.Module, policy: WeightPolicy, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         self.policy = policy
         self._module = module
         self._optimizers = optimizers

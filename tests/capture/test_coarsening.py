@@ -15,7 +15,7 @@ from lightning_avgpipe.capture.coarsening import Closing, closing
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.capture.units import initial_units, refine
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 from tests.driver import Engine, assert_same_gradients
 
@@ -176,7 +176,7 @@ def test_a_plan_that_needs_open_units_keeps_them() -> None:
     module = Left()
     units = [f"blocks.{i}.{part}" for i in range(4) for part in ("one", "two", "drop")]
     plan = Planner(Divisible(module), 2).plan(
-        "training_step", module.training_step, (torch.randn(2, 8), 0), [*units, "head"]
+        Step("training_step", module.training_step, (torch.randn(2, 8), 0)), [*units, "head"]
     )
     assert set(units) <= set(plan.graph.units)
 

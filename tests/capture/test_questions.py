@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 from tests.trainers import assert_defaults_equal_accumulation, pipeline
 
@@ -65,7 +65,7 @@ def test_experts_that_are_called_when_needed_may_differ_between_micro_batches(as
 def test_a_unit_that_reads_numbers_is_opened_where_stages_would_be_too_uneven() -> None:
     module = Mixture("a number", 1)
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # no trainer here
-    plan = Planner(Divisible(module), 2).plan("training_step", module.training_step, (torch.randn(24, 16), 0))
+    plan = Planner(Divisible(module), 2).plan(Step("training_step", module.training_step, (torch.randn(24, 16), 0)))
     assert "layers.0.router" in plan.graph.units
     assert plan.graph.asking == {"layers.0"}
     assert plan.graph.deciding[plan.cuts[0]] == "layers.0"
@@ -85,6 +85,6 @@ def test_a_length_that_all_micro_batches_have_is_no_question() -> None:
             return batch.square().mean()
 
     module = Counts("nothing", 3)
-    plan = Planner(Divisible(module), 2).plan("training_step", module.training_step, (torch.randn(24, 16), 0))
+    plan = Planner(Divisible(module), 2).plan(Step("training_step", module.training_step, (torch.randn(24, 16), 0)))
     assert not any(node.asks for node in plan.graph.nodes)
     assert set(plan.graph.deciding) == {None}

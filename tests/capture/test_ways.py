@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.ways import fullest
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 
 Chance = Callable[[], float]
@@ -57,7 +57,9 @@ class OneOfList(OneOf):
 
 
 def planned(net: Dropping, num_stages: int = 2) -> CallGraph:
-    return Planner(Divisible(net), num_stages).plan("training_step", net.training_step, (torch.ones(2, 8), 0)).graph
+    return (
+        Planner(Divisible(net), num_stages).plan(Step("training_step", net.training_step, (torch.ones(2, 8), 0))).graph
+    )
 
 
 @pytest.mark.parametrize("chance", CHANCES)
@@ -90,7 +92,7 @@ def test_what_never_runs_at_once_is_refused_by_name() -> None:
 
 def test_what_never_runs_at_once_is_on_the_stage_of_its_neighbour_in_a_list() -> None:
     net = OneOfList(random.random)
-    plan = Planner(Divisible(net), 2).plan("training_step", net.training_step, (torch.ones(2, 8), 0))
+    plan = Planner(Divisible(net), 2).plan(Step("training_step", net.training_step, (torch.ones(2, 8), 0)))
     first, last = (set(stage.parameters) for stage in plan.stages)
     assert first == {f"layers.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")}
     assert last >= {"layers.2.weight", "layers.5.weight"}

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.engine.forward_only import Freezing
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.freezing import num_frozen
 from lightning_avgpipe.planning.planner import Planner
 
 WIDTH = 4
 
 
-class Step(nn.Module):
+class Branching(nn.Module):
     """Four layers; the first two are a branch of its own, which comes back by a sum in place."""
 
     def __init__(self, detached: bool = False, asks: bool = False) -> None:
@@ -36,12 +36,12 @@ class Step(nn.Module):
         return self.layers[3](c).sum()
 
 
-def frozen(module: Step, at_capture: Collection[int], now: Collection[int]) -> int:
+def frozen(module: Branching, at_capture: Collection[int], now: Collection[int]) -> int:
     """How many of four stages are frozen now; both arguments are numbers of layers that are."""
     for i, layer in enumerate(module.layers):
         layer.requires_grad_(i not in at_capture)
     planner = Planner(Divisible(module), 4, [f"layers.{i}" for i in (1, 2, 3)])
-    plan = planner.plan("training_step", module.forward, (torch.randn(2, WIDTH),))
+    plan = planner.plan(Step("training_step", module.forward, (torch.randn(2, WIDTH),)))
     freezing = Freezing(plan.graph, plan.cuts, module)
     for i, layer in enumerate(module.layers):
         layer.requires_grad_(i not in now)
@@ -53,12 +53,12 @@ def test_what_is_frozen_now_counts_not_what_was() -> None:
     subsets: list[tuple[int, ...]] = [(), (0,), (0, 1), (0, 1, 2), (1,), (1, 2), (0, 2)]
     expected = {(): 0, (0,): 1, (0, 1): 2, (0, 1, 2): 3, (1,): 0, (1, 2): 0, (0, 2): 1}
     for at_capture in subsets:
-        assert {now: frozen(Step(), at_capture, now) for now in subsets} == expected
+        assert {now: frozen(Branching(), at_capture, now) for now in subsets} == expected
 
 
 def test_what_is_detached_needs_no_backward() -> None:
-    module = Step(detached=True)
-    graph = Planner(Divisible(module), 1).plan("training_step", module.forward, (torch.randn(2, WIDTH),)).graph
+    module = Branching(detached=True)
+    graph = Planner(Divisible(module), 1).plan(Step("training_step", module.forward, (torch.randn(2, WIDTH),))).graph
     behind = 1 + next(node.index for node in graph.nodes if node.name == "detach")
     assert num_frozen(graph, (behind,), graph.trained) == 1
     assert num_frozen(graph, (behind - 1,), graph.trained) == 0  # it is the next stage that detaches
@@ -66,4 +66,4 @@ def test_what_is_detached_needs_no_backward() -> None:
 
 def test_what_asks_for_a_gradient_by_itself_always_does() -> None:
     # the first stage has asked for it after its last layer: it needs no backward for that
-    assert frozen(Step(asks=True), (0, 1, 2), (0, 1, 2)) == 1
+    assert frozen(Branching(asks=True), (0, 1, 2), (0, 1, 2)) == 1

@@ -16,7 +16,7 @@ from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stream import Stream
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, Place, WeightPolicy, held
@@ -75,7 +75,7 @@ class Run:
         self.num_microbatches = num_microbatches
         sample = samples(1)[0]
         planner = Planner(Divisible(module), K, ["parts.1", "parts.2"])
-        plan = planner.plan("training_step", lambda *args: module.training_step(*args), (sample, 0))
+        plan = planner.plan(Step("training_step", lambda *args: module.training_step(*args), (sample, 0)))
         cluster = alone(K)
         cluster.open()
         self.optimizers = [make(part.parameters()) for part in module.parts]

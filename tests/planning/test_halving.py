@@ -13,7 +13,7 @@ from torch import nn
 from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.halving import Halving, processes_of
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
@@ -42,7 +42,7 @@ def planned(rows: int, limit: float = math.inf, check: Any = may_be_shared, norm
     schedule = build("1f1b", PROCESSES, MICRO_BATCHES)
     conditions = Conditions(schedule, halving=Halving(limit, check))
     return Planner(Divisible(module), PROCESSES).plan(
-        "training_step", module.training_step, (torch.ones(rows, 8), 0), conditions=conditions
+        Step("training_step", module.training_step, (torch.ones(rows, 8), 0)), conditions=conditions
     )
 
 
@@ -78,7 +78,7 @@ def advised(rows: int, limit: float = math.inf, num_groups: int = 1, link: Link 
     leave, links = Halving(limit, as_groups=True), (link,) * (PROCESSES - 1)
     conditions = Conditions(schedule, links, halving=leave, num_groups=num_groups)
     plan = Planner(Divisible(module), PROCESSES).plan(
-        "training_step", module.training_step, (torch.ones(rows, 8), 0), (), conditions
+        Step("training_step", module.training_step, (torch.ones(rows, 8), 0)), (), conditions
     )
     assert plan.num_stages == PROCESSES and plan.devices == (), "a plan only says what would be better"
     return plan.advised

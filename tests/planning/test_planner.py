@@ -17,7 +17,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Link
 from lightning_avgpipe.planning.costing import Costing
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
 
@@ -67,7 +67,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def planned(module: nn.Module, num_stages: int, conditions: Conditions | None = None, **options: Any) -> Any:
     planner = Planner(Divisible(module), num_stages, **{"costing": Costing("measured"), **options})
-    return planner.plan("training_step", module.training_step, (torch.randn(2, 8), 0), conditions=conditions)
+    return planner.plan(Step("training_step", module.training_step, (torch.randn(2, 8), 0)), conditions=conditions)
 
 
 def by_block(name: str) -> float:
@@ -141,10 +141,10 @@ def test_a_further_plan_does_not_measure_what_an_earlier_one_has_measured(frozen
     net = Net()
     net.blocks[2].register_forward_pre_hook(lambda *_: calls.append("blocks.2"))
     planner, args = Planner(Divisible(net), 2, ["blocks.2"], costing=Costing("measured")), (torch.randn(4, 8), 0)
-    planner.plan("training_step", net.training_step, args)
+    planner.plan(Step("training_step", net.training_step, args))
     first = len(calls)
     net.blocks[0].requires_grad_(not frozen)
-    assert planner.plan("training_step", net.training_step, args).measured
+    assert planner.plan(Step("training_step", net.training_step, args)).measured
     assert 0 < len(calls) - first < first
 
 
@@ -153,12 +153,12 @@ def test_where_outputs_are_kept_by_now_a_forward_may_begin_when_more_is_frozen(g
     net = Net()
     planner, args = Planner(Divisible(net), 2, keeps=True), (torch.randn(2, 8), 0)
     net.blocks[0].parts[:2].requires_grad_(False)
-    before = planner.plan("training_step", net.training_step, args)
+    before = planner.plan(Step("training_step", net.training_step, args))
     assert before.frozen == 2 and before.graph.nodes[1].name == "blocks.0.parts.1"
     net.blocks[:2].requires_grad_(False)
     kept = tuple(node.name for node in before.graph.nodes[:2])
     plan = planner.plan(
-        "training_step", net.training_step, args, before.graph.units, Conditions(kept=kept if goes_on else ())
+        Step("training_step", net.training_step, args), before.graph.units, Conditions(kept=kept if goes_on else ())
     )
     names = [node.name for node in plan.graph.nodes[: plan.frozen]]
     assert names == (
@@ -200,9 +200,9 @@ def test_stages_on_devices_keep_within_their_memory(recorded: Recorder) -> None:
     net, examples = Net(), (torch.randn(4, 8), 0)
     conditions = Conditions(build("1f1b", 4, 8), bandwidth=[[1e12] * 4] * 4)
     planner = Planner(Divisible(net), 4, costing=Costing("measured"))
-    copies = planner.plan("training_step", net.training_step, examples, conditions=conditions)
+    copies = planner.plan(Step("training_step", net.training_step, examples), conditions=conditions)
     assert copies.devices == ((0, 1, 2, 3),)
     limit = copies.stages[0].memory.total - 1
     less = replace(planner, memory_limit=limit)
-    stages = less.plan("training_step", net.training_step, examples, conditions=conditions)
+    stages = less.plan(Step("training_step", net.training_step, examples), conditions=conditions)
     assert stages.num_stages > 1 and max(stage.memory.total for stage in stages.stages) <= limit

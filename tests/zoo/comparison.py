@@ -142,7 +142,7 @@ def planned(
     subject = Subject(module, num_microbatches)
     part = subject.parts(batch)[0]
     planner = Planner(Divisible(subject.module, None, subject.metrics), num_stages, split_points)
-    plan = planner.plan(TRAINING, lambda *args: subject.call(TRAINING, part, *args), (part.data, 0))
+    plan = planner.plan(Step(TRAINING, lambda *args: subject.call(TRAINING, part, *args), (part.data, 0)))
     subject.module.eval()
     graph = planner.subject.capture(
         Step(VALIDATION, lambda *args: subject.call(VALIDATION, part, *args), (part.data, 0)), plan.graph.units
