@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.utils.names import around, close_to, joined
 
 # Containers are not called by users (or only pass on what they hold), so they are opened from the start.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -69,9 +69,8 @@ def split_units(
     names = {name for name, _ in root.named_modules() if name}
     for point in split_points:
         if point not in names:
-            close = difflib.get_close_matches(point, names, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(repr(c) for c in close)}?" if close else "use a name of named_modules()."
-            raise PartitionError(f"split point {point!r} is no submodule of {type(root).__name__}; {hint}")
+            what = f"split point {point!r} is no submodule of {type(root).__name__}"
+            raise PartitionError(f"{what}; {close_to(point, names)}")
         while above := [unit for unit in units if point.startswith(f"{unit}.") and divisible(root, unit, ignore)]:
             units = refine(root, units, above, ignore)
         if not any(f"{unit}.".startswith(f"{point}.") or point.startswith(f"{unit}.") for unit in units):
@@ -99,7 +98,7 @@ class Units:
         self._given = tuple(given)
         self._units = {id(root.get_submodule(path)): path for path in given}
         self._called: dict[str, None] = {}
-        above = {"", *(above for path in given for above in _above(path))}
+        above = {"", *(above for path in given for above in around(path))}
         self._followed = {id(root.get_submodule(path)) for path in above}
         self._followed.update(id(m) for m in root.modules() if is_container(m))
         self._followed.update(id(inner) for observer in ignore for inner in observer.modules())
@@ -115,20 +114,13 @@ class Units:
 
     def found(self) -> tuple[str, ...]:
         """All units so far: the given ones, unless only parts of them were called, and those parts."""
-        partly = {above for path in self._called for above in _above(path)} - self._called.keys()
+        partly = {above for path in self._called for above in around(path)} - self._called.keys()
         return tuple(dict.fromkeys((*(path for path in self._given if path not in partly), *self._called)))
-
-
-def _above(path: str) -> Iterable[str]:
-    """Paths of the modules that hold one."""
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 def _open(module: nn.Module, path: str, ignore: Collection[nn.Module]) -> Iterable[str]:
     for name, child in module.named_children():
-        full = f"{path}.{name}" if path else name
+        full = joined(path, name)
         if any(child is other for other in ignore):
             continue
         if is_container(child):

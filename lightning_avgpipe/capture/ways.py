@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import PartitionError, SkippedStepError
+from lightning_avgpipe.utils.names import around
 from lightning_avgpipe.utils.random_streams import host_stream, stream
 
 _log = logging.getLogger(__name__)
@@ -93,9 +94,9 @@ def left_out(graph: CallGraph, module: nn.Module) -> frozenset[str]:
     if "" not in drawing and all(not any(True for _ in module.get_submodule(path).children()) for path in drawing):
         return frozenset()
     kinds = {path: type(inner) for path, inner in module.named_modules()}
-    called = {(_above(path), kind) for path, kind in kinds.items() if path not in graph.uncalled}
-    neighbours = (path for path in graph.uncalled if (_above(path), kinds[path]) in called)
-    return frozenset(path for path in neighbours if not drawing.isdisjoint(_around(path)))
+    called = {(path.rpartition(".")[0], kind) for path, kind in kinds.items() if path not in graph.uncalled}
+    neighbours = (path for path in graph.uncalled if (path.rpartition(".")[0], kinds[path]) in called)
+    return frozenset(path for path in neighbours if not drawing.isdisjoint(around(path)))
 
 
 def may_draw(graph: CallGraph, module: nn.Module) -> frozenset[str]:
@@ -103,16 +104,6 @@ def may_draw(graph: CallGraph, module: nn.Module) -> frozenset[str]:
     if not left_out(graph, module):
         return graph.drawing
     return graph.drawing | graph.host_drawing | graph.uncalled
-
-
-def _above(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
-def _around(path: str) -> Iterator[str]:
-    while path:
-        path = _above(path)
-        yield path
 
 
 def _seeded(run: Run, seed: int, device: torch.device, *args: Any) -> Any:

@@ -12,6 +12,7 @@ from lightning_avgpipe.capture.graph import CallGraph, Leaf, Value
 from lightning_avgpipe.planning.memory import Memory, Need, nbytes
 from lightning_avgpipe.planning.ranges import Ranges
 from lightning_avgpipe.planning.replicated_costs import SppCosts
+from lightning_avgpipe.utils.table import table
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,7 @@ class Plan:
             placed = ["ranks", *(", ".join(map(str, ranks)) for ranks in self.devices)]
             rows = [(*row, ranks) for row, ranks in zip(rows, placed, strict=True)]
         shown = [i for i in range(len(rows[0])) if i != 4 or self.measured]  # the counted one leaves too much out
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(row[i].ljust(widths[i]) for i in shown).rstrip() for row in rows]
-        lines.insert(1, "-" * max(len(line) for line in lines))
-        lines += [*self._copies(), *self._batch()]
+        lines = [*table([[row[i] for i in shown] for row in rows]), *self._copies(), *self._batch()]
         lines += [f"stage {k} runs its backwards whole: there is {why}" for k, why in self.whole.items()]
         if self.forecast is not None:
             lines.append(self._expectation(self.forecast))

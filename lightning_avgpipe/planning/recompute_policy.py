@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import FORWARD, Action
 from lightning_avgpipe.schedule.kinds import GRAPH
+from lightning_avgpipe.utils.names import close_to
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,8 @@ def chosen(module: nn.Module, recompute: bool | Sequence[str]) -> Recompute:
     for pattern in recompute:
         fitting = [name for name in names if fnmatchcase(name, pattern)]
         if not fitting:
-            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "use names of named_modules()."
-            raise ConfigurationError(f"recompute: {pattern!r} fits no submodule of {type(module).__name__}; {hint}")
+            what = f"recompute: {pattern!r} fits no submodule of {type(module).__name__}"
+            raise ConfigurationError(f"{what}; {close_to(pattern, names)}")
         found += fitting
     # what lies below another one is repeated with it
     outer = [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.utils.names import nearest
 
 Key = tuple[str, str]  # path of a module, name of the attribute; or nothing and the full name of a variable
 
@@ -48,8 +49,6 @@ def _staying(before: Plan, after: Plan, old: StageMap, new: StageMap, models: in
 def _ranks(plan: Plan, path: str, stage_map: StageMap) -> set[int]:
     """Of a module: those of its unit, or of all units in it; of a variable outside all."""
     stages_of = plan.stages_of
-    above = path
-    while above and above not in stages_of:
-        above = above.rpartition(".")[0]
+    above = nearest(path, stages_of)
     names = [above] if above else [n for n in stages_of if n.startswith(f"{path}.") or not path]
     return {stage_map.owner(stage) for name in names for stage in stages_of[name]}

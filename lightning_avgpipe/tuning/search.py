@@ -15,6 +15,7 @@ from lightning_avgpipe.tuning.predictors import Corrected, Prediction, Predictor
 from lightning_avgpipe.tuning.profile import Profile
 from lightning_avgpipe.tuning.samples import SamplesFactor, samples_at
 from lightning_avgpipe.tuning.setting import Setting
+from lightning_avgpipe.utils.table import table
 
 ADVANCES = (0, 1, 2, 4, 8)
 _FORMAT = 1
@@ -106,10 +107,7 @@ class Result:
             best = self.choice if n == self.choice.setting.num_pipelines else self.best(num_pipelines=n)
             assert best is not None
             rows.append(self._row(best))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "-" * max(len(line) for line in lines))
-        return "\n".join([*lines, f"{self.choice.setting}: {self.reason}"])
+        return "\n".join([*table(rows), f"{self.choice.setting}: {self.reason}"])
 
     def _row(self, candidate: Candidate) -> tuple[str, ...]:
         setting, (stage, lacking) = candidate.setting, candidate.lacking(self.limit)

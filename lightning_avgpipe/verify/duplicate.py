@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 
 _CONTAINERS = (list, dict, set, tuple, deque)
@@ -105,7 +106,7 @@ def _copied(module: pl.LightningModule, memo: dict[int, Any]) -> pl.LightningMod
             try:
                 copy.deepcopy(value, dict(before))
             except Exception as reason:
-                full = f"{path}.{name}" if path else name
+                full = joined(path, name)
                 raise ConfigurationError(
                     f"verify copies the module, and the attribute '{full}' ({type(value).__name__}) cannot be copied: "
                     f"{reason}. Give its class a __deepcopy__, keep it outside of the module, or use verify=False"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 
+from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.verify.comparison import how_different
@@ -34,7 +35,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     registered = {id(t) for t in (*module.parameters(), *module.buffers())}
     for path, m in module.named_modules():
         for name, value in _own(m):
-            _enter(f"{path}.{name}" if path else name, value, found, registered, _DEPTH)
+            _enter(joined(path, name), value, found, registered, _DEPTH)
     return found
 
 
@@ -43,7 +44,7 @@ def aliases(module: nn.Module) -> list[list[str]]:
     places: dict[tuple[int, str], list[str]] = {}
     for path, m in module.named_modules():
         for name, value in _own(m):
-            _enter(f"{path}.{name}" if path else name, value, {}, set(), _DEPTH, places)
+            _enter(joined(path, name), value, {}, set(), _DEPTH, places)
     return [names for names in places.values() if len(names) > 1]
 
 
@@ -59,7 +60,7 @@ def put(module: nn.Module, values: Mapping[str, Any]) -> None:
     holders: dict[int, Any] = {}
     for path, m in module.named_modules():
         for name, value in _own(m):
-            full = f"{path}.{name}" if path else name
+            full = joined(path, name)
             places.setdefault((id(m), f".{name}"), []).append(full)
             holders[id(m)] = m
             _enter(full, value, {}, set(), _DEPTH, places, holders)

@@ -15,6 +15,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.weighting import LossWeight
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.utils.names import nearest
 from lightning_avgpipe.verify.plain import Outcome
 from lightning_avgpipe.verify.state import attributes, clone
 
@@ -65,9 +66,7 @@ class Subject:
     def stages_of(self, name: str) -> tuple[int, ...]:
         """The stages of a parameter, a buffer, or an attribute of a unit, by its full name; empty if it has none."""
         known = {} if self.plan is None else self.plan.stages_of
-        while name and name not in known:
-            name = name.rpartition(".")[0]
-        return known.get(name, ())
+        return known.get(nearest(name, known), ())
 
     # -- what this process, and all of them, hold ---------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.memory import Need, nbytes
 from lightning_avgpipe.planning.plan import Plan, StagePlan
+from lightning_avgpipe.utils.names import joined
+from lightning_avgpipe.utils.table import table
 
 _ABOVE_BEST = 1.2  # the largest stage may be so much larger, if modules then stay in one piece
 
@@ -29,9 +31,7 @@ class SizePlan(Plan):
             if len(stage.units) > 2:
                 names = f"{stage.units[0]} .. {stage.units[-1]} ({len(stage.units)})"
             rows.append((str(stage.index), names, str(stage.num_parameters), nbytes(stage.memory.held)))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+        return "\n".join(table(rows))
 
 
 def divide_by_size(
@@ -88,7 +88,7 @@ def _is_atom(part: nn.Module) -> bool:
 def _parts(module: nn.Module, ignore: Collection[nn.Module], path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Modules with parameters of their own that hold no others with such, below the root."""
     for name, child in module.named_children():
-        full = f"{path}.{name}" if path else name
+        full = joined(path, name)
         if any(child is other for other in ignore):
             continue
         below = list(_parts(child, ignore, full)) if not _is_atom(child) else []

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.utils.names import nearest
 from lightning_avgpipe.weights.slots import Slot, slots_for
 from lightning_avgpipe.weights.tied import parameters_of
 
@@ -82,7 +82,7 @@ def check_repeatable(program: StageProgram) -> None:
     changed += [
         f"the attribute '{'.'.join(filter(None, key))}'"
         for key in (*graph.of_units, *graph.written)
-        if (unit := _unit_of(graph, key[0])) in units or not unit
+        if (unit := nearest(key[0], graph.units)) in units or not unit
     ]
     changed += [f"objects that outlive the step ({node})" for node in program.nodes if node.lasting]
     changed += [f"what is outside of the module (unit '{unit}')" for unit in sorted(units & graph.leaving)]
@@ -92,10 +92,3 @@ def check_repeatable(program: StageProgram) -> None:
             f"these change {changed[0]}, which would happen twice: only buffers may change there. Keep it in a buffer "
             "(register_buffer), move it to another stage with split_points, or use schedule='1f1b'"
         )
-
-
-def _unit_of(graph: CallGraph, path: str) -> str:
-    """The unit that a module is, or is in; empty if there is none."""
-    while path and path not in graph.units:
-        path = path.rpartition(".")[0]
-    return path

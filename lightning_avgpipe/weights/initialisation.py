@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.names import around, joined
 from lightning_avgpipe.utils.random_streams import RandomKey, stream
 
 
@@ -63,7 +64,7 @@ class Origin:
                 continue
             path = name.rpartition(".")[0]
             for leaf, tensor in self._initialised(path)._parameters.items():
-                full = f"{path}.{leaf}" if path else leaf
+                full = joined(path, leaf)
                 if tensor is not None and full in names and full not in self._loaded:
                     found[full] = tensor.detach()
         return found
@@ -72,7 +73,7 @@ class Origin:
         """Give all buffers their contents, on every process: what depends on the batch alone is computed anywhere."""
         for path, module in self._module.named_modules():
             absent = {leaf: b for leaf, b in module._buffers.items() if b is not None and b.is_meta}
-            names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in absent}
+            names = {leaf: joined(path, leaf) for leaf in absent}
             shadow = None if all(name in self._loaded for name in names.values()) else self._initialised(path)
             for leaf, buffer in absent.items():
                 if names[leaf] in self._loaded:
@@ -89,9 +90,8 @@ class Origin:
     def _check(self) -> None:
         helpless = {}
         for path, module in self._module.named_modules():
-            prefix = f"{path}." if path else ""
             own = (*module._parameters.items(), *module._buffers.items())
-            absent = [f"{prefix}{leaf}" for leaf, tensor in own if tensor is not None and tensor.is_meta]
+            absent = [joined(path, leaf) for leaf, tensor in own if tensor is not None and tensor.is_meta]
             if all(name in self._loaded for name in absent) or self._ways(path, module):
                 continue
             helpless[type(module).__name__] = absent[0]
@@ -111,26 +111,15 @@ class Origin:
             ways.append(nn.MultiheadAttention._reset_parameters)
         elif callable(getattr(type(module), "reset_parameters", None)):
             ways.append(type(module).reset_parameters)  # type: ignore[attr-defined]
-        above = path
-        while True:
-            # a module may initialise itself so, too: transformers' models own parameters such as tokens of a class
-            owner = self._module.get_submodule(above)
-            if callable(getattr(owner, "_init_weights", None)):
-                ways.append(owner._init_weights)  # type: ignore[arg-type]
-                break
-            if not above:
-                break
-            above = above.rpartition(".")[0]
-        return ways
+        # a module may initialise itself so, too: transformers' models own parameters such as tokens of a class
+        owners = (self._module.get_submodule(above) for above in (path, *around(path)))
+        inits = (getattr(owner, "_init_weights", None) for owner in owners)
+        return ways + [init for init in inits if callable(init)][:1]
 
     def _initialised(self, path: str) -> nn.Module:
         """A shadow of a module, with contents in what the module owns directly."""
         module = self._module.get_submodule(path)
-        shadow = _shadow(module)
-        for registry in (shadow._parameters, shadow._buffers):
-            for leaf, tensor in registry.items():
-                if tensor is not None:
-                    registry[leaf] = _blank(tensor, self._device)  # type: ignore[assignment]
+        shadow = _shadow(module, lambda tensor: _blank(tensor, self._device))
         # Whatever initialises may ask for the default device, and its draws are nobody else's.
         with torch.no_grad(), stream(RandomKey(self._seed).derive(f"init:{path}"), self._device), self._device:
             for way in self._ways(path, module):
@@ -143,14 +132,10 @@ class Origin:
     def _let_parent_adjust(self, path: str, child: nn.Module) -> None:
         above, _, leaf = path.rpartition(".")
         parent = self._module.get_submodule(above)
-        shadow = _shadow(parent)
+        shadow = _shadow(parent, _without_contents)
         shadow._modules = {  # what is not the child is without contents, and stays as it is
             name: child if name == leaf else _empty(other) for name, other in parent._modules.items()
         }
-        for registry in (shadow._parameters, shadow._buffers):
-            for name, tensor in registry.items():
-                if tensor is not None:
-                    registry[name] = torch.empty_like(tensor, device="meta")  # type: ignore[assignment]
         if isinstance(parent, nn.MultiheadAttention):
             parent_ways: list[Callable[[Any], object]] = [nn.MultiheadAttention._reset_parameters]
         else:  # its reset_parameters() is about its own, by convention
@@ -168,13 +153,13 @@ class Origin:
                 )
 
 
-def _shadow(module: nn.Module) -> nn.Module:
-    """An object like the module, with registries of its own."""
+def _shadow(module: nn.Module, own: Callable[[Tensor], Tensor]) -> nn.Module:
+    """An object like the module, with registries of its own, and what this makes of its own tensors."""
     shadow = object.__new__(type(module))
-    state = dict(vars(module))
-    for registry in ("_parameters", "_buffers", "_modules"):
-        state[registry] = dict(state[registry])
-    vars(shadow).update(state)
+    vars(shadow).update(vars(module), _modules=dict(module._modules))
+    for name in ("_parameters", "_buffers"):
+        registry = getattr(module, name)
+        vars(shadow)[name] = {leaf: tensor if tensor is None else own(tensor) for leaf, tensor in registry.items()}
     return shadow
 
 
@@ -182,13 +167,13 @@ def _empty(module: nn.Module | None) -> nn.Module | None:
     """A shadow of a module and all that it holds, without contents: writing into it changes nothing."""
     if module is None:
         return None
-    shadow = _shadow(module)
-    for registry in (shadow._parameters, shadow._buffers):
-        for leaf, tensor in registry.items():
-            if tensor is not None:
-                registry[leaf] = torch.empty_like(tensor, device="meta")  # type: ignore[assignment]
+    shadow = _shadow(module, _without_contents)
     shadow._modules = {name: _empty(child) for name, child in module._modules.items()}
     return shadow
+
+
+def _without_contents(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:

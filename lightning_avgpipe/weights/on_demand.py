@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_avgpipe.capture.tracer import DEVICE_QUESTIONS, METADATA
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import CaptureError
+from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.ownership import Owners, take_back
@@ -101,7 +102,7 @@ class OnDemandGather:
             return {name: self._exchange(name, held)}
         assert self._origin is not None
         path = name.rpartition(".")[0]
-        together = [f"{path}.{leaf}" if path else leaf for leaf in self._module.get_submodule(path)._parameters]
+        together = [joined(path, leaf) for leaf in self._module.get_submodule(path)._parameters]
         return self._origin.tensors([full for full in together if full == name or full not in held])
 
     def _exchange(self, name: str, held: Owners) -> Tensor:

@@ -1,0 +1,29 @@
+"""Full names of modules, parameters and attributes: ``blocks.0.norm.weight``; the root's path is empty."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator
+
+
+def joined(path: str, leaf: str) -> str:
+    """The full name of what a module at this path has."""
+    return f"{path}.{leaf}" if path else leaf
+
+
+def around(name: str) -> Iterator[str]:
+    """The paths of the modules around a name, the innermost first, the root last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The name itself if it is known, or the innermost path around it that is; empty if none is."""
+    return next((path for path in (name, *around(name)) if path in known), "")
+
+
+def close_to(name: str, known: Collection[str]) -> str:
+    """What to do about a name that is not known."""
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else "use a name of named_modules()"
