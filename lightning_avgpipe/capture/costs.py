@@ -5,7 +5,7 @@ Nothing here needs torch: costs are measured elsewhere, counted from the graph, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,11 +56,6 @@ class Costs:
         backward = tuple(2.0 * flops for flops in forward)
         kept = (v.index for v in graph.values if v.requires_grad)
         return cls(forward, backward, value_bytes(graph, kept), (Link(flops_per_byte),))
-
-    @classmethod
-    def of_nodes(cls, node: Sequence[float], per_byte: float = 0.0) -> Costs:
-        """Known times of nodes, a third of each in the forward; nothing is stashed."""
-        return cls(tuple(t / 3 for t in node), tuple(t * 2 / 3 for t in node), (0,) * len(node), (Link(per_byte),))
 
     @cached_property
     def node(self) -> tuple[float, ...]:

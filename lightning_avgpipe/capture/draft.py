@@ -21,10 +21,6 @@ Pin = tuple[int, int, str]  # no cut between these nodes, for this reason
 class Draft:
     """Nodes and values so far, and where no cut may lie.
 
-    Args:
-        known: learns which tensor holds which value.
-        readers: units that are known to find values in objects.
-
     Attributes:
         nodes: in program order.
         values: that flow between them.
@@ -59,15 +55,7 @@ class Draft:
         versions: Sequence[int],
         owned: Container[int],
     ) -> None:
-        """Note a node that gave these tensors, and may have written into those that it took.
-
-        Args:
-            node: without its outputs and writes.
-            given: tensors.
-            taken: tensors.
-            versions: of these, before it.
-            owned: ids of tensors whose uses are known by name.
-        """
+        """Note a node that gave these tensors, and may have written into those that it took, of these versions."""
         writes = self.values.written(taken, versions, owned, node.name)
         self.nodes.append(replace(node, outputs=self.values.given(given, taken, node.name), writes=writes))
 

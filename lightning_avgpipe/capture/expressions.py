@@ -134,18 +134,10 @@ class _Stack:
 # What instructions do to the stack; `at` is the instruction.
 
 
-def _skip(stack: _Stack, at: dis.Instruction) -> None:
-    """Nothing changes."""
-
-
 def _push(stack: _Stack, at: dis.Instruction) -> None:
     """Something new, two things in some instructions."""
     two = at.opname == "LOAD_FAST_LOAD_FAST" or (at.opname == "LOAD_GLOBAL" and (at.arg or 0) & 1)
     stack.push(*[None] * (2 if two else 1))
-
-
-def _constant(stack: _Stack, at: dis.Instruction) -> None:
-    stack.push(_Slot(at.argval, constant=True))
 
 
 def _copy(stack: _Stack, at: dis.Instruction) -> None:
@@ -155,10 +147,6 @@ def _copy(stack: _Stack, at: dis.Instruction) -> None:
 def _swap(stack: _Stack, at: dis.Instruction) -> None:
     number, slots = stack.reach(at.arg or 0), stack.slots
     slots[-1], slots[-number] = slots[-number], slots[-1]
-
-
-def _drop(stack: _Stack, at: dis.Instruction) -> None:
-    stack.pop()
 
 
 def _attribute(stack: _Stack, at: dis.Instruction) -> None:
@@ -204,16 +192,16 @@ def _combine(stack: _Stack, at: dis.Instruction) -> None:
     stack.push(None)
 
 
-_STEPS: dict[str, Callable[[_Stack, dis.Instruction], None]] = {
-    **dict.fromkeys(_NOTHING, _skip),
+_STEPS: dict[str, Callable[[_Stack, dis.Instruction], object]] = {
+    **dict.fromkeys(_NOTHING, lambda stack, at: None),
     **dict.fromkeys(_PUSH, _push),
     **dict.fromkeys((*_TAKE, *_BUILD), _combine),
     **dict.fromkeys(("LOAD_METHOD", "LOAD_ATTR"), _attribute),
     **dict.fromkeys(("CALL", "CALL_KW"), _call),
-    "LOAD_CONST": _constant,
+    "LOAD_CONST": lambda stack, at: stack.push(_Slot(at.argval, constant=True)),
     "COPY": _copy,
     "SWAP": _swap,
-    "POP_TOP": _drop,
+    "POP_TOP": lambda stack, at: stack.pop(),
     "STORE_ATTR": _set_attribute,
     "BINARY_SUBSCR": _item,
     "STORE_SUBSCR": _set_item,

@@ -19,7 +19,6 @@ class Openings:
     """Follows what units write into objects.
 
     Args:
-        module: whose submodules are units.
         draft: of the graph.
         lasting: objects that were there before the step.
     """
@@ -36,10 +35,7 @@ class Openings:
         """The node, and the tensors that it gave: in its result, or in all that it wrote into objects as well.
 
         Args:
-            node: that has run.
-            result: of it.
-            objects: that its arguments lead to, as they were before.
-            exports: whether attributes of its modules count as such.
+            objects: that its arguments lead to, as they were before; with ``exports`` attributes of its modules too.
             writes: whether it wrote into a tensor in an object.
         """
         if not writes and not self._packer.is_needed(result, objects):

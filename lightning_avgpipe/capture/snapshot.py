@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lightning_avgpipe.capture.changes import put_back
 from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.utils.device import all_generators
 from lightning_avgpipe.utils.host_random import host_state, set_host_state
-from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.objects import Objects, same_items
 from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced, version_of
@@ -23,6 +23,7 @@ _REGISTRIES = (*REGISTRIES, "_non_persistent_buffers_set")
 _CONTAINERS = (list, dict, set, deque)
 _MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_Saved = dict[str, tuple[Any, Any]]  # name -> what was there, and how it is put back
 _LIBRARIES = ("torch", *LIGHTNING, "torchmetrics", "builtins", "abc", "typing")
 
 
@@ -54,20 +55,22 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
     parameters = dict(module.named_parameters())
     with untraced():  # nothing is lent for it
         weights = [(p, p.detach(), p.detach().clone() if name in changing else None) for name, p in parameters.items()]
-    saved = [(m, _save(m)) for m in module.modules()]
-    classes = [(kind, _save_class(kind)) for kind in _own_classes(module)]
-    held = (value for value in attribute_values(module.modules()) if not isinstance(value, Tensor))
-    objects, variables = Objects(held, contents=True, opaque=True), Objects(outside(module).values(), opaque=True)
+    saved = [(m, _copies(vars(m), _REGISTRIES), _copies(m._buffers)) for m in module.modules()]
+    classes = [(kind, _copies(_class_attributes(kind))) for kind in _own_classes(module)]
+    values = (value for value in attribute_values(module.modules()) if not isinstance(value, Tensor))
+    objects, variables = Objects(values, contents=True, opaque=True), Objects(outside(module).values(), opaque=True)
     with random_state(), objects.restored(), variables.restored():
         try:
             yield
         finally:
             for parameter, memory, contents in weights:
                 put_back(parameter, memory, contents)
-            for m, state in saved:
-                _restore(m, state)
-            for kind, attributes in classes:
-                _restore_class(kind, attributes)
+            for m, attributes, buffers in saved:
+                _restore(vars(m), attributes, _REGISTRIES)
+                for name, (held, copy) in buffers.items():  # TorchScript's are no dict
+                    m._buffers[name] = _put_back(held, copy)
+            for kind, own in classes:
+                _restore_class(kind, own)
 
 
 def attribute_values(modules: Iterable[nn.Module]) -> list[Any]:
@@ -78,14 +81,11 @@ def attribute_values(modules: Iterable[nn.Module]) -> list[Any]:
 @contextlib.contextmanager
 def unchanged(owner: Any) -> Iterator[None]:
     """Put the attributes of any object back as they were: which they are, and what is in tensors and containers."""
-    saved = {name: (held, _copy(held)) for name, held in vars(owner).items()}
+    saved = _copies(vars(owner))
     try:
         yield
     finally:
-        for name in vars(owner).keys() - saved.keys():
-            del vars(owner)[name]
-        for name, (held, copy) in saved.items():
-            vars(owner)[name] = _put_back(held, copy)
+        _restore(vars(owner), saved)
 
 
 def _own_classes(module: nn.Module) -> list[type]:
@@ -97,11 +97,7 @@ def _class_attributes(kind: type) -> dict[str, Any]:
     return {name: held for name, held in vars(kind).items() if not (name.startswith("__") or hasattr(held, "__get__"))}
 
 
-def _save_class(kind: type) -> dict[str, tuple[Any, Any]]:
-    return {name: (held, _copy(held)) for name, held in _class_attributes(kind).items()}
-
-
-def _restore_class(kind: type, saved: dict[str, tuple[Any, Any]]) -> None:
+def _restore_class(kind: type, saved: _Saved) -> None:
     now = _class_attributes(kind)
     for name in now.keys() - saved.keys():
         delattr(kind, name)
@@ -128,11 +124,7 @@ class Attributes:
     def restore(self) -> None:
         """Put everything, or what was kept, back."""
         for m, attributes, buffers in self._saved:
-            if self._whole:
-                for name in [name for name in vars(m) if name not in _OF_EVERY_MODULE and name not in attributes]:
-                    del vars(m)[name]
-            for name, (held, copy) in attributes.items():
-                vars(m)[name] = _put_back(held, copy)
+            _restore(vars(m), attributes, _OF_EVERY_MODULE if self._whole else vars(m))
             m._buffers.update(buffers)
 
     def keep_changed(self) -> None:
@@ -153,7 +145,7 @@ class Attributes:
         return next(((m, name) for m, name, held, version in self._versions if version_of(held) != version), None)
 
 
-def _references(module: nn.Module) -> tuple[dict[str, tuple[Any, Any]], dict[str, Any]]:
+def _references(module: nn.Module) -> tuple[_Saved, dict[str, Any]]:
     own = {name: held for name, held in vars(module).items() if name not in _OF_EVERY_MODULE}
     return {name: (held, _copy(held, contents=False)) for name, held in own.items()}, dict(module._buffers)
 
@@ -163,23 +155,18 @@ def _is_now(module: nn.Module, name: str, held: Any, copy: Any) -> bool:
 
 
 def _has_items(held: Any, copy: Any) -> bool:
-    return copy is None or (_same_items(held, copy[0]) and all(_has_items(item, below) for item, below in copy[1]))
+    return copy is None or (same_items(held, copy[0]) and all(_has_items(item, below) for item, below in copy[1]))
 
 
-def _save(module: nn.Module) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-    attributes = {name: (held, _copy(held)) for name, held in vars(module).items() if name not in _REGISTRIES}
-    buffers = {name: (held, _copy(held)) for name, held in module._buffers.items()}
-    return attributes, buffers
+def _copies(attributes: Mapping[str, Any], without: Collection[str] = ()) -> _Saved:
+    """What an owner has by name, and what it takes to put it back."""
+    return {name: (held, _copy(held)) for name, held in attributes.items() if name not in without}
 
 
-def _restore(module: nn.Module, state: tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]) -> None:
-    attributes, buffers = state
-    for name in [name for name in vars(module) if name not in _REGISTRIES and name not in attributes]:
-        del vars(module)[name]
-    for name, (held, copy) in attributes.items():
-        vars(module)[name] = _put_back(held, copy)
-    for name, (held, copy) in buffers.items():
-        module._buffers[name] = _put_back(held, copy)
+def _restore(attributes: dict[str, Any], saved: _Saved, without: Collection[str] = ()) -> None:
+    for name in [name for name in attributes if name not in without and name not in saved]:
+        del attributes[name]
+    attributes.update({name: _put_back(held, copy) for name, (held, copy) in saved.items()})
 
 
 def _copy(held: Any, inside: frozenset[int] = frozenset(), contents: bool = True) -> Any:
@@ -202,17 +189,9 @@ def _put_back(held: Any, copy: Any) -> Any:
                 held.detach().copy_(copy)
         return held
     items, below = copy
-    if not _same_items(held, items):
+    if not same_items(held, items):
         held.clear()
         held.extend(items) if isinstance(held, (list, deque)) else held.update(items)
     for item, copy_of_item in below:
         _put_back(item, copy_of_item)
     return held
-
-
-def _same_items(held: Any, copy: Any) -> bool:
-    if len(held) != len(copy):
-        return False
-    if isinstance(held, dict):
-        return all(a is b and held[a] is copy[b] for a, b in zip(held, copy, strict=True))
-    return all(a is b for a, b in zip(held, copy, strict=True))

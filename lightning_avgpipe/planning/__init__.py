@@ -6,15 +6,6 @@ from lightning_avgpipe.planning.memory import Memory
 from lightning_avgpipe.planning.plan import Forecast, Plan, StagePlan, make_plan
 
 __all__ = [
-    "Costs",
-    "Forecast",
-    "Link",
-    "Memory",
-    "Plan",
-    "StagePlan",
-    "cut_at",
-    "cut_balanced",
-    "cut_like",
-    "make_plan",
+    "Costs", "Forecast", "Link", "Memory", "Plan", "StagePlan", "cut_at", "cut_balanced", "cut_like", "make_plan",
     "scattered",
-]
+]  # fmt: skip

@@ -78,11 +78,6 @@ class StageProgram:
         return {(node.kind, node.name): node for node in self.nodes}
 
     @property
-    def is_first(self) -> bool:
-        """Whether no stage comes before."""
-        return self.stage == 0
-
-    @property
     def is_last(self) -> bool:
         """Whether the result of the step is computed here."""
         return self.stage == self.num_stages - 1

@@ -78,7 +78,7 @@ class _State(NamedTuple):
         yield from self.attributes.values()
 
     def is_same(self, other: _State) -> bool:
-        return _same(self.items, other.items) and _same(self.attributes, other.attributes)
+        return same_items(self.items, other.items) and same_items(self.attributes, other.attributes)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Objects:
             if now.is_same(before):
                 continue
             names = _differing(now.attributes, before.attributes)
-            if not _same(now.items, before.items):
+            if not same_items(now.items, before.items):
                 keys = _differing(now.items, before.items) if isinstance(now.items, dict) else frozenset()
                 found.append((obj, names | keys if keys else None))
             else:
@@ -269,7 +269,7 @@ class Objects:
                 Change(
                     self._indices[id(obj)],
                     type(obj).__qualname__,
-                    None if _same(now.items, before.items) else now.items,
+                    None if same_items(now.items, before.items) else now.items,
                     {k: v for k, v in now.attributes.items() if k not in old or old[k] is not v},
                     tuple(name for name in old if name not in now.attributes),
                 )
@@ -446,7 +446,8 @@ def _with_mapped(fn: Callable[[Tensor], Tensor], item: Any) -> Any:
     return type(item)._make(new) if hasattr(item, "_make") else new
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_items(one: Any, other: Any) -> bool:
+    """Whether two containers hold the same objects."""
     if one is None or other is None:
         return one is other
     if len(one) != len(other):

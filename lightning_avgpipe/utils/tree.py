@@ -34,15 +34,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 __all__ = [
-    "TreeSpec",
-    "children",
-    "flatten",
-    "flatten_with_names",
-    "map_tensors",
-    "named_children",
-    "tensors",
-    "unflatten",
-]
+    "TreeSpec", "children", "flatten", "flatten_with_names", "map_tensors", "named_children", "tensors", "unflatten",
+]  # fmt: skip
 
 IsLeaf = Callable[[Any], bool]
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -164,24 +165,23 @@ class Verifier:
     def _compare(self, n: int, pipeline: _Pipeline, state: Outcome, ends: bool) -> None:
         found, expected, plan, tally = pipeline.found, pipeline.expected, self._subject.plan, self._tally
         assert plan is not None
-        self._check(n, first_difference("the loss", expected.losses, found.losses))
+        same = partial(self._same, n)
+        same("the loss", expected.losses, found.losses)
         tally.losses += len(expected.losses)
         if ends:
             downstream = [name for stage in reversed(plan.stages) for name in reversed(stage.parameters)]
             held = {name: g for name, g in expected.gradients.items() if name in state.gradients}
             tied = plan.copied
             scale = usual_size(held.values())
-            self._check(
-                n, first_difference("the gradient", held, state.gradients, tied.__contains__, downstream, scale)
-            )
+            same("the gradient", held, state.gradients, tied.__contains__, downstream, scale)
             tally.names["tied gradients"].update(name for name in held if name in tied)
             tally.names["gradients"].update(name for name, g in held.items() if g is not None and name not in tied)
-        self._check(n, first_difference("the weight before any optimizer step", expected.parameters, state.parameters))
-        self._check(n, first_difference("the buffer", expected.buffers, state.buffers))
+        same("the weight before any optimizer step", expected.parameters, state.parameters)
+        same("the buffer", expected.buffers, state.buffers)
         tally.names["buffers"].update(expected.buffers)
         attributes = self._shared(expected.attributes, state.attributes, pipeline.attributes)
-        self._check(n, first_difference("the attribute", _comparable(expected.attributes, attributes),
-                                        _comparable(attributes, expected.attributes)))  # fmt: skip
+        one, other = _comparable(expected.attributes, attributes), _comparable(attributes, expected.attributes)
+        same("the attribute", one, other)
         if n == 0 and self._subject.num_models == 1:
             mine = {name: torch.as_tensor(v).detach() for name, v in found.logged.items() if _is_number(v)}
             logged = {
@@ -190,7 +190,7 @@ class Verifier:
                 if value is not None
             }
             mine = {name: value for name, value in mine.items() if name in logged}
-            self._check(n, first_difference("the logged value", logged, mine, lambda name: True))
+            same("the logged value", logged, mine, lambda name: True)
             tally.names["logged values"].update(logged)
 
     def _shared(
@@ -217,7 +217,7 @@ class Verifier:
                 one, other = getattr(before, kind), getattr(after, kind)
                 both = one.keys() & other.keys() if kind != "attributes" else one.keys() | other.keys()
                 one, other = ({name: held[name] for name in held if name in both} for held in (one, other))
-                self._check(0, first_difference(f"what the capture of the step leaves in the {kind[:-1]}", one, other))
+                self._same(0, f"what the capture of the step leaves in the {kind[:-1]}", one, other)
 
     # -- the optimizer's step ------------------------------------------------------------------------------------------
 
@@ -276,6 +276,10 @@ class Verifier:
         self._tally.names["weights"].update(notes.before)
 
     # -- the verdict ---------------------------------------------------------------------------------------------------
+
+    def _same(self, n: int, what: str, *compared: Any) -> None:
+        """Compare what a pipeline has, as :func:`first_difference` does."""
+        self._check(n, first_difference(what, *compared))
 
     def _check(self, n: int, difference: Difference | None) -> None:
         if difference is not None:

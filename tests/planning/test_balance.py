@@ -13,6 +13,7 @@ from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Link, Memory, cut_at, cut_balanced, cut_like, make_plan
 from lightning_avgpipe.planning.balance import gaps
+from tests.planning.known_costs import of_nodes
 
 
 def graph_of(
@@ -42,7 +43,7 @@ def random_graph(rng: random.Random) -> tuple[CallGraph, Costs]:
         shared = ["shared"] if rng.random() < 0.15 else []
         nodes.append(("call" if call else "glue", f"n{i}", inputs, [f"n{i}.w", *shared] if call else []))
     graph = graph_of(nodes, [rng.choice([1, 4, 16]) for _ in range(count)], kept=[count - 1])
-    return graph, Costs.of_nodes(tuple(rng.uniform(0, 10) for _ in range(count)), rng.choice([0.0, 0.2, 2.0]))
+    return graph, of_nodes(tuple(rng.uniform(0, 10) for _ in range(count)), rng.choice([0.0, 0.2, 2.0]))
 
 
 def bottleneck(graph: CallGraph, costs: Costs, cuts: Sequence[int]) -> float:
@@ -177,28 +178,28 @@ def test_what_crosses_a_cut_is_what_is_used_after_it() -> None:
 
 
 def test_equal_units_are_divided_equally() -> None:
-    assert cut_balanced(chain(12), Costs.of_nodes((1.0,) * 12), 4) == (3, 6, 9)
+    assert cut_balanced(chain(12), of_nodes((1.0,) * 12), 4) == (3, 6, 9)
 
 
 def test_stages_share_what_one_heavy_unit_leaves() -> None:
-    assert cut_balanced(chain(5), Costs.of_nodes((8.0, 1.0, 1.0, 1.0, 1.0)), 3) == (1, 3)
+    assert cut_balanced(chain(5), of_nodes((8.0, 1.0, 1.0, 1.0, 1.0)), 3) == (1, 3)
 
 
 def test_a_narrow_boundary_is_preferred_where_balance_allows() -> None:
     graph = chain(200, [4 if i == 99 else 64 for i in range(200)])
-    assert cut_balanced(graph, Costs.of_nodes((1.0,) * 200, per_byte=0.01), 2) == (100,)
+    assert cut_balanced(graph, of_nodes((1.0,) * 200, per_byte=0.01), 2) == (100,)
 
 
 def test_a_wide_boundary_is_avoided_where_the_link_is_slow() -> None:
     graph = chain(4, [64, 64, 4, 4])
-    assert cut_balanced(graph, Costs.of_nodes((1.0,) * 4), 2) == (2,)
-    assert cut_balanced(graph, Costs.of_nodes((1.0,) * 4, per_byte=1.0), 2) == (3,)
+    assert cut_balanced(graph, of_nodes((1.0,) * 4), 2) == (2,)
+    assert cut_balanced(graph, of_nodes((1.0,) * 4, per_byte=1.0), 2) == (3,)
 
 
 def test_a_thousand_calls_and_64_stages_are_planned() -> None:
     rng = random.Random(2)
     graph = chain(1000)
-    cuts = cut_balanced(graph, Costs.of_nodes(tuple(rng.uniform(1, 2) for _ in range(1000)), 0.01), 64)
+    cuts = cut_balanced(graph, of_nodes(tuple(rng.uniform(1, 2) for _ in range(1000)), 0.01), 64)
     assert len(cuts) == 63 and list(cuts) == sorted(set(cuts))
 
 
@@ -211,7 +212,7 @@ def test_split_points_may_name_a_unit_or_what_holds_it() -> None:
 
 def test_another_step_is_cut_where_the_parameters_are() -> None:
     train = chain(6)
-    plan = make_plan(train, (2, 4), Costs.of_nodes((1.0,) * 6), {f"u{i}.w": 3 for i in range(6)})
+    plan = make_plan(train, (2, 4), of_nodes((1.0,) * 6), {f"u{i}.w": 3 for i in range(6)})
     assert [stage.num_parameters for stage in plan.stages] == [6, 6, 6]
     shorter = graph_of(
         [("call", "u1", [], ["u1.w"]), ("glue", "add", [0], []), ("call", "u4", [1], ["u4.w"])], [4, 1, 4], kept=[2]
@@ -224,7 +225,7 @@ def test_another_step_is_cut_where_the_parameters_are() -> None:
 
 
 def test_a_plan_is_a_table() -> None:
-    plan = make_plan(chain(4), (1,), Costs.of_nodes((3.0, 1.0, 1.0, 1.0)), {f"u{i}.w": 1500 for i in range(4)})
+    plan = make_plan(chain(4), (1,), of_nodes((3.0, 1.0, 1.0, 1.0)), {f"u{i}.w": 1500 for i in range(4)})
     assert str(plan).splitlines() == [
         "stage  units         parameters  time  sends to the next",
         "-----------------------------------------------------------------",

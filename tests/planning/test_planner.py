@@ -20,6 +20,7 @@ from lightning_avgpipe.planning.costing import Costing
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
+from tests.planning.known_costs import of_nodes
 
 
 class Block(nn.Module):
@@ -57,7 +58,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         def measure(graph: CallGraph, *args: Any) -> Costs:
             seen.append(graph)
             times = [seconds(node.name) if node.kind == "call" else 0.0 for node in graph.nodes]
-            return replace(Costs.of_nodes(times), stash_bytes=(100,) * len(times), links=(), measured=True)
+            return replace(of_nodes(times), stash_bytes=(100,) * len(times), links=(), measured=True)
 
         monkeypatch.setattr("lightning_avgpipe.planning.costing.measure", measure)
         return seen

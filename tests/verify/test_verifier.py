@@ -167,7 +167,7 @@ def lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     perform = Stage.perform
 
     def lossy(stage: Stage, action: Action, task: Any, message: Any) -> Any:
-        if stage.program.is_first and action == Action(BACKWARD, 1):
+        if stage.program.stage == 0 and action == Action(BACKWARD, 1):
             stage.stash.pop(1)
             return None
         return perform(stage, action, task, message)
@@ -188,7 +188,7 @@ def executed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     perform = Stage.perform
 
     def twice(stage: Stage, action: Action, task: Any, message: Any) -> Any:
-        if stage.program.is_first and action == Action(FORWARD, 2):
+        if stage.program.stage == 0 and action == Action(FORWARD, 2):
             perform(stage, action, task, message)
         return perform(stage, action, task, message)
 
@@ -351,7 +351,7 @@ def fit_in_processes(rank: int, faulty: bool) -> list[str]:
 
     def lossy(stage: Stage, action: Action, task: Any, message: Any) -> Any:
         result = perform(stage, action, task, message)
-        if faulty and stage.program.is_first and action == Action(BACKWARD, 1):
+        if faulty and stage.program.stage == 0 and action == Action(BACKWARD, 1):
             module.layers[0].weight.grad.mul_(0.5)
         return result
 
