@@ -10,6 +10,7 @@ import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -83,7 +84,8 @@ class _State(NamedTuple):
         return (not self.attributes and not other.attributes) or _same(self.attributes, other.attributes)
 
 
-class Change(NamedTuple):
+@dataclass(frozen=True)
+class Change:
     """What became of an object.
 
     Attributes:
@@ -355,7 +357,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 def _state(obj: Any) -> _State:
-    return _reader(type(obj))(obj)
+    cls: Any = type(obj)
+    return _reader(cls)(obj)
 
 
 @functools.cache
