@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -15,6 +16,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 LIMIT_S = 90.0
+ENDING_S = 3.0  # for threads that have been told to end
 
 
 def free_port() -> int:
@@ -110,6 +112,23 @@ def _work(rank: int, world_size: int, port: int, function: Callable[..., Any], a
         exit_code = 1
         if isinstance(raised, SystemExit):
             exit_code = raised.code if isinstance(raised.code, int) else int(raised.code is not None)
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("avgpipe")]
-    (folder / f"outcome-{rank}.pickle").write_bytes(pickle.dumps((result, error, threads, time.monotonic())))
+    ended = time.monotonic()
+    (folder / f"outcome-{rank}.pickle").write_bytes(pickle.dumps((result, error, left_behind(), ended)))
     os._exit(exit_code)
+
+
+def left_behind() -> list[str]:
+    """The names of this package's threads that do not end; where they are is printed.
+
+    Closing waits for them for a bounded time only, which a machine that stands still for seconds may use up.
+    """
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("avgpipe")]
+    deadline = time.monotonic() + ENDING_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    threads = [thread for thread in threads if thread.is_alive()]
+    frames = sys._current_frames()
+    for thread in threads:
+        where = traceback.format_stack(frames[thread.ident]) if thread.ident in frames else ["has ended\n"]
+        print(f"thread '{thread.name}' is left:", *where, sep="\n", file=sys.stderr)
+    return [thread.name for thread in threads]

@@ -133,7 +133,7 @@ class Runner:
         else:
             # a region is code of the step itself, whose path is ""
             inside = "" if node.kind == "region" else node.name
-            with self._draws.functions((inside, *node.drawn)):
+            with self._draws.functions(inside, node.drawn):
                 result = run(*operation.args, **operation.kwargs)
         if node.kind == "call":
             self._after_unit()

@@ -17,9 +17,8 @@ What ``torch.utils.checkpoint`` runs again in a backward draws again what it dre
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,67 +45,90 @@ DRAWING_FUNCTIONS = frozenset((
 
 
 @dataclass(frozen=True)
+class DrawingCall:
+    """What calls of a module draw.
+
+    Attributes:
+        path: of the module; "" is the step's own code.
+        is_simple: whether it has no children.
+        is_seeded: whether its calls begin a stream: those of simple modules, and of units that did not draw when the
+            step was captured.
+        is_composite: whether its own code may draw from torch's generators, and it is not simple.
+        on_host: whether it may draw from the generators of Python and NumPy.
+        layers: what is inside of a unit that may do so in hooks only, since it is torch's own.
+    """
+
+    path: str
+    is_simple: bool
+    is_seeded: bool
+    is_composite: bool
+    on_host: bool
+    layers: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True)
 class Drawing:
     """The modules of a step that draw, or may.
 
     Attributes:
-        paths: ``id(module) -> path``.
-        simple: paths of those without children.
-        composite: paths of the others that draw from torch's generators.
-        late: paths of the units that did not draw from them when the step was captured, and are none of these.
-        host: paths of those that draw from the generators of Python and NumPy, and of the units that may.
-        layers: what is inside of the other units, which are torch's own layers: these draw in hooks at most.
+        calls: of them, by the ids of the modules.
+        composite: paths of those that are.
         known: ids of all modules of the root; what the step makes itself is none of them, and draws for its caller.
-        units: ids of the units.
         seen: whether anything drew when the step was captured.
     """
 
-    paths: Mapping[int, str]
-    simple: frozenset[str]
+    calls: Mapping[int, DrawingCall]
     composite: frozenset[str]
-    late: frozenset[str]
-    host: frozenset[str]
-    layers: Mapping[str, tuple[nn.Module, ...]]
     known: frozenset[int]
-    units: frozenset[int]
     seen: bool
 
     @classmethod
     def of(cls, module: nn.Module, graph: CallGraph) -> Drawing:
-        """Find the modules by their paths; "" is the step's own code.
+        """Find the modules by their paths.
 
         Those outside of all units may draw, and so may those that chance has left out when the step was captured.
         """
-        drawing, host_drawing, units = may_draw(graph, module), graph.host_drawing, graph.units
+        drawing, host_drawing, units = may_draw(graph, module), graph.host_drawing, frozenset(graph.units)
         inside = {id(inner) for path in units for inner in module.get_submodule(path).modules()}
         outside = {path for path, inner in module.named_modules() if id(inner) not in inside}
         modules = {path: module.get_submodule(path) for path in {*drawing, *host_drawing, *outside, *units}}
-        layers = {path: tuple(module.get_submodule(path).modules()) for path in {*units}.difference(host_drawing)}
+        layers = {path: tuple(module.get_submodule(path).modules()) for path in units.difference(host_drawing)}
         layers = {path: inner for path, inner in layers.items() if all(map(_is_of_torch, inner))}
         simple = frozenset(path for path, m in modules.items() if path and not any(True for _ in m.children()))
-        return cls(
-            {id(m): path for path, m in modules.items()},
-            simple,
-            frozenset((*drawing, *outside)) - simple,
-            frozenset(units).difference(drawing),
-            frozenset(("", *host_drawing, *units)).difference(layers),
-            layers,
-            frozenset(map(id, module.modules())),
-            frozenset(id(module.get_submodule(path)) for path in units),
-            bool(drawing or host_drawing),
-        )
+        composite = frozenset((*drawing, *outside)) - simple
+        late = units.difference(drawing)
+        host = frozenset(("", *host_drawing, *units)).difference(layers)
+        calls = {
+            id(m): DrawingCall(
+                path, path in simple, path in simple | late, path in composite, path in host, layers.get(path, ())
+            )
+            for path, m in modules.items()
+        }
+        return cls(calls, composite, frozenset(map(id, module.modules())), bool(drawing or host_drawing))
 
 
-@dataclass
 class _Scope:
     """One call of a module: its path, the how-manieth call it is, and the drawing functions that it called so far."""
 
-    path: str
-    occurrence: int
-    seeds_functions: bool
-    host_stream: contextlib.AbstractContextManager[None] | None = None
-    functions: int = 0
-    regions: int = 0
+    __slots__ = ("_entered", "functions", "occurrence", "path", "regions", "seeds_functions")
+
+    def __init__(self, path: str, occurrence: int, seeds_functions: bool) -> None:
+        self.path = path
+        self.occurrence = occurrence
+        self.seeds_functions = seeds_functions
+        self.functions = 0
+        self.regions = 0
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def enter(self, context: contextlib.AbstractContextManager[None]) -> None:
+        """The rest of the call is within this context."""
+        context.__enter__()
+        self._entered.append(context)
+
+    def leave(self) -> None:
+        """The call has ended."""
+        while self._entered:
+            self._entered.pop().__exit__(None, None, None)
 
     def region(self) -> _Scope:
         """What is checkpointed in one piece; where the call is split, not every stage executes it, so it counts alone.
@@ -118,6 +140,14 @@ class _Scope:
         self.regions += 1
         return _Scope(f"{self.path}<{self.regions}>", self.occurrence, self.seeds_functions)
 
+    def copy(self) -> _Scope:
+        """The same call as far as it has come, within no context."""
+        if self is _QUIET:
+            return _QUIET
+        copied = _Scope(self.path, self.occurrence, self.seeds_functions)
+        copied.functions, copied.regions = self.functions, self.regions
+        return copied
+
 
 _QUIET = _Scope("", 0, False)
 
@@ -126,39 +156,39 @@ class Draws(CallWatcher):
     """Seeds the draws of one execution of a step, and remembers how far it has come."""
 
     def __init__(self, drawing: Drawing, key: RandomKey, device: torch.device) -> None:
-        # functions are seeded by scope, so where some are seeded inside of units the calls of all modules are followed
-        self.only = None if drawing.seen else drawing.units.union(drawing.paths)
+        self.only: Container[int] | None = drawing.calls
         self._drawing = drawing
         self._key = key
         self._device = device
         self._counts: Counter[str] = Counter()
         self._scopes = [_Scope("<step>", 0, True)]
+        self._within = False  # a unit, some of whose functions draw
+        self._functions: _Functions | None = None  # if they are seen
 
     # -- calls of modules ---------------------------------------------------------------------------------------------
 
     def enter(self, module: nn.Module) -> None:
-        path = self._drawing.paths.get(id(module))
-        if path is None:
+        call = self._drawing.calls.get(id(module))
+        if call is None:
             if id(module) in self._drawing.known:
                 self._scopes.append(_QUIET)
             return
+        path = call.path
         occurrence = self._counts[path]
-        self._counts[path] += 1
-        simple = path in self._drawing.simple
-        scope = _Scope(path, occurrence, not simple)
+        self._counts[path] = occurrence + 1
+        scope = _Scope(path, occurrence, not call.is_simple)
         self._scopes.append(scope)
-        if simple or path in self._drawing.late:
+        if call.is_seeded:
             seed_all(self._key.derive(path, occurrence), self._device)
-        if path in self._drawing.host or any(map(_is_hooked, self._drawing.layers.get(path, ()))):
-            scope.host_stream = host_stream(self._key.derive(path, occurrence))
-            scope.host_stream.__enter__()
+        if call.on_host or (call.layers and any(map(_is_hooked, call.layers))):
+            scope.enter(host_stream(self._key.derive(path, occurrence)))
+        if call.is_composite and self._within and self._functions is None:
+            scope.enter(self._seeing_functions())
 
     def leave(self, module: nn.Module) -> None:
         if id(module) not in self._drawing.known:
             return
-        scope = self._scopes.pop()
-        if scope.host_stream is not None:
-            scope.host_stream.__exit__(None, None, None)
+        self._scopes.pop().leave()
 
     def skip(self, calls: Sequence[str]) -> None:
         """These calls happened on another stage."""
@@ -174,23 +204,46 @@ class Draws(CallWatcher):
             scope.functions += 1
 
     def opaque(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self.function(".apply")
+        if self._functions is not None:
+            self.function(".apply")
         self._scopes.append(_QUIET)
         try:
             return run(*args, **kwargs)
         finally:
             self._scopes.pop()
 
-    def functions(self, calls: Collection[str]) -> contextlib.AbstractContextManager[Any]:
-        """Within this context functions inside of a unit are seen, if one of its calls needs it."""
-        return contextlib.nullcontext() if self._drawing.composite.isdisjoint(calls) else _Functions(self)
+    @contextlib.contextmanager
+    def functions(self, path: str, calls: Collection[str]) -> Iterator[None]:
+        """Within this context a unit runs, of which functions are seen where they may draw.
+
+        Args:
+            path: of the unit; "": code of the step itself.
+            calls: within it that drew when the step was captured.
+        """
+        composite = self._drawing.composite
+        self._within = not composite.isdisjoint(calls)
+        try:
+            with self._seeing_functions() if path in composite else contextlib.nullcontext():
+                yield
+        finally:
+            self._within = False
+
+    @contextlib.contextmanager
+    def _seeing_functions(self) -> Iterator[None]:
+        """Within this context functions are seen, and all modules, whose functions are none of their callers'."""
+        self._functions, self.only = _Functions(self), None
+        try:
+            with self._functions:
+                yield
+        finally:
+            self._functions, self.only = None, self._drawing.calls
 
     # -- what backwards call again ------------------------------------------------------------------------------------
 
     def repeatable(self, function: Callable[..., Any], calls_before: int) -> Callable[..., Any]:
         counts, calls = self._counts.copy(), 0
         within = [*self._scopes, self._scopes[-1].region()] if calls_before else self._scopes
-        scopes = [copy.copy(scope) if scope is not _QUIET else scope for scope in within]
+        scopes = [scope.copy() for scope in within]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
@@ -202,9 +255,9 @@ class Draws(CallWatcher):
                 finally:
                     self._scopes.pop()
             again = Draws(self._drawing, self._key, self._device)
-            again._counts, again._scopes = counts.copy(), [copy.copy(scope) for scope in scopes]
+            again._counts, again._scopes = counts.copy(), [scope.copy() for scope in scopes]
             # what the checkpoint has put into the generators is for draws that nobody has seen
-            with restored(self._device), watching(again), _Functions(again):
+            with restored(self._device), watching(again), again._seeing_functions():
                 return function(*args, **kwargs)
 
         return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import sys
 import types
 from collections import OrderedDict, deque
@@ -72,13 +73,15 @@ class _State(NamedTuple):
     items: Any
     attributes: dict[str, Any]
 
-    def children(self) -> Iterator[Any]:
-        if self.items is not None:
-            yield from self.items.values() if isinstance(self.items, dict) else self.items
-        yield from self.attributes.values()
+    def children(self) -> list[Any]:
+        if self.items is None:
+            return list(self.attributes.values())
+        return [*(self.items.values() if type(self.items) is dict else self.items), *self.attributes.values()]
 
     def is_same(self, other: _State) -> bool:
-        return same_items(self.items, other.items) and same_items(self.attributes, other.attributes)
+        if self.items is not other.items and not same_items(self.items, other.items):
+            return False
+        return (not self.attributes and not other.attributes) or same_items(self.attributes, other.attributes)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class Objects:
         while waiting:
             obj = waiting.pop()
             cls: Any = type(obj)
-            if cls in _ATOMS or id(obj) in seen:
+            if cls in ATOMS or id(obj) in seen:
                 continue
             seen.add(id(obj))
             if isinstance(obj, Tensor):
@@ -148,8 +151,8 @@ class Objects:
                 if cls not in _FIXED:
                     self._indices[id(obj)] = len(self.owners)
                     self.owners.append(obj)
-                children = list(state.children())
-                if not _ATOMS.issuperset(map(type, children)):  # long lists of numbers are common
+                children = state.children()
+                if not ATOMS.issuperset(map(type, children)):  # long lists of numbers are common
                     waiting.extend(children[::-1])
         self._versions = [(tensor, version_of(tensor)) for tensor in self.tensors]
         numbers = [t for t in self.tensors if contents and not isinstance(t, nn.Parameter)]
@@ -239,7 +242,7 @@ class Objects:
     @staticmethod
     def assign(obj: Any, other: Any) -> bool:
         """Let an object hold what another of its type holds; returns whether it can."""
-        if type(obj) is not type(other) or type(obj) in _ATOMS | _FIXED or not is_open(type(obj)):
+        if type(obj) is not type(other) or type(obj) in ATOMS | _FIXED or not is_open(type(obj)):
             return False
         if opaque_contents.is_opaque(obj):
             return False
@@ -310,7 +313,7 @@ def led_to(roots: Iterable[Any], most: int) -> list[Any]:
     while waiting:
         obj = waiting.pop()
         cls: Any = type(obj)
-        if cls in _ATOMS or id(obj) in seen or not is_open(cls):
+        if cls in ATOMS or id(obj) in seen or not is_open(cls):
             continue
         seen[id(obj)] = obj
         if not isinstance(obj, (*_ITEMS, tuple, frozenset)) or 0 < len(obj) <= most:
@@ -346,7 +349,7 @@ def _opens(cls: type) -> bool:
     return True
 
 
-_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
+ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _ITEMS = (list, dict, set, deque)
 # What holds others for ever.
 _FIXED = frozenset((tuple, frozenset, types.FunctionType, types.MethodType, functools.partial))
@@ -355,36 +358,63 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 def _state(obj: Any) -> _State:
     cls: Any = type(obj)
-    if cls is Variable:
-        return _State(None, obj.state())
-    if cls is types.CellType:
-        try:
-            return _State(None, {"cell_contents": obj.cell_contents})
-        except ValueError:  # not assigned yet
-            return _State(None, {})
-    if isinstance(obj, nn.Module):
-        return _State(None, {name: held for name, held in vars(obj).items() if name not in _OF_EVERY_MODULE})
-    if cls is types.MethodType:
-        return _State((obj.__self__, obj.__func__), {})
-    if cls is types.FunctionType:
-        return _State((*(obj.__closure__ or ()), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()), {})
-    if isinstance(obj, functools.partial):
-        return _State((obj.func, *obj.args, *obj.keywords.values()), {})
-    items: Any = None
-    if isinstance(obj, dict):
-        items = dict(_dict_type(cls).items(obj))
-    elif isinstance(obj, _ITEMS):
-        items = set(obj) if isinstance(obj, set) else list(obj)
-    elif isinstance(obj, (tuple, frozenset)):
-        items = tuple(obj)
-    held = {}
-    for name in _slots(cls):
-        with contextlib.suppress(AttributeError):  # not set; its class may watch who reads it
-            held[name] = object.__getattribute__(obj, name)
-    own = getattr(obj, "__dict__", None)
-    if type(own) is dict and own is not obj:
-        held |= own
-    return _State(items, held)
+    return _reader(cls)(obj)
+
+
+@functools.cache
+def _reader(cls: Any) -> Callable[[Any], _State]:
+    """What reads the states of objects of a type: found once, since a step's objects are read with each micro-batch."""
+    for known, reader in _READERS.items():
+        if cls is known:
+            return reader
+    if issubclass(cls, nn.Module):
+        return lambda obj: _State(
+            None, {name: held for name, held in vars(obj).items() if name not in _OF_EVERY_MODULE}
+        )
+    if issubclass(cls, functools.partial):
+        return lambda obj: _State((obj.func, *obj.args, *obj.keywords.values()), {})
+    items = _items_reader(cls)
+    slots = _slots(cls)
+    if not slots and cls.__dictoffset__ == 0:  # a list, a dict, ...
+        return lambda obj: _State(items(obj), {})
+
+    def read(obj: Any) -> _State:
+        held = {}
+        for name in slots:
+            with contextlib.suppress(AttributeError):  # not set; its class may watch who reads it
+                held[name] = object.__getattribute__(obj, name)
+        own = getattr(obj, "__dict__", None)
+        return _State(items(obj), held | own if type(own) is dict and own is not obj else held)
+
+    return read
+
+
+def _items_reader(cls: type) -> Callable[[Any], Any]:
+    """What reads the items of objects of a type; it reads None if they have none."""
+    if issubclass(cls, dict):
+        read = _dict_type(cls).items
+        return lambda obj: dict(read(obj))
+    for kind, copy in ((set, set), (_ITEMS, list), ((tuple, frozenset), tuple)):
+        if issubclass(cls, kind):
+            return copy
+    return lambda obj: None
+
+
+def _cell_state(obj: types.CellType) -> _State:
+    try:
+        return _State(None, {"cell_contents": obj.cell_contents})
+    except ValueError:  # not assigned yet
+        return _State(None, {})
+
+
+_READERS: dict[type, Callable[[Any], _State]] = {
+    Variable: lambda obj: _State(None, obj.state()),
+    types.CellType: _cell_state,
+    types.MethodType: lambda obj: _State((obj.__self__, obj.__func__), {}),
+    types.FunctionType: lambda obj: _State(
+        (*(obj.__closure__ or ()), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()), {}
+    ),
+}
 
 
 def _put(obj: Any, state: _State) -> None:
@@ -452,11 +482,12 @@ def same_items(one: Any, other: Any) -> bool:
         return one is other
     if len(one) != len(other):
         return False
-    if isinstance(one, dict):
-        return all(a is b and one[a] is other[b] for a, b in zip(one, other, strict=True))
     if isinstance(one, set):
         return {id(item) for item in one} == {id(item) for item in other}
-    return all(a is b for a, b in zip(one, other, strict=True))
+    # ``is`` for each pair, without a step of Python for each
+    if isinstance(one, dict):
+        return all(map(operator.is_, one, other)) and all(map(operator.is_, one.values(), other.values()))
+    return all(map(operator.is_, one, other))
 
 
 def _differing(one: dict[Any, Any], other: dict[Any, Any]) -> frozenset[Any]:

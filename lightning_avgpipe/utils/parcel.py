@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.objects import Objects, is_open
+from lightning_avgpipe.utils.objects import ATOMS, Objects, is_open
 from lightning_avgpipe.utils.placeholder import TensorMeta
 
 
@@ -91,6 +91,8 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, obj: Any) -> Any:
+        if type(obj) in ATOMS:
+            return None
         if isinstance(obj, Tensor):
             if id(obj) not in self._numbers:
                 self._numbers[id(obj)] = len(self.tensors)
