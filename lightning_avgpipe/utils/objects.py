@@ -321,18 +321,9 @@ def led_to(roots: Iterable[Any], most: int) -> list[Any]:
     return list(seen.values())
 
 
+@functools.cache
 def is_open(cls: type) -> bool:
     """Whether objects of a type are looked into."""
-    found = _OPENED.get(cls)
-    if found is None:
-        found = _OPENED[cls] = _opens(cls)
-    return found
-
-
-_OPENED: dict[type, bool] = {}
-
-
-def _opens(cls: type) -> bool:
     if issubclass(cls, (Tensor, nn.Module, type, types.ModuleType)):
         return False
     if cls in (types.FunctionType, types.MethodType, types.CellType, Variable):
