@@ -321,24 +321,22 @@ def led_to(roots: Iterable[Any], most: int) -> list[Any]:
     return list(seen.values())
 
 
-@functools.cache
-def is_open(cls: type) -> bool:
+def _opens(cls: type) -> bool:
     """Whether objects of a type are looked into."""
     if issubclass(cls, (Tensor, nn.Module, type, types.ModuleType)):
         return False
     if cls in (types.FunctionType, types.MethodType, types.CellType, Variable):
         return True
     for base in cls.__mro__[:-1]:
-        name = f"{base.__module__}.{base.__qualname__}"
-        root = base.__module__.partition(".")[0]
+        name, root = f"{base.__module__}.{base.__qualname__}", base.__module__.partition(".")[0]
         if any(f"{name}.".startswith(f"{o}.") for o in _OPEN):
             continue
-        if any(name.startswith(f"{closed}.") for closed in _CLOSED):
-            return False
-        if root in sys.stdlib_module_names:
+        if root in sys.stdlib_module_names or any(name.startswith(f"{closed}.") for closed in _CLOSED):
             return False
     return True
 
+
+is_open: Callable[[type], bool] = functools.cache(_opens)
 
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _ITEMS = (list, dict, set, deque)
