@@ -17,6 +17,7 @@ from lightning_avgpipe.capture.held_tensors import HeldTensors, Key
 from lightning_avgpipe.capture.outside import outside, places
 from lightning_avgpipe.capture.shared_objects import Names
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.objects import Objects, Variable
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, address
@@ -206,7 +207,7 @@ class Assignments:
         for key in self.changed():
             held = Objects((vars(modules[key[0]]).get(key[1]),)).tensors
             if self._first(key) and key in self.held.uses and any(tensor.ndim > 1 for tensor in held):
-                yield ".".join(part for part in key if part)
+                yield joined(*key)
 
     def pinned(self) -> Iterator[tuple[int, int, str]]:
         """Where no cut may lie: a stage that reads what a step before assigned must come to the assignment.
@@ -222,7 +223,7 @@ class Assignments:
             if first is None:
                 continue
             last = writes[-1]
-            name = ".".join(part for part in key if part)
+            name = joined(*key)
             reason = (
                 f"the attribute '{name}' is read at {first.source} and assigned at {last.source}, for the next "
                 "micro-batch; assign it before the first submodule is called, or in on_train_batch_start"
@@ -365,7 +366,7 @@ class Mutations:
             looks = assignments.looks(key)
             if looks is None:
                 looks = [Look(0, "an unknown line", Use(0, self.attributes[key], ALL), True)]
-            name = ".".join(part for part in key if part)
+            name = joined(*key)
             for look in looks:
                 change = self._last_change(look.use)
                 if look.position < change:

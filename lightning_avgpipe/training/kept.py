@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.utils.names import nearest
+from lightning_avgpipe.utils.names import joined, nearest
 
 Key = tuple[str, str]  # path of a module, name of the attribute; or nothing and the full name of a variable
 
@@ -27,7 +27,7 @@ def check_movable(before: Plan, after: Plan, old: StageMap, new: StageMap, model
     Raises:
         ConfigurationError: names the attributes.
     """
-    found = sorted({".".join(filter(None, key)) for key in _staying(before, after, old, new, models)})
+    found = sorted({joined(*key) for key in _staying(before, after, old, new, models)})
     if found:
         raise ConfigurationError(
             f"{before.graph.step} keeps {', '.join(map(repr, found))} for the next batch, which would not move with "

@@ -23,6 +23,7 @@ from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.utils.names import joined
 
 
 def check_shared(graph: CallGraph, cuts: Sequence[int], stage_map: StageMap) -> None:
@@ -38,7 +39,7 @@ def check_shared(graph: CallGraph, cuts: Sequence[int], stage_map: StageMap) -> 
     trains = graph.step == "training_step"
     ends = (*cuts, len(graph.nodes))
     shared = [k for k in range(len(ends)) if len(stage_map.hosts(k, trains)) > 1]
-    if kept := sorted({".".join(filter(None, key)) for key in _kept_on(graph, (0, *ends), shared)}):
+    if kept := sorted({joined(*key) for key in _kept_on(graph, (0, *ends), shared)}):
         raise PartitionError(
             f"{graph.step} keeps {', '.join(map(repr, kept))} for the next micro-batch, which with "
             f"replicas={list(stage_map.stage_replicas)} is another process's; collect what steps return in "
