@@ -14,6 +14,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.units import divisible
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.averaging import Elasticity
+from lightning_avgpipe.engine.compiling import Compiler, Execution
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError, PartitionError, StepOrderError
@@ -75,13 +76,15 @@ class Deployment:
         weights: WeightStore | None = None,
         bandwidth: Callable[[], Matrix | None] = lambda: None,
         shards: bool = False,
+        compiler: Compiler | None = None,
     ) -> None:
         self.weights = weights
         versions = {} if weights is None else {"training_step": weights}
-        self.pipeline = Pipeline(cluster, module, planner.recompute, weights=versions)
+        execution = Execution(planner.recompute, compiler)
+        self.pipeline = Pipeline(cluster, module, execution, weights=versions)
         self.plan: Plan | None = None
         self.models = ParallelPipelines(
-            module, cluster, self.pipeline, optimizers, elasticity or Elasticity(), observers, planner.recompute
+            module, cluster, self.pipeline, optimizers, elasticity or Elasticity(), observers, execution
         )
         self._module = module
         self._cluster = cluster

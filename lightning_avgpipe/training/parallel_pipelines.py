@@ -14,8 +14,8 @@ from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.ensemble import Ensemble
+from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.training.state import full_ensemble_state, load_ensemble_state
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.torch_compat import address
@@ -31,7 +31,7 @@ class ParallelPipelines:
         optimizers: those that step the module, as of when it is called.
         elasticity: how models are held together.
         observers: modules that only look at values (metrics).
-        recompute: what is repeated before, or in, a backward.
+        execution: of their units.
 
     Attributes:
         ensemble: the parallel models, from the first step of training on; None if there is one model.
@@ -47,7 +47,7 @@ class ParallelPipelines:
         optimizers: Callable[[], Sequence[Optimizer]],
         elasticity: Elasticity,
         observers: Collection[nn.Module],
-        recompute: Recompute,
+        execution: Execution,
     ) -> None:
         self.ensemble: Ensemble | None = None
         self.pipelines = [first]
@@ -58,7 +58,7 @@ class ParallelPipelines:
         self._optimizers = optimizers
         self._elasticity = elasticity
         self._observers = observers
-        self._recompute = recompute
+        self._execution = execution
         self._saved: Mapping[str, Any] | None = None
 
     def train(self, num_pipelines: int) -> list[Pipeline]:
@@ -89,7 +89,7 @@ class ParallelPipelines:
                 Pipeline(
                     self._cluster,
                     self._module,
-                    self._recompute,
+                    self._execution,
                     n,
                     partial(ensemble.place, n),
                     partial(ensemble.models.foreign_tensors, n),
