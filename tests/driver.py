@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.microbatch import MicroBatch, split
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.task import Task
@@ -51,7 +52,7 @@ class Engine:
         self.plan: Plan = planner.plan(Step(step, self._call, (first.data, 0)))
         self.cluster = alone(num_stages)
         self.cluster.open()
-        self.pipeline = Pipeline(self.cluster, module, repeats)
+        self.pipeline = Pipeline(self.cluster, module, Execution(repeats))
         self.pipeline.load(self.plan.graph, self.plan.cuts, relays=relays)
 
     def _call(self, *args: Any) -> Any:

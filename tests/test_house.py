@@ -37,7 +37,6 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "strategy/bundles.py:BundledLoader": (6, 13, "what Lightning asks of a loader, and where reading stands"),
     "strategy/iteration.py:Iterations": (6, 15, "an iteration uses all that a run has"),
     "strategy/log.py:StepLog": (7, 15, "what one batch has logged, and whom Lightning asks for it"),
-    "strategy/options.py:Options": (11, 35, "an attribute for each option; some options are functions"),
     "strategy/parallel_models.py:ParallelModels": (19, 13, "Lightning's hooks, for each model"),
     "strategy/pipeline_run.py:PipelineRun": (17, 18, "the protocol of runs, with all that a run has"),
     "strategy/rolling.py:_Iteration": (0, 11, "a record that is filled while its batch is under way"),
@@ -55,17 +54,9 @@ LONG_FILES = {
 
 # What records are made of, besides builtins and other records.
 _PLAIN = {
-    "Any",
-    "Collection",
-    "Description",
-    "Literal",
-    "Mapping",
-    "Path",
-    "Sequence",
-    "Tensor",
-    "torch",
-    *dir(builtins),
-}
+    "Any", "Callable", "Collection", "Description", "Literal", "Mapping", "Path", "Sequence", "Tensor", "timedelta",
+    "torch", *dir(builtins),
+}  # fmt: skip
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
@@ -111,14 +102,19 @@ def attributes(node: ast.ClassDef) -> set[str]:
     return found
 
 
-def names(annotation: ast.expr) -> set[str]:
-    return {n.id for n in ast.walk(annotation) if isinstance(n, ast.Name)}
+def names(annotation: ast.AST) -> set[str]:
+    """What a value is made of; what a function takes and gives does not matter."""
+    if isinstance(annotation, ast.Name):
+        return {annotation.id}
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Callable":
+        return {"Callable"}
+    return set().union(*map(names, ast.iter_child_nodes(annotation)))
 
 
 def records() -> set[str]:
-    """Frozen classes of plain values: builtins, tensors, collections of them, and other records.
+    """Frozen classes of plain values: builtins, tensors, functions, collections of them, and other records.
 
-    Their fields say what something is, and nothing in them changes or acts: however many they are, they do not count.
+    Their fields say what something is, as options do, and nothing in them changes: however many, they do not count.
     """
     made_of: dict[str, set[str]] = {}
     for _, node in classes():
@@ -138,7 +134,9 @@ def aliases() -> set[str]:
         target.id
         for path in PACKAGE.rglob("*.py")
         for line in ast.parse(path.read_text()).body
-        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Subscript) and names(line.value) <= _PLAIN
+        if isinstance(line, ast.Assign)
+        and isinstance(line.value, (ast.BinOp, ast.Subscript))
+        and names(line.value) <= _PLAIN
         for target in line.targets
         if isinstance(target, ast.Name)
     }

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.known_tensors import KnownTensors
+from lightning_avgpipe.engine.compiling import Compiler
 from lightning_avgpipe.engine.path import Entry
 from lightning_avgpipe.engine.randomness import Draws
 from lightning_avgpipe.utils import tree
@@ -113,22 +114,32 @@ class Runner:
         repeat: makes what executes a unit into what keeps less for the backward.
         packer: of the module; None if no unit writes into objects.
         after_unit: called after each unit.
+        compiler: of units; None: they run as they are.
     """
 
     def __init__(
-        self, draws: Draws | None, repeat: Repeat | None, packer: Packer | None, after_unit: Callable[[], None]
+        self,
+        draws: Draws | None,
+        repeat: Repeat | None,
+        packer: Packer | None,
+        after_unit: Callable[[], None],
+        compiler: Compiler | None = None,
     ) -> None:
         self._draws = draws
         self._repeat = repeat
         self._packer = packer
         self._after_unit = after_unit
+        self._compiler = compiler
 
     def run(self, operation: Operation, node: Node, objects: Objects | None) -> Outcome:
         """Execute what stands at a node and may write into these objects."""
         run = operation.run
+        compiled = self._compiler is not None and operation.module is not None
+        if compiled:
+            run = self._compiled(operation, node)
         if self._repeat is not None and node.kind == "call":
             run = self._repeat(node, run)
-        if self._draws is None or node.kind == "glue":
+        if self._draws is None or node.kind == "glue" or compiled:
             result = run(*operation.args, **operation.kwargs)
         else:
             # a region is code of the step itself, whose path is ""
@@ -141,3 +152,17 @@ class Runner:
             parcel, tensors = self._packer.pack(result, objects)
             return Outcome(result, tensors, parcel)
         return Outcome(result, [result] if type(result) is Tensor else tree.tensors(result))
+
+    def _compiled(self, operation: Operation, node: Node) -> Callable[..., Any]:
+        """What executes a unit that is compiled: whatever it draws, it draws from one stream."""
+        assert self._compiler is not None and operation.module is not None
+        run = self._compiler.compiled(operation.name, operation.module, operation.run)
+        if self._draws is None or not node.drawn:
+            return run
+        draws, seed = self._draws, self._draws.seed
+
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            draws.begin_stream(seed)
+            return run(*args, **kwargs)
+
+        return seeded

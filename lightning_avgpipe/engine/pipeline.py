@@ -15,6 +15,7 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.memory_channel import MemoryChannel
 from lightning_avgpipe.engine.attributes import OwnAttributes
+from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
@@ -27,7 +28,6 @@ from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.planning.freezing import begins_behind
 from lightning_avgpipe.planning.program import StageProgram, stage_programs
-from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only
 from lightning_avgpipe.schedule.rules import check_hosted, trains, turns_of
 from lightning_avgpipe.weights.double import Double, check_repeatable
@@ -57,7 +57,7 @@ class Pipeline:
     Args:
         cluster: who hosts what; its channels are open.
         module: the whole module.
-        recompute: what stages repeat.
+        execution: what stages repeat, and what they compile.
         number: n, 0-based.
         place: puts this pipeline's model into the module; None: it is there all the time.
         foreign_tensors: tensors of other pipelines' models, which this one must not use; None: it may use everything.
@@ -73,7 +73,7 @@ class Pipeline:
         self,
         cluster: Cluster,
         module: nn.Module,
-        recompute: Recompute = Recompute(),  # noqa: B008
+        execution: Execution = Execution(),  # noqa: B008
         number: int = 0,
         place: Callable[[], None] | None = None,
         foreign_tensors: ForeignTensors | None = None,
@@ -85,7 +85,7 @@ class Pipeline:
         self._cluster = cluster
         self._module = module
         self.place = place
-        self._recompute = recompute
+        self._execution = execution
         self._loaded: dict[str, LoadedStep] = {}
         self._needs_all: set[str] = set()  # steps of which it is not known any more what they need of a batch
         self.kept: FrozenOutputs | None = None
@@ -110,7 +110,7 @@ class Pipeline:
         Raises:
             ConfigurationError: such forwards change what cannot be changed twice.
         """
-        self._recompute.check(graph)
+        self._execution.recompute.check(graph)
         if self.place is not None:
             self.place()
         programs = stage_programs(graph, cuts)
@@ -130,7 +130,7 @@ class Pipeline:
         }
         stages = [
             Stage(
-                programs[k], self._module, self._cluster.device, versions or copies, self._recompute,
+                programs[k], self._module, self._cluster.device, versions or copies, self._execution,
                 self._foreign_tensors, self.number == 0 and k == self._cluster.stages[-1], of_units,
                 None if keeping is None or k != keeping.stage else self.kept, ahead.get(k), k in relays,
             )

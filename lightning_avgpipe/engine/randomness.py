@@ -194,6 +194,16 @@ class Draws(CallWatcher):
         """These calls happened on another stage."""
         self._counts.update(calls)
 
+    @property
+    def seed(self) -> int:
+        """Of a stream for all that the call draws which has begun."""
+        scope = self._scopes[-1]
+        return self._key.derive(scope.path, scope.occurrence)
+
+    def begin_stream(self, seed: int) -> None:
+        """What is drawn now comes from a new stream."""
+        seed_all(seed, self._device)
+
     # -- functions ----------------------------------------------------------------------------------------------------
 
     def function(self, name: str) -> None:

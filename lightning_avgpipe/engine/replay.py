@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
+from lightning_avgpipe.engine.compiling import Compiler
 from lightning_avgpipe.engine.detour import Detour
 from lightning_avgpipe.engine.operation import Operation, Repeat, Runner
 from lightning_avgpipe.engine.path import Entry, Path, Step
@@ -74,6 +75,7 @@ class Ground:
         drawing: the modules that draw; None: nothing does.
         device: of the stage.
         packer: of the module; None if no unit writes into objects.
+        compiler: of units; None: they run as they are.
     """
 
     units: Mapping[int, str]
@@ -81,6 +83,7 @@ class Ground:
     drawing: Drawing | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     packer: Packer | None = None
+    compiler: Compiler | None = None
 
 
 _NOTHING = contextlib.nullcontext()
@@ -124,7 +127,7 @@ def replay(
     """
     key, drawing, device = key or RandomKey(0), ground.drawing, ground.device
     draws = None if drawing is None else Draws(drawing, key, device)
-    runner = Runner(draws, repeat, ground.packer, after_unit)
+    runner = Runner(draws, repeat, ground.packer, after_unit, ground.compiler)
     replayer = _Replayer(program, ground, received, entries, draws, observe, runner, taps)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
@@ -132,7 +135,7 @@ def replay(
         _NOTHING if draws is None else stream(key.derive("step"), device),
         _NOTHING if draws is None else watching(draws),
         _NOTHING if draws is None else host_stream(key.derive("host")),
-        replayer.following(compiled=drawing is None or not drawing.seen),
+        replayer.following(compiled=ground.compiler is not None or drawing is None or not drawing.seen),
     ):
         try:
             result = run(*args)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.attributes import OwnAttributes
+from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.forward_only import check_nothing_asks, check_same
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.halves import Watch, WeightHalf, input_half
@@ -24,7 +25,7 @@ from lightning_avgpipe.engine.stash import Gate, Inputs, Stash, entered
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ScheduleError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
+from lightning_avgpipe.planning.recompute_policy import repeated
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule
 from lightning_avgpipe.schedule.kinds import DOUBLE_FORWARD, GRAPH
 from lightning_avgpipe.schedule.rules import check_can_run
@@ -46,7 +47,7 @@ class Stage:
         device: where it computes.
         copies: parameters that other stages use as well, or several versions of the weights; or those of a stage whose
             forwards run here too.
-        recompute: what is repeated before, or in, a backward.
+        execution: what is repeated before, or in, a backward, and what is compiled.
         foreign_tensors: what its first forward of training must not use; None: it may use everything.
         shown: whether hooks on this process see what it made of attributes of modules.
         of_units: what the units of its pipeline make of theirs.
@@ -68,7 +69,7 @@ class Stage:
         module: nn.Module,
         device: torch.device,
         copies: TiedParameters | WeightStore | Double,
-        recompute: Recompute = Recompute(),  # noqa: B008
+        execution: Execution = Execution(),  # noqa: B008
         foreign_tensors: ForeignTensors | None = None,
         shown: bool = True,
         of_units: OwnAttributes | None = None,
@@ -83,14 +84,14 @@ class Stage:
         self._copies = copies
         self._device = device
         self._module = module
-        self._step = StageStep(program, module, device, foreign_tensors)
+        self._step = StageStep(program, module, device, foreign_tensors, execution.compiler)
         self._of_units = of_units or OwnAttributes(module, (), True)
         self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
         self._repeats: frozenset[int] = frozenset()
         self._watch: Watch | None = None  # if backwards come in halves
         self._said = False  # that they do not
         self._forward_only = 0
-        self._recompute = recompute
+        recompute = self._recompute = execution.recompute
         repeats = bool(recompute.stages or recompute.modules)
         self._read = [*self.attributes.variables, *unowned(program, module)] if repeats else []
         self._repeat_units = UnitRepeater(module, recompute, device, self._read) if recompute.modules else None

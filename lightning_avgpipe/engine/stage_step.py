@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.recorder import owned_tensors
+from lightning_avgpipe.engine.compiling import Compiler
 from lightning_avgpipe.engine.constants import Constants
 from lightning_avgpipe.engine.idle_generators import IdleGenerators
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
@@ -34,13 +35,19 @@ class StageStep:
         module: the whole module; parameters of other stages may be absent.
         device: where it computes.
         foreign_tensors: what its first forward of training must not use; None: it may use everything.
+        compiler: of units; None: they run as they are.
 
     Attributes:
         rewritten: the tensors that it writes into.
     """
 
     def __init__(
-        self, program: StageProgram, module: nn.Module, device: torch.device, foreign_tensors: ForeignTensors | None
+        self,
+        program: StageProgram,
+        module: nn.Module,
+        device: torch.device,
+        foreign_tensors: ForeignTensors | None,
+        compiler: Compiler | None,
     ) -> None:
         graph = program.graph
         self._graph = graph
@@ -48,7 +55,7 @@ class StageStep:
         self._foreign_tensors = foreign_tensors
         units = {id(module.get_submodule(path)): path for path in graph.units}
         packer = Packer(module) if any(node.opens for node in graph.nodes) else None
-        self._ground = Ground(units, owned_tensors(module, ()), Drawing.of(module, graph), device, packer)
+        self._ground = Ground(units, owned_tensors(module, ()), Drawing.of(module, graph), device, packer, compiler)
         self.rewritten = Rewritten.of(program, module)
         self._constants = Constants.of(program, module)
         self._idle = IdleGenerators(program, module)

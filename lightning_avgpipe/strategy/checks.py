@@ -183,6 +183,7 @@ def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int) 
         "replicas": (given.replicas != 1, "there is one copy of the model; use replicas=1, or strategy='ddp'"),
         "processes_per_device": (given.processes_per_device > 1, "there is one model; use processes_per_device=1"),
         "num_stages": (num_groups > 1, "more devices than stages train parallel models; use num_stages='auto'"),
+        "compile": (given.compile is not False, "call self.compile() in configure_model"),
         "recompute": (bool(given.recompute), "nothing is repeated; use torch.utils.checkpoint inside of a submodule"),
     }
     for option, (set_, what) in asked.items():
@@ -315,6 +316,7 @@ def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> No
         f"schedule={given.schedule!r}": (given.schedule not in _IN_ONE_ORDER, f"one of {', '.join(_IN_ONE_ORDER)}"),
         f"the scripted {', '.join(scripted[:2])}": (bool(scripted), "modules that are not compiled by torch.jit"),
         f"the compiled {', '.join(compiled[:2])}": (bool(compiled), "modules that are not compiled"),
+        f"compile={given.compile!r}": (given.compile is not False, "modules that are not compiled"),
     }
     for what, (is_so, needed) in refused.items():
         if is_so:

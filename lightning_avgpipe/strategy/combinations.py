@@ -54,6 +54,8 @@ def options(given: Options) -> None:
         )
     if given.outer_optimizer is not None:
         _try_outer(given.outer_optimizer)
+    if given.compile is not False:
+        _compiled(given)
     if given.min_groups is not None:
         _apart(given)
     if given.rolling:
@@ -138,6 +140,26 @@ def _apart(given: Options) -> None:
         "start_method": (given.start_method != "popen", "all processes are ended when one dies"),
     }
     _refuse(given, refused, lambda o, why: f"min_groups={given.min_groups} with {o}: {why}; leave one of them out")
+
+
+def _compiled(given: Options) -> None:
+    """Refuse what asks for what is inside of units, and arguments that torch.compile does not take."""
+    refused = {
+        "schedule": (
+            given.schedule in ("zb_h1", "zb_h2", "zbv", "dualpipev", "auto"),
+            "the backward of a compiled unit cannot be split; use a schedule of whole ones, as 'advance_forward'",
+        ),
+        "verify": (bool(given.verify), "a plain step is not compiled; verify once without compile, then leave it out"),
+    }
+    _refuse(given, refused, lambda option, why: f"compile={given.compile!r} with {option}: {why}")
+    if isinstance(given.compile, Mapping):
+        try:
+            torch.compile(lambda: None, **given.compile)
+        except Exception as error:
+            raise ConfigurationError(
+                f"compile={given.compile!r}: torch.compile does not take that ({type(error).__name__}: {error}); "
+                "compile=True leaves all to its defaults"
+            ) from error
 
 
 def _without_barrier(given: Options) -> None:

@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from lightning_avgpipe.comm.bandwidth import measure_bandwidth
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
+from lightning_avgpipe.engine.compiling import Compiler
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.costing import Costing
@@ -65,7 +66,8 @@ def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before
     origin = take_origin(module, cluster, seed, before)
     parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.elasticity, metrics, weights
     place_by = partial(_bandwidth, cluster, options, trainer.state.fn == TrainerFn.FITTING)
-    return Deployment(*parts, place_by, options.shard_optimizer_states), seed
+    compiler = None if options.compile is False else Compiler({} if options.compile is True else options.compile)
+    return Deployment(*parts, place_by, options.shard_optimizer_states, compiler), seed
 
 
 def _bandwidth(cluster: Cluster, options: Options, trains: bool) -> Matrix | None:

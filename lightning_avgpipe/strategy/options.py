@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -80,6 +82,9 @@ MEMORY = Allowed(
 )
 
 _COUNT = whole(1, 1024, 2)
+_COMPILE = dict.fromkeys(
+    name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")
+)
 
 ALLOWED = {
     "num_stages": whole(1, 1024, 4, "auto"),
@@ -110,6 +115,14 @@ ALLOWED = {
     "costs": choice("measured", "flops"),
     "costs_cache": optional(directory("auto"), "no cache"),
     "memory_limit": MEMORY,
+    "compile": either(
+        flag(),
+        Allowed(
+            f"a dict of arguments of torch.compile ({', '.join(_COMPILE)})",
+            "{'mode': 'max-autotune'}",
+            lambda value: isinstance(value, dict) and value.keys() <= _COMPILE.keys(),
+        ),
+    ),
     "recompute": either(flag(), names("names of submodules, or patterns of such", "['blocks.*']")),
     "loss_reduction": choice("mean", "sum"),
     "loss_weight": optional(
@@ -180,6 +193,7 @@ class Options:
     costs_cache: str | Path | None
     memory_limit: MemoryLimit
     recompute: bool | Sequence[str]
+    compile: bool | Mapping[str, Any]
     loss_reduction: str
     loss_weight: LossWeight | None
     split_batch: SplitBatch | None

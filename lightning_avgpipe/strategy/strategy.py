@@ -155,6 +155,11 @@ class AvgPipeStrategy(ParallelStrategy):
             back what a whole stage keeps for the micro-batch at hand, so with few micro-batches in flight a list
             needs less. The results are the same; buffers, attributes and logs change once. With True what a step
             prints, or changes outside of the module, happens again.
+        compile: whether each unit of a stage (a submodule that no cut divides; the printed plan names them) runs
+            compiled by ``torch.compile``, or the arguments of that: ``{"mode": "max-autotune"}``,
+            ``{"backend": "aot_eager"}``. What lies between units runs as it is. Numbers are then those of the compiler,
+            and what a unit draws (dropout) comes from one stream for all of it, which depends on which units there are.
+            The first iteration waits for the compiler. Costs are measured without it.
         loss_reduction: how the loss depends on the batch: ``"mean"`` weights each micro-batch's loss by its share of
             the samples, ``"sum"`` adds them up.
         loss_weight: what a micro-batch counts in the mean over its batch, for losses that are means of something else
@@ -257,6 +262,7 @@ class AvgPipeStrategy(ParallelStrategy):
         costs_cache: str | Path | None = "auto",
         memory_limit: str | int | float | None = None,
         recompute: bool | list[str] = False,
+        compile: bool | dict[str, Any] = False,
         loss_reduction: Literal["mean", "sum"] = "mean",
         loss_weight: TensorName | Callable[[Any], Any] | None = None,
         split_batch: SplitBatch | None = None,
@@ -468,7 +474,7 @@ class AvgPipeStrategy(ParallelStrategy):
     @property
     def undivided(self) -> bool:
         """Whether one stage and one micro-batch are all there is."""
-        return self.num_stages == 1 and not self.options.splits and not self.options.recompute
+        return self.num_stages == 1 and not (self.options.splits or self.options.recompute or self.options.compile)
 
     @property
     def whole(self) -> str | None:

@@ -15,6 +15,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.ensemble import Ensemble
+from lightning_avgpipe.engine.compiling import Compiler, Execution
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError, PartitionError, StepOrderError
@@ -73,13 +74,15 @@ class Deployment:
         weights: WeightStore | None = None,
         bandwidth: Callable[[], Matrix | None] = lambda: None,
         shards: bool = False,
+        compiler: Compiler | None = None,
     ) -> None:
         self.weights = weights
         versions = {} if weights is None else {"training_step": weights}
-        self.pipeline = Pipeline(cluster, module, planner.recompute, weights=versions)
+        execution = Execution(planner.recompute, compiler)
+        self.pipeline = Pipeline(cluster, module, execution, weights=versions)
         self.plan: Plan | None = None
         make = partial(Ensemble, module, optimizers, elasticity or Elasticity(), observers)
-        self.models = ParallelPipelines(module, cluster, self.pipeline, make, planner.recompute)
+        self.models = ParallelPipelines(module, cluster, self.pipeline, make, execution)
         self._cluster = cluster
         shared = OptimizerShards(module, cluster) if shards else None
         self.holdings = Holdings(module, cluster, optimizers, origin, shared)

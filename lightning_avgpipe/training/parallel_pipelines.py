@@ -14,8 +14,8 @@ from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.ensemble import Ensemble
+from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.training.state import full_ensemble_state, load_ensemble_state
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.torch_compat import address
@@ -29,7 +29,7 @@ class ParallelPipelines:
         cluster: with open channels.
         first: pipeline number 0, which also evaluates.
         make: makes an ensemble of the replica group, names of what steps change, and further tensors that they change.
-        recompute: what is repeated before, or in, a backward.
+        execution: of their units.
 
     Attributes:
         ensemble: the parallel models, from the first step of training on; None if there is one model.
@@ -44,7 +44,7 @@ class ParallelPipelines:
         cluster: Cluster,
         first: Pipeline,
         make: Callable[[ReplicaGroup | None, Collection[str], Sequence[Tensor]], Ensemble],
-        recompute: Recompute,
+        execution: Execution,
     ) -> None:
         self.ensemble: Ensemble | None = None
         self.pipelines = [first]
@@ -53,7 +53,7 @@ class ParallelPipelines:
         self._cluster = cluster
         self._first = first
         self._make = make
-        self._recompute = recompute
+        self._execution = execution
         self.saved = SavedModels()
 
     def train(self, num_pipelines: int) -> list[Pipeline]:
@@ -77,7 +77,7 @@ class ParallelPipelines:
                 Pipeline(
                     self._cluster,
                     self._module,
-                    self._recompute,
+                    self._execution,
                     n,
                     partial(ensemble.place, n),
                     partial(ensemble.models.foreign_tensors, n),

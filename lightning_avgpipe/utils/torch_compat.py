@@ -115,6 +115,7 @@ _DISTRIBUTED = (
 _COMPILER = (
     Private("torch._dynamo.OptimizedModule._orig_mod", "whether a module is compiled"),
     Private("torch._dynamo.utils.counters", "whether anything was compiled"),
+    Private("torch._dynamo.exc.TorchDynamoException", "whether an error is the compiler's or the user's"),
 )
 
 NAMES = (*_TENSORS, *_MODULES, *_STEPS, *_BACKWARDS, *_OPTIMIZERS, *_DISTRIBUTED, *_COMPILER)
@@ -135,6 +136,11 @@ def has_compiled() -> bool:
     if "torch._dynamo" not in sys.modules:
         return False
     return bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def is_of_compiler(error: Exception) -> bool:
+    """Whether ``torch.compile`` has failed, and not what it has compiled."""
+    return "torch._dynamo" in sys.modules and isinstance(error, torch._dynamo.exc.TorchDynamoException)
 
 
 def version_of(tensor: Tensor | None) -> int:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stream import Stream
@@ -82,7 +83,7 @@ class Run:
         self.weights = WeightStore(module, policy, lambda: self.optimizers)
         recompute = Recompute(stages=policy.backward is not None)
         self.cluster = cluster
-        self.pipeline = Pipeline(cluster, module, recompute, weights={"training_step": self.weights})
+        self.pipeline = Pipeline(cluster, module, Execution(recompute), weights={"training_step": self.weights})
         self.pipeline.load(plan.graph, plan.cuts)
         self.module = module
         self.most = [0] * K

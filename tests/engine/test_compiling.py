@@ -1,0 +1,194 @@
+"""Compiled units: the same numbers where the compiler changes none, whatever else goes on around them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.errors import ConfigurationError
+from tests import processes
+from tests.driver import assert_same_parameters
+from tests.models import MLP, LSTMStack, Regression, TinyTransformer, UNet, loader
+from tests.trainers import pipeline, trainer
+from tests.zoo.own_models import BatchNorms, Hooked, Own
+from tests.zoo.transformers_models import MODELS, HuggingFace
+
+SAME = {"backend": "eager"}  # follows the code, and changes no number
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Any:
+    """No test finds what another one has compiled."""
+    yield
+    torch.compiler.reset()
+
+
+def trained(model: Any, data: Any, compiled: Any, num_stages: int = 2, **strategy: Any) -> Any:
+    """A copy of a model after an epoch of training."""
+    model = copy.deepcopy(model)
+    options = {"num_microbatches": 2, "compile": compiled, **strategy}
+    pipeline(num_stages, strategy=options, max_epochs=1).fit(model, data)
+    return model
+
+
+STRATEGIES: list[dict[str, Any]] = [
+    {}, {"num_stages": 1}, {"num_stages": 3}, {"num_pipelines": 2}, {"num_pipelines": 2, "rolling": True},
+    {"recompute": True}, {"schedule": "afab"}, {"weight_policy": "stash"},
+]  # fmt: skip
+
+
+def settings() -> Any:
+    """All models with all strategies; those that each model needs most are fast."""
+    for kind in (TinyTransformer, LSTMStack, UNet, BatchNorms, Hooked):
+        for i, strategy in enumerate(STRATEGIES):
+            changes_itself = kind is Hooked and ("rolling" in strategy or "weight_policy" in strategy)
+            if not changes_itself:  # refused there, compiled or not
+                marks = () if kind is TinyTransformer or i == 3 else pytest.mark.slow
+                yield pytest.param(kind, strategy, marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "strategy"), settings(), ids=str)
+def test_weights_are_the_same_bitwise(kind: Any, strategy: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    model = kind()
+    example = kind.example if issubclass(kind, Own) else lambda size, length: kind.example(size)
+    data = DataLoader([example(size, 4) for size in (8, 8, 6)], batch_size=None)  # the last batch is smaller
+    plain, compiled = trained(model, data, False, **strategy), trained(model, data, SAME, **strategy)
+    assert_same_parameters(plain, compiled)
+    for (name, one), other in zip(plain.named_buffers(), compiled.buffers(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "t5", "vit"))]
+)
+def test_stock_models_have_the_same_weights_at_default_options(name: str) -> None:
+    torch.manual_seed(1)
+    make, example = MODELS[name]
+    model, batch = HuggingFace(make()), example(4, 6)
+    data: Any = DataLoader([copy.deepcopy(batch) for _ in range(3)], batch_size=None)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    for one, compiled in zip(models, (False, SAME), strict=True):
+        strategy = AvgPipeStrategy(num_stages=2, compile=compiled)
+        trainer(strategy=strategy, max_epochs=1).fit(one, copy.deepcopy(data))
+    assert_same_parameters(*models)
+
+
+@pytest.mark.parametrize("recompute", [["blocks.*"], True], ids=["units", "stages"])
+def test_what_is_repeated_draws_the_same(recompute: Any) -> None:
+    torch.manual_seed(1)
+    model, data = TinyTransformer(dropout=0.2, layers=4), loader(TinyTransformer, 16, 8)
+    # the same units, which masks depend on
+    kept, *others = (
+        trained(model, data, SAME, split_points=["blocks.2"], **strategy)
+        for strategy in ({}, {"recompute": recompute}, {"schedule": "afab"})
+    )
+    for other in others:
+        assert_same_parameters(kept, other)
+
+
+def test_each_class_of_units_is_compiled_once_and_parallel_models_share_it() -> None:
+    graphs: list[Any] = []
+
+    def counting(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(1)
+    model, data = TinyTransformer(layers=4), loader(TinyTransformer, 32, 8)
+    trained(model, data, {"backend": counting}, num_pipelines=2)
+    first = len(graphs)
+    assert 0 < first <= 4  # embedding, block, norm, head
+    trained(model, data, {"backend": counting}, num_pipelines=2)
+    assert len(graphs) == first
+
+
+def two_processes(rank: int, model: Any, data: Any) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    runner = pipeline(2, 2, strategy={"num_microbatches": 2, "compile": SAME}, max_epochs=1)
+    runner.fit(model, data)
+    return runner.strategy.lightning_module_state_dict()
+
+
+def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model, data = TinyTransformer(dropout=0.2, layers=4), loader(TinyTransformer, 16, 8)
+    one = trained(model, data, SAME).state_dict()
+    found = processes.results(processes.run(2, two_processes, model, data, folder=tmp_path))[0]
+    assert one.keys() == found.keys()
+    for name, value in one.items():
+        assert torch.equal(value, found[name]), name
+
+
+def test_a_unit_that_cannot_be_compiled_is_named() -> None:
+    def broken(graph: Any, example: Any) -> Any:
+        raise NotImplementedError("no code for this machine")
+
+    with pytest.raises(ConfigurationError, match=r"the unit 'layers.*no code for this machine.*compile=False") as error:
+        trained(MLP(), loader(MLP, 8, 4), {"backend": broken})
+    assert "\n" not in str(error.value)
+
+
+class Fused(Regression):
+    """A unit that fails by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        self.fuse = Fuse()
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return MLP.example(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fuse(self.layers(x))
+
+
+class Fuse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 5:
+            raise ValueError("the fuse has blown")
+        return x * self.weight
+
+
+def test_an_error_of_the_users_is_his_own() -> None:
+    with pytest.raises(ValueError, match="the fuse has blown"):
+        trained(Fused(), loader(Fused, 64, 8), SAME)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile": {"backend": "unheard of"}}, "torch.compile does not take that"),
+        ({"compile": {"fast": True}}, "compile=.*must be True or False, or a dict of arguments of torch.compile"),
+        ({"compile": True, "schedule": "zb_h1"}, "the backward of a compiled unit cannot be split"),
+        ({"compile": True, "verify": True}, "verify once without compile"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_when_it_is_given(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AvgPipeStrategy(**options)
+
+
+@pytest.mark.slow
+def test_what_the_default_compiler_makes_of_it_is_the_same_to_rounding(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(1)
+    model, data = TinyTransformer(layers=4), loader(TinyTransformer, 16, 8)
+    with caplog.at_level(logging.WARNING):
+        assert_same_parameters(trained(model, data, False), trained(model, data, True), exact=False)
