@@ -332,10 +332,13 @@ _keeping_inputs = getattr(checkpoint, "_NoopSaveInputs", None)  # how older vers
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():  # a unit that runs compiled: nobody follows
+    # every call of a module comes here, so what is not followed leaves at once
+    if torch.compiler.is_compiling():  # a unit that runs compiled
         return _call_module(module, *args, **kwargs)
-    watcher = _following.watcher
+    watcher, tracer = _following.watcher, _following.tracer
     if watcher is None or (watcher.only is not None and id(module) not in watcher.only):
+        if tracer is None or tracer._inside:
+            return _call_module(module, *args, **kwargs)
         return _follow(module, args, kwargs)
     watcher.enter(module)
     try:

@@ -17,6 +17,7 @@ What ``torch.utils.checkpoint`` runs again in a backward draws again what it dre
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,9 +119,9 @@ class _Scope:
         self.seeds_functions = seeds_functions
         self.functions = 0
         self.regions = 0
-        self._entered: list[contextlib.AbstractContextManager[None]] = []
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
 
-    def enter(self, context: contextlib.AbstractContextManager[None]) -> None:
+    def enter(self, context: contextlib.AbstractContextManager[Any]) -> None:
         """The rest of the call is within this context."""
         context.__enter__()
         self._entered.append(context)
@@ -150,6 +151,7 @@ class _Scope:
 
 
 _QUIET = _Scope("", 0, False)
+_NOTHING = contextlib.nullcontext()
 
 
 class Draws(CallWatcher):
@@ -176,19 +178,23 @@ class Draws(CallWatcher):
         path = call.path
         occurrence = self._counts[path]
         self._counts[path] = occurrence + 1
-        scope = _Scope(path, occurrence, not call.is_simple)
-        self._scopes.append(scope)
         if call.is_seeded:
             seed_all(self._key.derive(path, occurrence), self._device)
+        if call.is_simple and not (call.on_host or call.layers):
+            self._scopes.append(_QUIET)
+            return
+        scope = _Scope(path, occurrence, not call.is_simple)
+        self._scopes.append(scope)
         if call.on_host or (call.layers and any(map(_is_hooked, call.layers))):
             scope.enter(host_stream(self._key.derive(path, occurrence)))
         if call.is_composite and self._within and self._functions is None:
-            scope.enter(self._seeing_functions())
+            scope.enter(_Functions(self))
 
     def leave(self, module: nn.Module) -> None:
-        if id(module) not in self._drawing.known:
-            return
-        self._scopes.pop().leave()
+        if id(module) in self._drawing.known:
+            scope = self._scopes.pop()
+            if scope is not _QUIET:
+                scope.leave()
 
     def skip(self, calls: Sequence[str]) -> None:
         """These calls happened on another stage."""
@@ -208,45 +214,43 @@ class Draws(CallWatcher):
 
     def function(self, name: str) -> None:
         """A torch function is about to be called, here or (as glue of an earlier stage) elsewhere."""
+        if name in DRAWING_FUNCTIONS or name.endswith(".apply"):
+            self.drawing_function()
+
+    def drawing_function(self) -> None:
+        """The same of one that draws."""
         scope = self._scopes[-1]
-        if scope.seeds_functions and (name in DRAWING_FUNCTIONS or name.endswith(".apply")):
+        if scope.seeds_functions:
             seed_all(self._key.derive(scope.path, scope.occurrence, 1 + scope.functions), self._device)
             scope.functions += 1
 
     def opaque(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._functions is not None:
-            self.function(".apply")
+            self.drawing_function()
         self._scopes.append(_QUIET)
         try:
             return run(*args, **kwargs)
         finally:
             self._scopes.pop()
 
-    @contextlib.contextmanager
-    def functions(self, path: str, calls: Collection[str]) -> Iterator[None]:
+    def functions(self, path: str, calls: Collection[str]) -> contextlib.AbstractContextManager[Any]:
         """Within this context a unit runs, of which functions are seen where they may draw.
 
         Args:
             path: of the unit; "": code of the step itself.
             calls: within it that drew when the step was captured.
         """
-        composite = self._drawing.composite
-        self._within = not composite.isdisjoint(calls)
-        try:
-            with self._seeing_functions() if path in composite else contextlib.nullcontext():
-                yield
-        finally:
-            self._within = False
+        if path in self._drawing.composite:
+            return _Functions(self)
+        return _NOTHING if self._drawing.composite.isdisjoint(calls) else self._within_unit()
 
     @contextlib.contextmanager
-    def _seeing_functions(self) -> Iterator[None]:
-        """Within this context functions are seen, and all modules, whose functions are none of their callers'."""
-        self._functions, self.only = _Functions(self), None
+    def _within_unit(self) -> Iterator[None]:
+        self._within = True
         try:
-            with self._functions:
-                yield
+            yield
         finally:
-            self._functions, self.only = None, self._drawing.calls
+            self._within = False
 
     # -- what backwards call again ------------------------------------------------------------------------------------
 
@@ -267,7 +271,7 @@ class Draws(CallWatcher):
             again = Draws(self._drawing, self._key, self._device)
             again._counts, again._scopes = counts.copy(), [scope.copy() for scope in scopes]
             # what the checkpoint has put into the generators is for draws that nobody has seen
-            with restored(self._device), watching(again), again._seeing_functions():
+            with restored(self._device), watching(again), _Functions(again):
                 return function(*args, **kwargs)
 
         return call
@@ -282,12 +286,28 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 class _Functions(TorchFunctionMode):
-    """Announces torch functions before they run."""
+    """Within this context functions are seen before they run, and all modules: theirs are none of their callers'."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()
         self._draws = draws
 
+    def __enter__(self) -> _Functions:
+        self._draws._functions, self._draws.only = self, None
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._draws._functions, self._draws.only = None, self._draws._drawing.calls
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._draws.function(function_name(func))
+        if _is_drawing(func):
+            self._draws.drawing_function()
         return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _is_drawing(func: Any) -> bool:
+    name = function_name(func)
+    return name in DRAWING_FUNCTIONS or name.endswith(".apply")

@@ -153,6 +153,12 @@ def _compiled(given: Options) -> None:
     }
     _refuse(given, refused, lambda option, why: f"compile={given.compile!r} with {option}: {why}")
     if isinstance(given.compile, Mapping):
+        graphs = (given.compile.get("options") or {}).get("triton.cudagraphs")
+        if given.compile.get("mode") in ("reduce-overhead", "max-autotune") or graphs:
+            raise ConfigurationError(
+                f"compile={given.compile!r}: its CUDA graphs keep the values of one call, and a pipeline has several "
+                "micro-batches under way; use {'mode': 'max-autotune-no-cudagraphs'}, or compile=True"
+            )
         try:
             torch.compile(lambda: None, **given.compile)
         except Exception as error:

@@ -119,7 +119,7 @@ ALLOWED = {
         flag(),
         Allowed(
             f"a dict of arguments of torch.compile ({', '.join(_COMPILE)})",
-            "{'mode': 'max-autotune'}",
+            "{'dynamic': False}",
             lambda value: isinstance(value, dict) and value.keys() <= _COMPILE.keys(),
         ),
     ),

@@ -156,7 +156,7 @@ class AvgPipeStrategy(ParallelStrategy):
             needs less. The results are the same; buffers, attributes and logs change once. With True what a step
             prints, or changes outside of the module, happens again.
         compile: whether each unit of a stage (a submodule that no cut divides; the printed plan names them) runs
-            compiled by ``torch.compile``, or the arguments of that: ``{"mode": "max-autotune"}``,
+            compiled by ``torch.compile``, or the arguments of that: ``{"dynamic": False}``,
             ``{"backend": "aot_eager"}``. What lies between units runs as it is. Numbers are then those of the compiler,
             and what a unit draws (dropout) comes from one stream for all of it, which depends on which units there are.
             The first iteration waits for the compiler. Costs are measured without it.

@@ -176,6 +176,8 @@ def test_an_error_of_the_users_is_his_own() -> None:
     [
         ({"compile": {"backend": "unheard of"}}, "torch.compile does not take that"),
         ({"compile": {"fast": True}}, "compile=.*must be True or False, or a dict of arguments of torch.compile"),
+        ({"compile": {"mode": "reduce-overhead"}}, "several micro-batches under way; use .*max-autotune-no-cudagraphs"),
+        ({"compile": {"options": {"triton.cudagraphs": True}}}, "its CUDA graphs keep the values of one call"),
         ({"compile": True, "schedule": "zb_h1"}, "the backward of a compiled unit cannot be split"),
         ({"compile": True, "verify": True}, "verify once without compile"),
     ],
