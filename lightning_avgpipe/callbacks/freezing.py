@@ -23,7 +23,7 @@ from lightning_avgpipe.callbacks.timeline import PipelineTimeline
 from lightning_avgpipe.callbacks.tuner import AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import limit_of
-from lightning_avgpipe.strategy import checks, combinations, regrouping
+from lightning_avgpipe.strategy import checks, combinations, regrouping, rolling_choice
 from lightning_avgpipe.strategy.options import MEMORY
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
@@ -232,6 +232,9 @@ class AdaptiveFreezing(Callback):
             return
         check_options = combinations.grouping_later if groups else combinations.sharing_later
         check_options(run.configuration.options, run.cluster.stage_map)
+        if run.configuration.options.rolling == "auto" and run.configuration.rolls:
+            run.configuration.prefers_rolling = False
+            rolling_choice.tell(f"{what} makes other groups of processes, or replicas, while training runs")
         if groups and any(parameter.is_meta for parameter in trainer.lightning_module.parameters()):
             raise ConfigurationError(
                 f"{what} needs a module that fits each host, since each gets all of it when groups are made, but "
@@ -255,7 +258,7 @@ class AdaptiveFreezing(Callback):
             f"{run.cluster.stage_map.num_teams} groups, whose models differ": run.cluster.stage_map.num_teams > 1,
             "freed='groups', whose models differ": self._freed == "groups",
             "planner='spp', which does not plan for them": options.planner == "spp",
-            "rolling=True": options.rolling,
+            "rolling=True": options.rolling is True,
             f"weight_policy={options.weight_policy!r}": not options.policy.drains,
             "recompute=True, which keeps inputs of stages to begin with them once more": options.recompute is True,
         }

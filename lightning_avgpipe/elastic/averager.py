@@ -83,6 +83,11 @@ class Averager:
             rate, alpha = self._elasticity.rate(self._models.total), self._elasticity.dilution(self._models.total)
             self._turns = StaggeredAveraging(DEFAULT, self._models.contents(), self._models.centres(), alpha, rate)
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether models meet the reference one after the other."""
+        return self._turns is not None
+
     def end_turn(self, number: int) -> None:
         """The optimizers of model n have stepped: it meets the reference, and may begin its next iteration."""
         if self._turns is not None:

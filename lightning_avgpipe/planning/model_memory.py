@@ -56,6 +56,7 @@ def memory_of(
     num_pipelines: int = 1,
     num_groups: int = 1,
     replicas: Sequence[int] = (),
+    rolling: bool = False,
 ) -> Memory:
     """What a partition must know: sizes, and how many micro-batches each stage has in flight.
 
@@ -67,6 +68,7 @@ def memory_of(
         num_pipelines: N; of several, each has what is trained for itself, and there is their reference.
         num_groups: of processes, each with N pipelines.
         replicas: of each stage, which take its micro-batches in turns; empty: one of each.
+        rolling: whether pipelines go on without waiting for each other.
     """
     flights: tuple[int, ...] = ()
     repeats: tuple[bool, ...] = ()
@@ -86,6 +88,8 @@ def memory_of(
         frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         models = weights[name] * each * (1 if frozen else num_pipelines)
         held[name] = models + (0 if frozen else _reference_bytes(tensor, num_pipelines, num_groups))
+        if rolling and tensor.requires_grad:
+            held[name] += copies_without_barrier(num_pipelines) * weights[name]
     memory = Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
     if not relays:
         return memory
@@ -96,6 +100,11 @@ def memory_of(
         doubles=frozenset(k + 1 for k in relays),
         doubled={name: num_pipelines * size for name, size in weights.items()},
     )
+
+
+def copies_without_barrier(num_pipelines: int) -> int:
+    """Of what is trained, beside models and reference: where each model began, and the reference before."""
+    return num_pipelines + 1 if num_pipelines > 1 else 0
 
 
 def copies_of_weights(policy: WeightPolicy, num_stages: int, num_microbatches: int) -> list[int]:
@@ -176,10 +185,16 @@ def holdings_of_models(
     num_pipelines: int,
     num_groups: int,
     policy: WeightPolicy = POLICIES["flush"],
+    rolling: bool = False,
+    meeting: bool = False,
 ) -> dict[int, Holding]:
     """What stages of this process hold for N parallel models; arguments as of :func:`holdings`, :func:`memory_of`.
 
-    ``shared + N model + reference``, of which the module shows pipeline 0's. Of one model, versions by its policy.
+    ``shared + N model + reference``, of which the module shows pipeline 0's, and copies of that reference where they
+    roll. Of one model, versions by its policy.
+
+    Args:
+        meeting: whether these copies are there.
     """
     own = holdings(plan, stages, module, optimizers, num_microbatches)
     if num_pipelines * num_groups == 1:
@@ -191,12 +206,12 @@ def holdings_of_models(
             own[k] = Holding(own[k].total + further, own[k].coming + further)
         return own
     models = model_bytes(plan, stages, module, optimizers, num_microbatches, num_groups)
-    return {
-        k: Holding(
-            models[k].shared + num_pipelines * models[k].model + models[k].reference, num_pipelines * own[k].coming
-        )
-        for k in stages
-    }
+    several = {}
+    for k in stages:
+        further = copies_without_barrier(num_pipelines) * models[k].reference if rolling else 0
+        total = models[k].shared + num_pipelines * models[k].model + models[k].reference + further
+        several[k] = Holding(total, num_pipelines * own[k].coming + (0 if meeting else further))
+    return several
 
 
 def with_doubles(

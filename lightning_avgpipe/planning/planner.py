@@ -117,6 +117,7 @@ class Planner:
         recompute: what is repeated before, or in, a backward.
         replicas: of each stage, which share its micro-batches; empty: one of each.
         policy: which weights actions use.
+        rolling: whether several pipelines go on without waiting for each other.
         sharing: whole replicas that share the optimizer states of each stage with its own; 0: each keeps all.
         keeps: whether the outputs of frozen layers are kept, where that is faster than to compute them.
         samples: what was measured on this device for earlier plans, which is not measured again.
@@ -133,6 +134,7 @@ class Planner:
     recompute: Recompute = Recompute()  # noqa: RUF009
     replicas: Sequence[int] = ()
     policy: WeightPolicy = POLICIES["flush"]
+    rolling: bool = False
     sharing: int = 0
     keeps: bool = False
     samples: Samples = field(default_factory=Samples, compare=False)
@@ -374,6 +376,7 @@ class Planner:
             conditions.num_pipelines,
             conditions.num_groups,
             self.replicas,
+            self.rolling,
         )
         if conditions.schedule is not None and trains(conditions.schedule.rows[-1]):
             memory = with_versions(memory, self.module, self.policy, conditions.schedule)

@@ -71,7 +71,7 @@ def survival(given: Options, tuned: bool) -> None:
 def overlapping(running: pl.Trainer, given: Options, num_stages: int, num_groups: int, tuned: bool) -> None:
     """Check that batches of this run may overlap, if they are to."""
     versions = not given.policy.drains
-    if not versions and (not given.rolling or (given.num_pipelines == 1 and num_groups == 1 and not tuned)):
+    if not versions and (given.rolling is not True or (given.num_pipelines == 1 and num_groups == 1 and not tuned)):
         return
     option = f"weight_policy={given.weight_policy!r}" if versions else "rolling=True"
     use = "or use weight_policy='flush'" if versions else "or use rolling=False"

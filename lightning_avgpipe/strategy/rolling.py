@@ -47,6 +47,7 @@ from lightning_avgpipe.strategy.ahead import STEP as _STEP
 from lightning_avgpipe.strategy.ahead import AheadIterations, Read
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
 from lightning_avgpipe.strategy.iteration import Finish, Works
+from lightning_avgpipe.strategy.rolling_choice import gives_way
 from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
 
@@ -95,7 +96,7 @@ class RollingIterations(AheadIterations):
 
     def train(self, batches: Sequence[Any], *rest: Any) -> Any:
         """Run batches until pipeline 0 has ended it; without a step, until all have."""
-        if self.models.num_models == 1 or self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward:
+        if not self._overlaps or self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward:
             return super().train(batches, *rest)
         iteration, self._next = self._next, None
         if iteration is None:
@@ -122,12 +123,13 @@ class RollingIterations(AheadIterations):
             iteration.loss = loss_in(result)
         steps = not self.trainer.fit_loop._should_accumulate()
         self._after(iteration, 0, steps)
-        if not steps:
+        rolls = self.configuration.rolls  # the first iteration may have found a reason against it
+        if not steps or not rolls:
             for n in range(1, len(iteration.works)):
                 self._end(iteration, n)
                 self._after(iteration, n, steps)
             self._issue(iteration)
-        self._now = iteration if steps else None
+        self._now = iteration if steps and rolls else None
         return None if 0 in self.models.skipped else result
 
     def step_in_turn(self, step: Callable[[int], object]) -> None:
@@ -173,6 +175,16 @@ class RollingIterations(AheadIterations):
             self._undo(self._next, together)
         self._next = None
         self.batches.forget_ahead()
+
+    def give_way(self) -> bool:
+        """Where rolling was left open: whether the step, which has been captured, or its data do not bear it; then
+        pipelines wait for each other from now on. Every process calls it.
+        """
+        if self.configuration.options.rolling != "auto" or _STEP not in self.deployment.pipeline.steps:
+            return False
+        gives = gives_way(self._against(), self.cluster)
+        self.configuration.can_roll = not gives
+        return gives
 
     @property
     def _pipelines(self) -> list[Pipeline]:
@@ -226,6 +238,8 @@ class RollingIterations(AheadIterations):
             return False
         with context():
             self.step_log.issue()
+        if not self._checked and self.give_way():
+            return True
         self._check_graph()
         self._begin_turns()
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,86 @@ def test_options_that_models_would_follow_together_are_refused(option: dict[str,
         AvgPipeStrategy(rolling=True, num_pipelines=2, **option)
 
 
+# -- rolling where nothing stands against it -------------------------------------------------------------------------
+
+
+def left_open(
+    caplog: pytest.LogCaptureFixture, module: Any = Scaled, data: Any = None, **options: Any
+) -> tuple[Any, str]:
+    """The models of a run that may roll or not, and what it says about that."""
+    torch.manual_seed(3)
+    model, data = module(), loader(Net, 84, 8) if data is None else data()
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        models = train(model, data, 2, **{"rolling": "auto", **options})
+    return [*models.models, state(model)], "".join(r.message for r in caplog.records if "do not roll" in r.message)
+
+
+def assert_drained(caplog: pytest.LogCaptureFixture, why: str, **options: Any) -> None:
+    found, said = left_open(caplog, **options)
+    expected, _ = left_open(caplog, **options, rolling=False)
+    for a, b in zip(found, expected, strict=True):
+        assert_equal(a, b)
+    assert said.count("rolling='auto': pipelines do not roll: ") == 1 and why in said
+
+
+def test_what_nothing_stands_against_rolls(order: str, caplog: pytest.LogCaptureFixture) -> None:
+    found, said = left_open(caplog)
+    expected, _ = left_open(caplog, rolling=True)
+    drained, _ = left_open(caplog, rolling=False)
+    for a, b in zip(found, expected, strict=True):
+        assert_equal(a, b)
+    assert not said and any(not torch.equal(t, drained[-1][name]) for name, t in found[-1].items())
+
+
+@pytest.mark.parametrize(
+    ("why", "options"),
+    [
+        ("average_every=2", {"average_every": 2}),
+        ("on_nonfinite='skip'", {"on_nonfinite": "skip"}),
+        ("reader='first'", {"reader": "first"}),
+        ("Clears.on_before_zero_grad", {"module": Clears}),
+        ("a metric object in Measured", {"module": Measured}),
+        ("weight_policy='stash'", {"weight_policy": "stash", "num_pipelines": 1}),
+        # known with the first batch
+        ("changes 'calls'", {"module": Changing}),
+        ("the ResumableLoader saves its position", {"module": Net, "data": lambda: ResumableLoader(Net, 48, 8)}),
+    ],
+)
+def test_what_would_be_refused_at_the_start_trains_as_without_rolling(
+    why: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_drained(caplog, why, **options)
+
+
+@pytest.mark.parametrize(("module", "named"), [(ReadsRate, "reads trainer.optimizers"), (Heated, "'temperature'")])
+def test_what_is_found_later_is_an_error_that_names_the_option(module: Any, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named) as raised:
+        run(module=module, strategy={"rolling": "auto"})
+    assert "with rolling='auto'" in str(raised.value) and "use rolling=False" in str(raised.value)
+
+
+def test_each_run_decides_anew() -> None:
+    runner = pipeline(2, strategy={"num_pipelines": 2, "num_microbatches": 2, "rolling": "auto"})
+    rolled = []
+    for epochs, module in enumerate((Changing, Net, Measured, Net), 1):
+        runner.fit_loop.max_epochs = epochs
+        runner.fit(module(), loader(Net, 32, 8))
+        rolled.append(runner.strategy.rolls)
+        assert runner.global_step == 2 * epochs
+    assert rolled == [False, True, False, True]
+
+
+def test_more_pipelines_later_do_as_was_found_at_the_start() -> None:
+    more = Interrupts(lambda trainer: trainer.strategy.reconfigure(num_pipelines=2), (1,))  # type: ignore[attr-defined]
+    for module, rolls in ((Measured, False), (Scaled, True)):
+        found = [
+            run([more], module=module, strategy={"num_pipelines": 1, "rolling": rolling}) for rolling in ("auto", rolls)
+        ]
+        assert_same(*found)
+        assert found[0][2].strategy.rolls == rolls
+
+
 # -- several processes -----------------------------------------------------------------------------------------------
 
 
@@ -371,9 +452,18 @@ def fit(devices: int) -> Any:
     )
 
 
+def fit_open(devices: int, rolling: Any = "auto") -> dict[str, Tensor]:
+    """The first batch tells that the step does not bear it."""
+    torch.manual_seed(4)
+    model = Changing("adamw")
+    strategy = {"num_pipelines": 2, "num_microbatches": 2, "rolling": rolling}
+    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(Net, 40, 8))
+    return state(model)
+
+
 def in_process(rank: int) -> Any:
     torch.set_num_threads(1)
-    return fit(2)
+    return [*fit(2), fit_open(2)]
 
 
 def fit_frozen(devices: int, schedule: str) -> dict[str, Tensor]:
@@ -405,8 +495,10 @@ def test_stages_that_begin_to_train_and_split_backwards_roll(tmp_path: Path, mon
 
 def test_two_processes_train_the_models_of_one(tmp_path: Path) -> None:
     weights, calls, metrics = fit(1)
+    drained = fit_open(1, rolling=False)
     for found in processes.results(processes.run(2, in_process, folder=tmp_path)):
         assert_equal(found[0], weights)
         assert found[2] == metrics
+        assert_equal(found[3], drained)
         told = [call for call in calls if call[0] != "on_before_backward"]
         assert [call for call in found[1] if call[0] != "on_before_backward"] == told
