@@ -232,7 +232,7 @@ class AdaptiveFreezing(Callback):
             return
         check_options = combinations.grouping_later if groups else combinations.sharing_later
         check_options(run.configuration.options, run.cluster.stage_map)
-        if run.configuration.options.rolling == "auto" and run.configuration.rolls:
+        if run.configuration.is_open:
             run.configuration.prefers_rolling = False
             rolling_choice.tell(f"{what} makes other groups of processes, or replicas, while training runs")
         if groups and any(parameter.is_meta for parameter in trainer.lightning_module.parameters()):

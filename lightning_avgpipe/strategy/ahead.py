@@ -69,6 +69,8 @@ class AheadIterations(Iterations):
         return super().evaluate(step, batch, *rest)
 
     def _calling(self, step: str) -> AbstractContextManager[None]:
+        # where rolling was left open, nothing runs ahead before the first iteration has told whether it may
+        self._foresight.only_notes = self.configuration.is_open and not self._checked
         return self._foresight.guarding() if step == STEP and self._overlaps else contextlib.nullcontext()
 
     @property
@@ -109,6 +111,8 @@ class AheadIterations(Iterations):
 
     def _against(self) -> str:
         """Why nothing may run ahead of a step that has been captured; nothing: ""."""
+        if self._foresight.noted:
+            return self._foresight.noted
         loader = self.trainer.fit_loop._combined_loader
         saving = [one for one in ([] if loader is None else loader.flattened) if isinstance(one, _Stateful)]
         if saving:

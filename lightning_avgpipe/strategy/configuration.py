@@ -38,6 +38,11 @@ class Configuration:
         return self.can_roll and (self.prefers_rolling or self.options.rolling is True)
 
     @property
+    def is_open(self) -> bool:
+        """Whether they do, but need not."""
+        return self.rolls and self.options.rolling == "auto"
+
+    @property
     def asked(self) -> bool:
         """Whether somebody has asked for changes."""
         return bool(self._asked)

@@ -180,7 +180,7 @@ class RollingIterations(AheadIterations):
         """Where rolling was left open: whether the step, which has been captured, or its data do not bear it; then
         pipelines wait for each other from now on. Every process calls it.
         """
-        if self.configuration.options.rolling != "auto" or _STEP not in self.deployment.pipeline.steps:
+        if not self.configuration.is_open or _STEP not in self.deployment.pipeline.steps:
             return False
         gives = gives_way(self._against(), self.cluster)
         self.configuration.can_roll = not gives

@@ -452,6 +452,8 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @rolls.setter
     def rolls(self, preferred: bool) -> None:
+        if isinstance(self._run, PipelineRun) and self._run.deployment.models.has_trained:
+            raise ConfigurationError("strategy.rolls is set when training runs; set it before the first batch")
         self._configuration.prefers_rolling = preferred
 
     @property

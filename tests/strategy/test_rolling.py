@@ -399,6 +399,8 @@ def test_what_nothing_stands_against_rolls(order: str, caplog: pytest.LogCapture
         ("weight_policy='stash'", {"weight_policy": "stash", "num_pipelines": 1}),
         # known with the first batch
         ("changes 'calls'", {"module": Changing}),
+        ("reads trainer.optimizers", {"module": ReadsRate}),
+        ("reads optimizers()", {"module": ReadsOptimizers}),
         ("the ResumableLoader saves its position", {"module": Net, "data": lambda: ResumableLoader(Net, 48, 8)}),
     ],
 )
@@ -408,7 +410,16 @@ def test_what_would_be_refused_at_the_start_trains_as_without_rolling(
     assert_drained(caplog, why, **options)
 
 
-@pytest.mark.parametrize(("module", "named"), [(ReadsRate, "reads trainer.optimizers"), (Heated, "'temperature'")])
+class ReadsLater(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            self.log("known", float(len(self.trainer.callback_metrics)))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("module", "named"), [(ReadsLater, "reads trainer.callback_metrics"), (Heated, "'temperature'")]
+)
 def test_what_is_found_later_is_an_error_that_names_the_option(module: Any, named: str) -> None:
     with pytest.raises(ConfigurationError, match=named) as raised:
         run(module=module, strategy={"rolling": "auto"})
@@ -428,12 +439,14 @@ def test_each_run_decides_anew() -> None:
 
 def test_more_pipelines_later_do_as_was_found_at_the_start() -> None:
     more = Interrupts(lambda trainer: trainer.strategy.reconfigure(num_pipelines=2), (1,))  # type: ignore[attr-defined]
-    for module, rolls in ((Measured, False), (Scaled, True)):
+    for module, rolls in ((Measured, False), (Changing, False), (Scaled, True)):
         found = [
             run([more], module=module, strategy={"num_pipelines": 1, "rolling": rolling}) for rolling in ("auto", rolls)
         ]
         assert_same(*found)
         assert found[0][2].strategy.rolls == rolls
+        with pytest.raises(ConfigurationError, match="set it before the first batch"):
+            found[0][2].strategy.rolls = True
 
 
 # -- several processes -----------------------------------------------------------------------------------------------
