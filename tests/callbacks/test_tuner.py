@@ -440,6 +440,10 @@ def tuned(rank: int, folder: Path) -> dict[str, Any]:
     found["reused"] = again.result
     model, runner = mlp(None, by, devices=2, ckpt_path=saving.best_model_path, max_epochs=2)
     found["resumed by hand"] = (weights(model), runner.global_step)
+    tuner_module.PREDICTORS["corrected"] = Liking(Setting(4, 2, 1, rolling=True))
+    for rolling, tuning in (("auto", AvgPipeTuner(2, [4], profile_batches=4, dirpath=folder)), (True, None)):
+        model, runner = mlp(tuning, {"rolling": rolling, **({} if tuning else by)}, devices=2, max_epochs=2)
+        found[f"rolling {rolling}"] = (weights(model), runner.strategy.rolls)
     return found
 
 
@@ -458,6 +462,8 @@ def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp
         assert_same(found["tuned"], found["by hand"])
         assert_same(found["resumed"], found["resumed by hand"])
         assert found["resumed"][1] > found["tuned"][1]
+        assert found["rolling auto"][1]
+        assert_same(found["rolling auto"], found["rolling True"])
     assert found["result"].profile.hops[0].forward.per_byte > 0
     assert found["result"].profile.devices == (1, 0)
     assert not (tmp_path / "again").exists()

@@ -54,8 +54,10 @@ class Scaled(Net):
         return loss * (1 + self.global_step + 3 * batch_idx + 7 * self.trainer.fit_loop.epoch_loop.batch_idx)
 
 
-def in_turn(module: Any, batches: list[Any], num_pipelines: int) -> dict[str, Tensor]:
-    """What one process does without stages: the models take turns. Gives the reference."""
+def in_turn(module: Any, batches: list[Any], num_pipelines: int, every: int = 1) -> dict[str, Tensor]:
+    """What one process does without stages: the models take turns to step, after so many iterations each, and at the end
+    of the data. Gives the reference.
+    """
     models = [copy.deepcopy(module) for _ in range(num_pipelines)]
     reference = copy.deepcopy(module)
     optimizers = [model.configure_optimizers() for model in models]
@@ -63,26 +65,31 @@ def in_turn(module: Any, batches: list[Any], num_pipelines: int) -> dict[str, Te
     rule = StaggeredAveraging(
         DEFAULT, lists, [p.detach() for p in reference.parameters()], 1 / num_pipelines, num_pipelines**0.5
     )
-    for t in range(0, len(batches), num_pipelines):
+    iterations = [batches[i : i + num_pipelines] for i in range(0, len(batches), num_pipelines)]
+    for t, bundle in enumerate(iterations):
+        begins, steps = t % every == 0, (t + 1) % every == 0 or t + 1 == len(iterations)
         for n, model in enumerate(models):
-            if t + n < len(batches):
-                number = t // num_pipelines
-                model.training_step = lambda part, i, model=model, number=number: model.loss(part) * (1 + 11 * number)
+            if begins:
                 optimizers[n].zero_grad()
-                accumulate(model, batches[t + n], 2)
+            if n < len(bundle):
+                factor = (1 + t // every + 10 * t) / every
+                model.training_step = lambda part, i, model=model, factor=factor: model.loss(part) * factor
+                accumulate(model, bundle[n], 2)
+            if steps:  # what has no gradients stays as it is
                 optimizers[n].step()
-            rule.end(n)
+                rule.end(n)
     return dict(reference.named_parameters())
 
 
-@pytest.mark.parametrize(("num_pipelines", "num_stages"), [(2, 3), (3, 2), (2, 1)])
-def test_models_take_turns_as_in_a_plain_loop(order: str, num_pipelines: int, num_stages: int) -> None:
+@pytest.mark.parametrize(("num_pipelines", "num_stages", "every"), [(2, 3, 1), (3, 2, 1), (2, 1, 1), (2, 2, 2)])
+def test_models_take_turns_as_in_a_plain_loop(order: str, num_pipelines: int, num_stages: int, every: int) -> None:
     torch.manual_seed(3)
     model = Scaled()
     expected = copy.deepcopy(model)
     data = [Net.example(8) for _ in range(7)]  # a ragged end
-    reference = in_turn(expected, data, num_pipelines)
-    train(model, Batches(data), num_stages, rolling=True, num_pipelines=num_pipelines)
+    reference = in_turn(expected, data, num_pipelines, every)
+    trainer = {"accumulate_grad_batches": every}
+    train(model, Batches(data), num_stages, rolling=True, num_pipelines=num_pipelines, trainer=trainer)
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, reference[name]), f"{name} differs"
