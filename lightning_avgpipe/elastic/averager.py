@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
@@ -35,6 +36,8 @@ class Averager:
         self.outer: Optimizer | None = None
         self._begun: tuple[Averaging, Callable[[], None]] | None = None
         self._turns: StaggeredAveraging | None = None
+        self._buffers: list[dict[str, Tensor]] = []  # of the models that have ended, where groups average them
+        self._end_buffers: Callable[[], None] = nothing
 
     def follow(self, names: Collection[str]) -> None:
         """The reference has these tensors too."""
@@ -55,7 +58,7 @@ class Averager:
         Args:
             active: pipelines that had a batch, counted from 0.
         """
-        self._turns = None
+        self.end_turns()
         self.steps += 1
         self.active = max(self.active, active)
         if self.steps >= self._elasticity.average_every:
@@ -81,7 +84,8 @@ class Averager:
         """
         if self._turns is None and self._models.mine:  # a process may have frozen stages only
             rate, alpha = self._elasticity.rate(self._models.total), self._elasticity.dilution(self._models.total)
-            self._turns = StaggeredAveraging(DEFAULT, self._models.contents(), self._models.centres(), alpha, rate)
+            tensors = self._models.contents(), self._models.centres()
+            self._turns = StaggeredAveraging(DEFAULT, *tensors, alpha, rate, self._replica_group)
 
     @property
     def in_turn(self) -> bool:
@@ -92,9 +96,31 @@ class Averager:
         """The optimizers of model n have stepped: it meets the reference, and may begin its next iteration."""
         if self._turns is not None:
             self._turns.end(number)
+        if self._models.shared is None:
+            return
+        self._models.placement.read_back()
+        found = self._models.replicas[number].buffers
+        self._buffers.append({name: buffer.detach().clone() for name, buffer in found.items()})
+        if len(self._buffers) == self._models.size:
+            self._end_buffers()
+            self._end_buffers, self._buffers = self._models.shared.begin(self._buffers), []
+
+    def catch_up(self) -> None:
+        """The reference has what all groups have made of the last iteration that has ended here."""
+        if self._turns is not None:
+            self._turns.catch_up()
+        self._end_buffers()
+        self._end_buffers = nothing
+
+    def settle_turns(self) -> None:
+        """The same, and what follows does not depend on what has been. All groups call it."""
+        self.catch_up()
+        if self._turns is not None:
+            self._turns.settle()
 
     def end_turns(self) -> None:
         """What meets the reference next does so anew."""
+        self.catch_up()
         self._turns = None
 
     def recentre(self) -> None:
@@ -126,4 +152,5 @@ class Averager:
 
     def abandon(self) -> None:
         """Do not wait for other groups any more: they have failed."""
-        self._begun = None
+        self._begun = self._turns = None
+        self._end_buffers = nothing

@@ -200,6 +200,7 @@ class Ensemble:
             return
         own = self._placement.own
         if reference:
+            self.averager.catch_up()
             self._shown = Replica(0)
             self._shown.parameters = own.parameters
             self._shown.buffers = self.models.mean_buffers()

@@ -89,7 +89,7 @@ def memory_of(
         models = weights[name] * each * (1 if frozen else num_pipelines)
         held[name] = models + (0 if frozen else _reference_bytes(tensor, num_pipelines, num_groups))
         if rolling and tensor.requires_grad:
-            held[name] += copies_without_barrier(num_pipelines) * weights[name]
+            held[name] += _rolling_bytes(tensor, num_pipelines, num_groups)
     memory = Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
     if not relays:
         return memory
@@ -100,11 +100,6 @@ def memory_of(
         doubles=frozenset(k + 1 for k in relays),
         doubled={name: num_pipelines * size for name, size in weights.items()},
     )
-
-
-def copies_without_barrier(num_pipelines: int) -> int:
-    """Of what is trained, beside models and reference: where each model began, and the reference before."""
-    return num_pipelines + 1 if num_pipelines > 1 else 0
 
 
 def copies_of_weights(policy: WeightPolicy, num_stages: int, num_microbatches: int) -> list[int]:
@@ -141,6 +136,14 @@ def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int
         return 0
     widened = max(1, _SINGLE_BYTES // tensor.element_size())
     return tensor_bytes(tensor) * (1 + widened if num_groups > 1 else 1)
+
+
+def _rolling_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
+    """Of what models keep to meet one at a time: where each began, the reference before; of groups a further sum."""
+    if num_pipelines * num_groups == 1:
+        return 0
+    widened = max(1, _SINGLE_BYTES // tensor.element_size()) if num_groups > 1 else 0
+    return tensor_bytes(tensor) * (num_pipelines + 1 + widened)
 
 
 def holdings(
@@ -206,9 +209,10 @@ def holdings_of_models(
             own[k] = Holding(own[k].total + further, own[k].coming + further)
         return own
     models = model_bytes(plan, stages, module, optimizers, num_microbatches, num_groups)
-    several = {}
+    several, named = {}, dict(module.named_parameters())
     for k in stages:
-        further = copies_without_barrier(num_pipelines) * models[k].reference if rolling else 0
+        trained = [p for name in plan.stages[k].parameters if (p := named[name]).requires_grad]
+        further = sum(_rolling_bytes(p, num_pipelines, num_groups) for p in trained) if rolling else 0
         total = models[k].shared + num_pipelines * models[k].model + models[k].reference + further
         several[k] = Holding(total, num_pipelines * own[k].coming + (0 if meeting else further))
     return several

@@ -131,7 +131,7 @@ def _apart(given: Options) -> None:
     refused = {
         "replicas": (given.replicas != 1, "groups that train the same model are one model without one of them"),
         "shard_optimizer_states": (given.shard_optimizer_states, "it is for replicas"),
-        "rolling": (given.rolling is True, "it is for one group"),
+        "rolling": (given.rolling is True, "groups that die leave others with sums of an iteration that lack theirs"),
         "weight_policy": (not given.policy.drains, "it is for one group"),
         "verify": (bool(given.verify), "a plain step follows all groups"),
         "save_distributed_checkpoint": (given.save_distributed_checkpoint, "all processes write it together"),

@@ -33,11 +33,16 @@ def can_roll(
         return given.rolling
     checks.overlapping(running, replace(given, rolling=False), num_stages, num_groups, tuned)
     found = ""
+    if num_groups > 1:
+        found = (
+            f"{num_groups} groups of processes would learn of each other an iteration later, and what that costs in "
+            "samples has not been measured; rolling=True does so"
+        )
     try:
         # there is one pipeline now, maybe, but there may be several later
         checks.overlapping(running, replace(given, rolling=True), num_stages, num_groups, tuned=True)
     except ConfigurationError as error:
-        found = str(error)
+        found = found or str(error)
     return not gives_way(found, cluster)
 
 

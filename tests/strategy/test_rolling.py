@@ -55,8 +55,8 @@ class Scaled(Net):
 
 
 def in_turn(module: Any, batches: list[Any], num_pipelines: int, every: int = 1) -> dict[str, Tensor]:
-    """What one process does without stages: the models take turns to step, after so many iterations each, and at the end
-    of the data. Gives the reference.
+    """What one process does without stages: the models take turns to step, after so many iterations, and at the end of
+    the data. Gives the reference.
     """
     models = [copy.deepcopy(module) for _ in range(num_pipelines)]
     reference = copy.deepcopy(module)
