@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_avgpipe.engine.executor import Lane
 from tests import processes
@@ -110,10 +111,21 @@ def expected(models: int, drains: Sequence[int], epochs: int = 1) -> Loop:
     return loop
 
 
+class Stream(IterableDataset[Any]):
+    """Batches without a known number."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
 def fit(rank: int, models: int, stages: int = 1, folder: Path | None = None, **options: Any) -> Any:
     torch.manual_seed(3)
     model, seen = Skipping(), Models()
     callbacks, path = [seen, *options.pop("callbacks", ())], options.pop("ckpt_path", None)
+    length = options.pop("length", None)
     validation = loader(Net, 16, 8) if "val_check_interval" in options else None
     strategy = {"num_microbatches": 2, "num_pipelines": models // GROUPS, "rolling": True}
     runner = pipeline(
@@ -121,7 +133,8 @@ def fit(rank: int, models: int, stages: int = 1, folder: Path | None = None, **o
         **{"max_epochs": 1, "num_sanity_val_steps": 0, **options},
     )  # fmt: skip
     data = [batch for bundle in of_group(rank // stages, models) for batch in bundle]
-    runner.fit(model, Batches(data), validation, ckpt_path=path)
+    reader = Batches(data) if length is None else DataLoader(Stream(data[:length]), batch_size=None)
+    runner.fit(model, reader, validation, ckpt_path=path)
     metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
     return seen.models, state(model), metrics, runner.global_step
 
@@ -143,6 +156,7 @@ def two_groups(rank: int, folder: Path) -> Any:
         "validated": fit(rank, 4, val_check_interval=2),
         "looked at": fit(rank, 2, max_epochs=2, callbacks=[looking]),
         "saved": fit(rank, 2, callbacks=[saving], enable_checkpointing=True),
+        "streamed": fit(rank, 2, length=4 + 2 * rank),
         "resumed": fit(rank, 2, ckpt_path=folder / "step=6.ckpt"),
     }
 
@@ -167,6 +181,37 @@ def test_groups_that_roll_equal_a_plain_loop(
         for parallel, plain in zip(own, loop.models[g], strict=True):
             assert_equal(trained(parallel), trained(state(plain)))
         assert_equal(trained(left), trained(state(loop.reference)))
+
+
+def test_groups_end_with_the_shortest_of_their_streams(found: list[Any]) -> None:
+    torch.manual_seed(3)
+    loop = Loop(Skipping(), 2)
+    for t in range(4):
+        loop.iteration(t, 1 + t + 10 * t)
+    loop.drain()
+    for g in range(GROUPS):
+        assert found[g]["streamed"][3] == 4
+        assert_equal(trained(found[g]["streamed"][1]), trained(state(loop.reference)))
+
+
+def two_groups_of_two_stages(rank: int) -> Any:
+    torch.set_num_threads(1)
+    return fit(rank, 4, 2, max_epochs=2, gradient_clip_val=0.1), fit(rank, 4, 2, val_check_interval=2)
+
+
+def two_groups_of_one(rank: int) -> Any:
+    torch.set_num_threads(1)
+    return fit(rank, 4, max_epochs=2, gradient_clip_val=0.1), fit(rank, 4, val_check_interval=2)
+
+
+@pytest.mark.slow
+def test_more_stages_in_each_group_change_nothing(tmp_path: Path) -> None:
+    one = processes.results(processes.run(2, two_groups_of_one, folder=tmp_path))
+    for rank, runs in enumerate(processes.results(processes.run(4, two_groups_of_two_stages, folder=tmp_path))):
+        for (models, left, metrics, steps), other in zip(runs, one[rank // 2], strict=True):
+            assert_equal(trained(left), trained(other[1]))
+            assert (metrics, steps) == other[2:]
+            assert len(models) == 2
 
 
 def test_the_reference_is_the_mean_of_the_models_of_all_groups(found: list[Any]) -> None:
