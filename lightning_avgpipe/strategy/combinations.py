@@ -93,7 +93,6 @@ def grouping_later(given: Options, stage_map: StageMap) -> None:
         "min_groups": (given.min_groups is not None, "groups that stay, since other ones are made"),
         "planner": (given.planner != "balanced", "planner='balanced', which plans for groups"),
         "schedule": (given.schedule not in NAMES, f"one for any number of stages: {', '.join(NAMES[:3])}"),
-        "rolling": (given.rolling is True, "one that several groups have: rolling=False"),
         "weight_policy": (not given.policy.drains, "one that several groups have: weight_policy='flush'"),
         "verify": (bool(given.verify), "no verification, which follows the models of one run"),
         "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file"),

@@ -19,12 +19,15 @@ from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.elastic.staggered import DEFAULT, StaggeredAveraging
 from lightning_avgpipe.engine.executor import Lane
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.strategy.rolling_choice import can_roll
 from tests import processes
 from tests.driver import accumulate
 from tests.elastic.models import Batches, Models, Net, assert_equal, state, train
 from tests.elastic.test_lightning import Finetuned
 from tests.models import loader
 from tests.strategy.test_resume import ResumableLoader
+from tests.threads import alone
 from tests.trainers import pipeline
 
 
@@ -361,6 +364,28 @@ def test_data_whose_position_is_saved_is_refused() -> None:
 def test_options_that_models_would_follow_together_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=f"rolling=True with {next(iter(option))}="):
         AvgPipeStrategy(rolling=True, num_pipelines=2, **option)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tuned", "named"),
+    [
+        ({"replicas": 2}, False, r"2 groups of processes \(replicas\).*use rolling=False"),
+        ({}, True, r"rolling=True with AvgPipeTuner in 2 groups.*use rolling=False"),
+    ],
+)
+def test_groups_that_work_together_within_a_step_are_refused(strategy: Any, tuned: bool, named: str) -> None:
+    given = AvgPipeStrategy(rolling=True, num_pipelines=2, **strategy).options
+    with pytest.raises(ConfigurationError, match=named):
+        checks.overlapping(pipeline(1), given, 1, 2, tuned)
+
+
+def test_groups_roll_if_they_are_asked_to(caplog: pytest.LogCaptureFixture) -> None:
+    for rolling, rolls in ((True, True), ("auto", False)):
+        runner = pipeline(1, strategy={"rolling": rolling, "num_pipelines": 2})
+        runner.strategy.connect(Net())
+        with caplog.at_level(logging.INFO):
+            assert can_roll(runner, runner.strategy.options, alone(1), 1, num_groups=2, tuned=False) == rolls
+        assert ("2 groups of processes would learn of each other" in caplog.text) != rolls
 
 
 # -- rolling where nothing stands against it -------------------------------------------------------------------------
