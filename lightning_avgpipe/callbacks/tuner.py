@@ -92,7 +92,7 @@ class AvgPipeTuner(Callback):
         refine: number of candidates, the best by prediction, that are run for a few iterations; the fastest is taken.
         samples_factor: samples that N models need to reach a goal, as a multiple of what one needs: a number for all N
             above 1, or numbers by N. The setting with the least time per batch times this factor is taken. None: as
-            measured on small trainings, 1.2 for two and 1.7 for four models, 4 % more where they roll
+            measured on small trainings, 1.2 for two and 1.7 for four models, for four 14 % more where they roll
             (docs/parallel_pipelines.md); 1: the fastest setting, whatever its models learn from a batch.
         dirpath: folder of the files; default: that of the checkpoints, or the trainer's ``default_root_dir``.
 

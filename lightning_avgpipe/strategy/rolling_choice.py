@@ -34,10 +34,7 @@ def can_roll(
     checks.overlapping(running, replace(given, rolling=False), num_stages, num_groups, tuned)
     found = ""
     if num_groups > 1:
-        found = (
-            f"{num_groups} groups of processes would learn of each other an iteration later, and what that costs in "
-            "samples has not been measured; rolling=True does so"
-        )
+        found = f"{num_groups} groups of processes would learn of each other an iteration later; rolling=True lets them"
     try:
         # there is one pipeline now, maybe, but there may be several later
         checks.overlapping(running, replace(given, rolling=True), num_stages, num_groups, tuned=True)

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 MEASURED: Mapping[int, float] = {1: 1.0, 2: 1.2, 4: 1.7}
 """Medians of nine trainings with ``outer_lr="auto"``, by N: ``python benchmarks/statistical_efficiency.py``."""
 
-ROLLING = 1.04
-"""What rolling pipelines need beside that: the median of six trainings with N = 2 and the rule that they meet by, see
-docs/parallel_pipelines.md; with N = 4 there were three, whose median is 1.01. It is taken for every N."""
+ROLLING: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.14}
+"""What rolling pipelines need as a multiple of that: medians of six trainings of two seeds each,
+``python benchmarks/statistical_efficiency.py --rules scaled``, see docs/parallel_pipelines.md."""
 
 SamplesFactor = float | Mapping[int, float] | None
 
@@ -30,7 +30,8 @@ def samples_at(factor: SamplesFactor, num_pipelines: int, rolling: bool = False)
     if isinstance(factor, (int, float)):
         return float(factor)
     if factor is None:
-        return samples_at(MEASURED, num_pipelines) * (ROLLING if rolling else 1.0)
+        more = samples_at(ROLLING, num_pipelines) if rolling else 1.0
+        return samples_at(MEASURED, num_pipelines) * more
     known = sorted({1: 1.0, **factor}.items())
     if len(known) == 1:
         return 1.0
