@@ -107,9 +107,8 @@ def train(trial: Trial, limit: int) -> int | None:
     lr = workload.rates[trial.optimizer] * trial.rate
     optimizers = [optimizer(trial.optimizer, model, lr) for model in models]
     alpha = 0.0 if trial.method == "independent" else 1.0 / trial.num_models
-    staggered: list[StaggeredAveraging] = []
-    if trial.method in WITHOUT_BARRIER:
-        staggered = _without_barrier(trial, models, reference, alpha)
+    rolls = trial.method in WITHOUT_BARRIER
+    staggered = _without_barrier(trial, models, reference, alpha) if rolls else []
     size = workload.batch_size * (trial.num_models if trial.method == "large" else 1)
     source = batches(samples, size, trial.seed)
     every = min(EVERY, len(samples[-1]) // EVALUATIONS)

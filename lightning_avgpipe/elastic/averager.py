@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity
 from lightning_avgpipe.elastic.models import Models
-from lightning_avgpipe.elastic.staggered import DEFAULT, StaggeredAveraging
+from lightning_avgpipe.elastic.turns import Turns
 from lightning_avgpipe.utils.patching import nothing
 
 
@@ -26,6 +25,7 @@ class Averager:
         steps: averaged or not, since the last averaging.
         active: pipelines that had a batch since then.
         outer: the optimizer of the reference, over all its tensors; None if it has none.
+        turns: in which models meet the reference one after the other.
     """
 
     def __init__(self, models: Models, elasticity: Elasticity, replica_group: ReplicaGroup | None) -> None:
@@ -35,9 +35,7 @@ class Averager:
         self.steps = self.active = 0
         self.outer: Optimizer | None = None
         self._begun: tuple[Averaging, Callable[[], None]] | None = None
-        self._turns: StaggeredAveraging | None = None
-        self._buffers: list[dict[str, Tensor]] = []  # of the models that have ended, where groups average them
-        self._end_buffers: Callable[[], None] = nothing
+        self.turns = Turns(models, elasticity, replica_group)
 
     def follow(self, names: Collection[str]) -> None:
         """The reference has these tensors too."""
@@ -58,7 +56,7 @@ class Averager:
         Args:
             active: pipelines that had a batch, counted from 0.
         """
-        self.end_turns()
+        self.turns.stop()
         self.steps += 1
         self.active = max(self.active, active)
         if self.steps >= self._elasticity.average_every:
@@ -77,51 +75,6 @@ class Averager:
             return averaging, nothing
         self._models.placement.read_back()
         return averaging, self._models.shared.begin([replica.buffers for replica in self._models.replicas])
-
-    def begin_turns(self) -> None:
-        """The models are about to step, one after the other, and each meets the reference alone. All have stepped as
-        often; the reference is not shown.
-        """
-        if self._turns is None and self._models.mine:  # a process may have frozen stages only
-            rate, alpha = self._elasticity.rate(self._models.total), self._elasticity.dilution(self._models.total)
-            tensors = self._models.contents(), self._models.centres()
-            self._turns = StaggeredAveraging(DEFAULT, *tensors, alpha, rate, self._replica_group)
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether models meet the reference one after the other."""
-        return self._turns is not None
-
-    def end_turn(self, number: int) -> None:
-        """The optimizers of model n have stepped: it meets the reference, and may begin its next iteration."""
-        if self._turns is not None:
-            self._turns.end(number)
-        if self._models.shared is None:
-            return
-        self._models.placement.read_back()
-        found = self._models.replicas[number].buffers
-        self._buffers.append({name: buffer.detach().clone() for name, buffer in found.items()})
-        if len(self._buffers) == self._models.size:
-            self._end_buffers()
-            self._end_buffers, self._buffers = self._models.shared.begin(self._buffers), []
-
-    def catch_up(self) -> None:
-        """The reference has what all groups have made of the last iteration that has ended here."""
-        if self._turns is not None:
-            self._turns.catch_up()
-        self._end_buffers()
-        self._end_buffers = nothing
-
-    def settle_turns(self) -> None:
-        """The same, and what follows does not depend on what has been. All groups call it."""
-        self.catch_up()
-        if self._turns is not None:
-            self._turns.settle()
-
-    def end_turns(self) -> None:
-        """What meets the reference next does so anew."""
-        self.catch_up()
-        self._turns = None
 
     def recentre(self) -> None:
         """Models have gone: the others move alike, so that the reference stays where it is and is their mean."""
@@ -152,5 +105,5 @@ class Averager:
 
     def abandon(self) -> None:
         """Do not wait for other groups any more: they have failed."""
-        self._begun = self._turns = None
-        self._end_buffers = nothing
+        self._begun = None
+        self.turns.abandon()

@@ -44,6 +44,7 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.averaging import chunks, wide
+from lightning_avgpipe.elastic.late_sums import LateSums
 from lightning_avgpipe.errors import ScheduleError
 
 DEFAULT = "scaled"  # nothing is pending at a drain; as for samples to a goal see docs/parallel_pipelines.md
@@ -135,11 +136,7 @@ class StaggeredAveraging:
         # only for what comes late, in at least single precision
         self._before = self._zeros() if rule == "late" else []
         self._sum = self._zeros() if rule == "late" else []
-        self._replica_group = replica_group
-        # of several groups: how far this one's models would move the reference in this iteration, and in the one before
-        self._moves = [] if replica_group is None else self._zeros()
-        self._told = [] if replica_group is None else self._zeros()
-        self._arrive: Callable[[], None] | None = None  # ends their sum over the groups
+        self._sums = None if replica_group is None else LateSums(reference, replica_group)
 
     def _zeros(self) -> list[Tensor]:
         return [torch.zeros_like(tensor) for tensor in wide(self._reference)]
@@ -157,13 +154,13 @@ class StaggeredAveraging:
             raise ScheduleError(f"model {number} ends its iteration, but it is the turn of model {self._next}")
         count = len(self._models)
         self._next = (number + 1) % count
-        if number == 0 and self._replica_group is None:  # all ends of the iteration before have been
+        if number == 0 and self._sums is None:  # all ends of the iteration before have been
             torch._foreach_copy_(self._known, self._reference)
             self._before, self._sum = self._sum, self._before
             if self._sum:
                 torch._foreach_zero_(self._sum)
         own = self._models[number], self._began[number], self._known, self._before, self._sum
-        for parts, centres in chunks(own, self._moves or self._reference):
+        for parts, centres in chunks(own, self._reference if self._sums is None else self._sums.moves):
             model, began, known, before, total = parts
             wide_model, wide_began, wide_centres = wide(model), wide(began), wide(centres)
             delta = list(torch._foreach_sub(wide_model, wide_began))
@@ -174,28 +171,15 @@ class StaggeredAveraging:
             torch._foreach_copy_(model, wide_model)
             torch._foreach_copy_(centres, wide_centres)
             torch._foreach_copy_(began, model)
-        if self._next == 0 and self._replica_group is not None:
-            self._tell(self._replica_group)
+        if self._next == 0 and self._sums is not None:
+            self._sums.tell(self._known)
 
-    def _tell(self, replica_group: ReplicaGroup) -> None:
-        """All models of this group have ended: the others learn of it while the next iteration runs."""
-        self.catch_up()
-        torch._foreach_copy_(self._known, torch._foreach_add(wide(self._reference), self._moves))
-        self._told, self._moves = self._moves, self._told
-        torch._foreach_zero_(self._moves)
-        self._arrive = replica_group.begin_sum(self._told)
-
-    @torch.no_grad()
     def catch_up(self) -> None:
         """Wait for what other groups have made of the last iteration that has ended here: the reference is the mean of
         all models. What follows does not depend on whether anybody does.
         """
-        if self._arrive is None or self._replica_group is None:
-            return
-        self._arrive()
-        self._arrive = None
-        torch._foreach_div_(self._told, float(self._replica_group.count))
-        torch._foreach_copy_(self._reference, torch._foreach_add(wide(self._reference), self._told))
+        if self._sums is not None:
+            self._sums.catch_up()
 
     @torch.no_grad()
     def settle(self) -> None:

@@ -88,8 +88,7 @@ def memory_of(
         frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         models = weights[name] * each * (1 if frozen else num_pipelines)
         held[name] = models + (0 if frozen else _reference_bytes(tensor, num_pipelines, num_groups))
-        if rolling and tensor.requires_grad:
-            held[name] += _rolling_bytes(tensor, num_pipelines, num_groups)
+        held[name] += _rolling_bytes(tensor, num_pipelines, num_groups) if rolling and tensor.requires_grad else 0
     memory = Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
     if not relays:
         return memory

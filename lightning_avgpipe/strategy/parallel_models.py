@@ -110,7 +110,7 @@ class ParallelModels:
     @property
     def meets_in_turn(self) -> bool:
         """Whether what models need to meet their reference one at a time is there."""
-        return self._ensemble is not None and self._ensemble.averager.in_turn
+        return self._ensemble is not None and self._ensemble.averager.turns.are_there
 
     # -- an iteration ------------------------------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ class RollingIterations(AheadIterations):
             return
         try:
             goes_on = self._may_go_on()
-            ensemble.averager.begin_turns()
+            ensemble.averager.turns.begin()
             for n in range(ensemble.models.size):
                 if iteration is not None and 0 < n < self.models.stepping:
                     if n < len(iteration.works):
@@ -154,11 +154,11 @@ class RollingIterations(AheadIterations):
                         self._after(iteration, n, steps=True)
                     step(n)
                 with self.observers.activity("averaging"):
-                    ensemble.averager.end_turn(n)
+                    ensemble.averager.turns.end(n)
                 if iteration is not None and goes_on:
                     self._go_on(n, iteration)
             if not goes_on:  # which all groups foresee
-                ensemble.averager.settle_turns()
+                ensemble.settle()
             if iteration is not None:
                 self._issue(iteration)
                 self._foresight.check()
@@ -184,7 +184,7 @@ class RollingIterations(AheadIterations):
         self._next = None
         self.batches.forget_ahead()
         if together and self.deployment.models.ensemble is not None:
-            self.deployment.models.ensemble.averager.settle_turns()
+            self.deployment.models.ensemble.settle()
 
     def give_way(self) -> bool:
         """Where rolling was left open: whether the step, which has been captured, or its data do not bear it; then
@@ -261,7 +261,7 @@ class RollingIterations(AheadIterations):
 
     def _begin_turns(self) -> None:
         assert self.deployment.models.ensemble is not None
-        self.deployment.models.ensemble.averager.begin_turns()
+        self.deployment.models.ensemble.averager.turns.begin()
         self._foresight.begin(self.deployment.pipeline.graph(_STEP))
         self._trained = self._trained_now
 

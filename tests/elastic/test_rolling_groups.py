@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +145,18 @@ def trained(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if "running" not in name and "batches" not in name}
 
 
+def look(trainer: Any, folder: Path) -> None:
+    trainer.save_checkpoint(folder / "between.ckpt")
+    with trainer.strategy.reference():
+        trainer.strategy.reconfigure(num_microbatches=2)  # as it is
+
+
 def two_groups(rank: int, folder: Path) -> Any:
     torch.set_num_threads(1)
     if rank:  # what runs ahead differs
         Lane.seniority = newest_first  # type: ignore[method-assign]
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
-    looking = Interrupts(lambda trainer: trainer.save_checkpoint(folder / "between.ckpt"))
+    looking = Interrupts(partial(look, folder=folder))
     return {
         "two models": fit(rank, 2, max_epochs=2),
         "four models": fit(rank, 4, max_epochs=2),
