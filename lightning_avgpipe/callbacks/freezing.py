@@ -23,7 +23,7 @@ from lightning_avgpipe.callbacks.timeline import PipelineTimeline
 from lightning_avgpipe.callbacks.tuner import AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import limit_of
-from lightning_avgpipe.strategy import checks, combinations, regrouping, rolling_choice
+from lightning_avgpipe.strategy import checks, combinations, regrouping
 from lightning_avgpipe.strategy.options import MEMORY
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
@@ -232,9 +232,6 @@ class AdaptiveFreezing(Callback):
             return
         check_options = combinations.grouping_later if groups else combinations.sharing_later
         check_options(run.configuration.options, run.cluster.stage_map)
-        if run.configuration.is_open:
-            run.configuration.prefers_rolling = False
-            rolling_choice.tell(f"{what} makes other groups of processes, or replicas, while training runs")
         if groups and any(parameter.is_meta for parameter in trainer.lightning_module.parameters()):
             raise ConfigurationError(
                 f"{what} needs a module that fits each host, since each gets all of it when groups are made, but "

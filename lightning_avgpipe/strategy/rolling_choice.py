@@ -33,13 +33,12 @@ def can_roll(
         return given.rolling
     checks.overlapping(running, replace(given, rolling=False), num_stages, num_groups, tuned)
     found = ""
-    if num_groups > 1:
-        found = f"{num_groups} groups of processes would learn of each other an iteration later; rolling=True lets them"
     try:
         # there is one pipeline now, maybe, but there may be several later
-        checks.overlapping(running, replace(given, rolling=True), num_stages, num_groups, tuned=True)
+        wanted = replace(given, rolling=True, num_pipelines=max(2, given.num_pipelines))
+        checks.overlapping(running, wanted, num_stages, num_groups, tuned)
     except ConfigurationError as error:
-        found = found or str(error)
+        found = str(error)
     return not gives_way(found, cluster)
 
 

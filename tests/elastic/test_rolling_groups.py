@@ -34,6 +34,14 @@ class Skipping(Scaled):
         return None if not batch[0].any() else loss
 
 
+class Counting(Skipping):
+    """Does not bear it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().training_step(batch, batch_idx)
+
+
 def batches() -> list[Any]:
     torch.manual_seed(5)
     made = [Net.example(8) for _ in range(BATCHES)]
@@ -124,11 +132,12 @@ class Stream(IterableDataset[Any]):
 
 def fit(rank: int, models: int, stages: int = 1, folder: Path | None = None, **options: Any) -> Any:
     torch.manual_seed(3)
-    model, seen = Skipping(), Models()
+    model, seen = options.pop("module", Skipping)(), Models()
     callbacks, path = [seen, *options.pop("callbacks", ())], options.pop("ckpt_path", None)
     length = options.pop("length", None)
     validation = loader(Net, 16, 8) if "val_check_interval" in options else None
-    strategy = {"num_microbatches": 2, "num_pipelines": models // GROUPS, "rolling": True}
+    rolling = options.pop("rolling", True)
+    strategy = {"num_microbatches": 2, "num_pipelines": models // GROUPS, "rolling": rolling}
     runner = pipeline(
         stages, GROUPS * stages, strategy, callbacks=callbacks, use_distributed_sampler=False,
         **{"max_epochs": 1, "num_sanity_val_steps": 0, **options},
@@ -163,6 +172,9 @@ def two_groups(rank: int, folder: Path) -> Any:
         "validated": fit(rank, 4, val_check_interval=2),
         "looked at": fit(rank, 2, max_epochs=2, callbacks=[looking]),
         "saved": fit(rank, 2, callbacks=[saving], enable_checkpointing=True),
+        "left open": fit(rank, 2, max_epochs=2, rolling="auto"),
+        "given way": fit(rank, 2, module=Counting, rolling="auto"),
+        "drained": fit(rank, 2, module=Counting, rolling=False),
         "streamed": fit(rank, 2, length=4 + 2 * rank),
         "resumed": fit(rank, 2, ckpt_path=folder / "step=6.ckpt"),
     }
@@ -235,6 +247,13 @@ def test_what_looks_between_two_batches_leaves_no_trace(found: list[Any]) -> Non
     for g in range(GROUPS):
         assert_equal(found[g]["looked at"][1], found[g]["two models"][1])
         assert found[g]["looked at"][2] == found[g]["two models"][2]
+
+
+def test_groups_roll_where_nothing_stands_against_it(found: list[Any]) -> None:
+    for g in range(GROUPS):
+        for one, other in (("left open", "two models"), ("given way", "drained")):
+            assert_equal(found[g][one][1], found[g][other][1])
+            assert found[g][one][2] == found[g][other][2]
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(found: list[Any]) -> None:

@@ -120,10 +120,12 @@ def test_more_pipelines_later_do_as_was_found_at_the_start() -> None:
             found[0][2].strategy.rolls = True
 
 
-def test_groups_roll_if_they_are_asked_to(caplog: pytest.LogCaptureFixture) -> None:
-    for rolling, rolls in ((True, True), ("auto", False)):
-        runner = pipeline(1, strategy={"rolling": rolling, "num_pipelines": 2})
-        runner.strategy.connect(Net())
-        with caplog.at_level(logging.INFO):
-            assert can_roll(runner, runner.strategy.options, alone(1), 1, num_groups=2, tuned=False) == rolls
-        assert ("2 groups of processes would learn of each other" in caplog.text) != rolls
+@pytest.mark.parametrize(
+    ("tuned", "why"), [(False, ""), (True, "rolling=True with AvgPipeTuner in 2 groups of processes")]
+)
+def test_groups_roll_if_they_are_not_tuned(tuned: bool, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    runner = pipeline(1, strategy={"rolling": "auto", "num_pipelines": 2})
+    runner.strategy.connect(Net())
+    with caplog.at_level(logging.INFO):
+        assert can_roll(runner, runner.strategy.options, alone(1), 1, num_groups=2, tuned=tuned) != tuned
+    assert ("do not roll" in caplog.text) == tuned and why in caplog.text
