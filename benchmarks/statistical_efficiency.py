@@ -5,6 +5,7 @@ three optimizers, and N = 2 and 4 parallel models:
 - large: one model, batch size N B;
 - elastic: N models with batch size B each around a reference model, ``outer_lr`` 1, the square root of N, and N;
 - tagged, scaled, late, staggered: the same without a barrier, by the rules of elastic/staggered.py (``--rules``);
+- groups: the same, with each model in a group of its own, which meets the others an iteration late (``--rules``);
 - independent: N models that never meet; the mean of their weights is judged.
 
 Each with the learning rate that is best for a single model; single ones, and elastic ones with 1 and N, also with half
@@ -28,7 +29,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -43,10 +44,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads import WORKLOADS, Samples, Workload
 from lightning_avgpipe.elastic.averaging import average
-from lightning_avgpipe.elastic.staggered import RULES, StaggeredAveraging
+from lightning_avgpipe.elastic.staggered import DEFAULT, RULES, StaggeredAveraging
 
 EVALUATIONS = 8  # in an epoch; of the large data sets, more often
 EVERY = 1_000  # samples between evaluations, at most
+WITHOUT_BARRIER = (*RULES, "groups")
 PATIENCE = 5  # times the samples of the single model, after which a training is given up
 
 
@@ -73,7 +75,7 @@ class Trial:
     def label(self) -> str:
         """Method and its numbers, without workload, optimizer and seed."""
         name = self.method if self.method == "single" else f"{self.method} N={self.num_models}"
-        outer = f", outer_lr={self.outer_lr:.3g}" if self.method in ("elastic", *RULES) else ""
+        outer = f", outer_lr={self.outer_lr:.3g}" if self.method in ("elastic", *WITHOUT_BARRIER) else ""
         return f"{name}{outer}{'' if self.rate == 1 else f', lr x {self.rate:g}'}"
 
 
@@ -100,15 +102,13 @@ def train(trial: Trial, limit: int) -> int | None:
     workload = WORKLOADS[trial.workload]
     samples, held_out = workload.data()
     reference = workload.model()
-    together = trial.method in ("elastic", "independent", *RULES)
+    together = trial.method in ("elastic", "independent", *WITHOUT_BARRIER)
     models = [copy.deepcopy(reference) for _ in range(trial.num_models)] if together else [reference]
     lr = workload.rates[trial.optimizer] * trial.rate
     optimizers = [optimizer(trial.optimizer, model, lr) for model in models]
     alpha = 0.0 if trial.method == "independent" else 1.0 / trial.num_models
-    staggered = None
-    if trial.method in RULES:
-        weights = [[p.detach() for p in model.parameters()] for model in (*models, reference)]
-        staggered = StaggeredAveraging(trial.method, weights[:-1], weights[-1], alpha, trial.outer_lr)
+    rolls = trial.method in WITHOUT_BARRIER
+    staggered = _without_barrier(trial, models, reference, alpha) if rolls else []
     size = workload.batch_size * (trial.num_models if trial.method == "large" else 1)
     source = batches(samples, size, trial.seed)
     every = min(EVERY, len(samples[-1]) // EVALUATIONS)
@@ -121,13 +121,15 @@ def train(trial: Trial, limit: int) -> int | None:
             workload.loss(model(*inputs), targets).backward()
             steps.step()
             seen += size
-            if staggered is not None:  # the next model's iteration began before, where its last one ended
-                staggered.end(n)
-        if staggered is not None:
+            if staggered:  # the next model's iteration began before, where its last one ended
+                staggered[n % len(staggered)].end(n // len(staggered))
+        if staggered:
             average([_statistics(model) for model in models], _statistics(reference), 0.0, 1.0, len(models))
         elif together:
             average([_floats(model) for model in models], _floats(reference), alpha, trial.outer_lr, len(models))
         if seen - judged >= every:
+            for one in staggered:
+                one.catch_up()
             judged, now = seen, judge(workload, reference, held_out)
             if now <= workload.goal:
                 share = (before[1] - workload.goal) / (before[1] - now)
@@ -136,6 +138,42 @@ def train(trial: Trial, limit: int) -> int | None:
                 return None
             before = (seen, now)
     return None
+
+
+def _without_barrier(
+    trial: Trial, models: Sequence[nn.Module], reference: nn.Module, alpha: float
+) -> list[StaggeredAveraging]:
+    """Of all models, or of each group."""
+    weights = [[p.detach() for p in model.parameters()] for model in models]
+    centre = [p.detach() for p in reference.parameters()]
+    if trial.method in RULES:
+        return [StaggeredAveraging(trial.method, weights, centre, alpha, trial.outer_lr)]
+    sums: dict[int, list[Tensor]] = {}
+    centres = [centre, *([tensor.clone() for tensor in centre] for _ in weights[1:])]
+    return [
+        StaggeredAveraging(DEFAULT, [own], of_group, alpha, trial.outer_lr, _InTurns(sums, len(models)))  # type: ignore[arg-type]
+        for own, of_group in zip(weights, centres, strict=True)
+    ]
+
+
+class _InTurns:
+    """Stands for what connects a group to the others, where all take turns in one process.
+
+    Args:
+        sums: of all groups, by number.
+        count: of groups.
+    """
+
+    def __init__(self, sums: dict[int, list[Tensor]], count: int) -> None:
+        self.count, self._sums, self._number = count, sums, -1
+
+    def begin_sum(self, tensors: list[Tensor]) -> Callable[[], None]:
+        """What is returned puts the sum into the tensors; it is called when all groups have begun."""
+        self._number += 1
+        total = self._sums.setdefault(self._number, [torch.zeros_like(tensor) for tensor in tensors])
+        self._sums.pop(self._number - 2, None)  # which all have
+        torch._foreach_add_(total, tensors)
+        return lambda: torch._foreach_copy_(tensors, total)
 
 
 def _floats(model: nn.Module) -> list[Tensor]:
@@ -312,7 +350,9 @@ def main() -> None:
         "--optimizers", nargs="+", choices=("sgd", "momentum", "adam"), default=["sgd", "momentum", "adam"]
     )
     parser.add_argument("--models", nargs="+", type=int, default=[2, 4], help="N")
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=[], help="of averaging without a barrier")
+    parser.add_argument(
+        "--rules", nargs="+", choices=WITHOUT_BARRIER, default=[], help="of averaging without a barrier"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time, one thread each")
     parser.add_argument("--limit", type=int, default=40_000, help="samples for a single model, at most")

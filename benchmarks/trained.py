@@ -64,8 +64,8 @@ class Costs:
 
 def simulated(costs: Costs, megabits: int, strategy: dict[str, Any]) -> float:
     """Seconds per batch as the simulator has it, updates taking no time."""
-    given, count = AvgPipeStrategy(**strategy), strategy.get("num_pipelines", 1)
-    of_stages, policy = costs.on(megabits), given._options.policy
+    given, count = AvgPipeStrategy(**strategy).options, strategy.get("num_pipelines", 1)
+    of_stages, policy = costs.on(megabits), given.policy
     if not policy.drains:
         return simulate_policy(policy, of_stages, costs.microbatches, costs.steps).steady_s
     schedule = build(str(given.schedule), costs.stages, costs.microbatches, strategy.get("advance", 0))

@@ -1,7 +1,7 @@
 """What do old gradients cost, and what do they gain? Weight policies, and rolling parallel pipelines, beside a drain.
 
-    python benchmarks/weight_policies.py --json policies.json --picture docs/weight_policies.png   # some twelve minutes
-    python benchmarks/weight_policies.py --quick
+    python benchmarks/weight_policies.py --json policies.json --picture docs/weight_policies.png --resume   # goes on
+    python benchmarks/weight_policies.py --quick                                  # where it was: some twelve minutes
 
 Two measurements of a Trainer's run, both with four stages and as many micro-batches in a batch:
 
@@ -13,14 +13,13 @@ Two measurements of a Trainer's run, both with four stages and as many micro-bat
 
 Time to the goal is the product. ``flush`` is 1F1B with a drain after each batch; ``advance`` the same weights in the
 order of advance forward propagation; ``pipeoptim, no repeat`` is ``PipeOptim(exact_backward=False)``; of ``rolling``
-two models are trained, and their reference is judged.
+two models are trained, and their reference is judged. Each measurement is in the results file as soon as it is made.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import logging
 import math
 import os
@@ -28,7 +27,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from torch.utils.data import DataLoader, IterableDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import trained
+from benchmarks.paper.results import Results
 from benchmarks.statistical_efficiency import batches, judge, optimizer
 from benchmarks.workloads import WORKLOADS, Samples, Workload
 from lightning_avgpipe import AvgPipeStrategy, PipeOptim
@@ -137,38 +137,58 @@ def train(side: str, workload: str, kind: str, microbatches: int, seed: int, lim
     return looks.samples
 
 
-def measure_samples(options: argparse.Namespace) -> dict[str, list[float]]:
+def measure_samples(results: Results, options: argparse.Namespace) -> dict[str, list[float]]:
     """Of each side, by seed; infinite if it was given up."""
-    found: dict[str, list[float]] = {}
+    what = f"{options.workload}, {options.optimizer}, {options.microbatches} micro-batches"
     common = options.workload, options.optimizer, options.microbatches
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
 
-        def all_seeds(side: str, limit: int) -> list[Any]:
-            return [pool.submit(train, side, *common, seed, limit) for seed in range(options.seeds)]
+    def all_seeds(sides: Sequence[str], limit: int) -> None:
+        seeds = range(options.seeds)
+        trials = [(side, seed) for side in sides for seed in seeds if results.find(what, None, side, seed) is None]
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            runs = {pool.submit(train, side, *common, seed, limit): (side, seed) for side, seed in trials}
+            for run in as_completed(runs):
+                results.add(
+                    what, None, *runs[run], {"samples": run.result(), "limit": limit, "torch": torch.__version__}
+                )
 
-        def results(runs: Sequence[Any]) -> list[float]:
-            return [math.inf if run.result() is None else float(run.result()) for run in runs]
+    def known(side: str) -> list[float]:
+        found = [(results.find(what, None, side, seed) or {})["samples"] for seed in range(options.seeds)]
+        return [math.inf if samples is None else float(samples) for samples in found]
 
-        found["flush"] = results(all_seeds("flush", FIRST_LIMIT))
-        limit = round(PATIENCE * statistics.median(found["flush"]))
-        runs = {side: all_seeds(side, limit) for side in options.sides if side not in ("flush", "advance")}
-        found |= {side: results(of) for side, of in runs.items()}
-    found["advance"] = found["flush"]  # the same weights, bit for bit
-    return {side: found[side] for side in options.sides}
+    all_seeds(["flush"], FIRST_LIMIT)
+    limit = round(PATIENCE * statistics.median(known("flush")))
+    all_seeds([side for side in options.sides if side not in ("flush", "advance")], limit)
+    # advance has the same weights, bit for bit
+    return {side: known("flush" if side == "advance" else side) for side in options.sides}
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
-def measure_time(options: argparse.Namespace, megabits: int) -> dict[str, tuple[float, float]]:
-    """Of each side seconds per batch, measured and simulated."""
+def measure_time(results: Results, options: argparse.Namespace) -> dict[int, dict[str, tuple[float, float]]]:
+    """Of each link and side seconds per batch: medians of the rounds, in which all take turns, and simulated."""
     costs = trained.Costs(
         STAGES, options.microbatches, options.forward_ms, options.backward_ms, options.message_bytes, options.steps
     )
-    strategies = [SIDES[side] for side in options.sides]
-    seconds = trained.measure(costs, megabits, strategies, options.rounds, options.limit_s)
-    expected = [trained.simulated(costs, megabits, strategy) for strategy in strategies]
-    return dict(zip(options.sides, zip(seconds, expected, strict=True), strict=True))
+    for turn in range(options.rounds):
+        for megabits in options.megabits:
+            sides = [side for side in options.sides if results.find(str(costs), megabits, side, turn) is None]
+            strategies = [SIDES[side] for side in sides]
+            measured = trained.measure(costs, megabits, strategies, 1, options.limit_s) if sides else []
+            for side, seconds in zip(sides, measured, strict=True):
+                results.add(str(costs), megabits, side, turn, {"seconds": seconds, "torch": torch.__version__})
+
+    def median(megabits: int, side: str) -> float:
+        found = [results.find(str(costs), megabits, side, turn) or {} for turn in range(options.rounds)]
+        return statistics.median(record["seconds"] for record in found)
+
+    return {
+        megabits: {
+            side: (median(megabits, side), trained.simulated(costs, megabits, SIDES[side])) for side in options.sides
+        }
+        for megabits in options.megabits
+    }
 
 
 def rows_of(
@@ -225,7 +245,7 @@ def picture(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         axis.set_yticks(range(len(here)), [row["side"] for row in here])
         axis.set_title(f"links of {megabits} Mbit/s", fontsize=10)
     axes[0][0].invert_yaxis()
-    figure.supxlabel(f"time to the goal, as a multiple of that of flush ({title}); lines: seeds", fontsize=9)
+    figure.supxlabel(f"time to the goal, as a multiple of that of flush\n{title}; lines: seeds", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -244,9 +264,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--message-bytes", type=int, default=250_000, help="of a micro-batch")
     result.add_argument("--steps", type=int, default=28, help="of an epoch that is timed")
     result.add_argument("--rounds", type=int, default=3, help="of all sides; medians count")
-    result.add_argument("--limit-s", type=float, default=900.0, help="for each link")
+    result.add_argument("--limit-s", type=float, default=900.0, help="for each link and round")
     result.add_argument("--quick", action="store_true", help="one seed, one link, one short round")
-    result.add_argument("--json", type=Path)
+    result.add_argument("--json", type=Path, help="results file")
+    result.add_argument("--resume", action="store_true", help="measure what the results file does not have")
     result.add_argument("--picture", type=Path)
     return result
 
@@ -257,12 +278,11 @@ def main(arguments: Sequence[str]) -> None:
     if options.quick:
         options.seeds, options.rounds, options.steps, options.megabits = 1, 1, 12, options.megabits[:1]
         options.forward_ms, options.backward_ms, options.message_bytes = 10.0, 20.0, 60_000
-    seconds = {megabits: measure_time(options, megabits) for megabits in options.megabits}
-    rows = rows_of(measure_samples(options), seconds)
+    results = Results(options.json, options.resume)
+    seconds = measure_time(results, options)
+    rows = rows_of(measure_samples(results, options), seconds)
     print(f"{options.workload}, {options.optimizer}, {STAGES} stages, {options.microbatches} micro-batches\n")
     print(table(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
     if options.picture is not None:
         picture(rows, options.picture, f"{options.workload}, {options.optimizer}")
 

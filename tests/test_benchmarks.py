@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import parallel_pipelines, scale, spp, statistical_efficiency, tuning, weight_policies
+from benchmarks import parallel_pipelines, scale, spp, statistical_efficiency, trained, tuning, weight_policies
 from benchmarks.engine import summary
+from benchmarks.paper.results import Results
 from benchmarks.predictors import random_profile
 from benchmarks.schedules import table
 from lightning_avgpipe import AvgPipeStrategy
@@ -265,6 +266,44 @@ def test_time_to_the_goal_is_samples_times_seconds() -> None:
     assert weight_policies.table(rows).splitlines()[-1] == (
         "| 100 Mbit/s | stash | 0.200 (0.250) | 2.00x | 1.10 (0.90 - inf) | 1.82x sooner |"
     )
+
+
+def test_every_side_is_simulated() -> None:
+    costs = trained.Costs(4, 4, 10.0, 20.0, 60_000, 12)
+    expected = {side: trained.simulated(costs, 100, strategy) for side, strategy in weight_policies.SIDES.items()}
+    assert max(expected, key=expected.__getitem__) == "flush"
+    assert expected["stash"] < expected["pipeoptim"] < expected["advance"]
+
+
+def test_what_the_results_file_has_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "policies.json", []
+
+    def measure(costs: Any, megabits: int, strategies: Any, rounds: int, limit_s: float) -> list[float]:
+        asked.append((megabits, [*strategies]))
+        return [1.0 / (1 + len(strategy)) for strategy in strategies]
+
+    monkeypatch.setattr(trained, "measure", measure)
+    options = weight_policies.parser().parse_args(["--rounds", "2", "--sides", "flush", "stash", "--seeds", "1"])
+    first = weight_policies.measure_time(Results(path, resume=True), options)
+    sides = weight_policies.SIDES
+    assert asked == 2 * [(megabits, [sides["flush"], sides["stash"]]) for megabits in (100, 1000)]
+    assert weight_policies.measure_time(Results(path, resume=True), options) == first and len(asked) == 4
+
+    options.sides, options.rounds = ["flush", "stash", "2bw"], 3
+    more = weight_policies.measure_time(Results(path, resume=True), options)
+    assert [len(strategies) for _, strategies in asked[4:]] == [1, 1, 1, 1, 3, 3]
+    assert more[100].keys() == {*options.sides}
+    options.forward_ms = 1.0  # other costs are other measurements
+    weight_policies.measure_time(Results(path, resume=True), options)
+    assert len(asked) == 4 + 6 + 6
+
+    results, what = Results(path, resume=True), "digits, momentum, 4 micro-batches"
+    for side, samples in (("flush", 2000), ("stash", 2400), ("2bw", None)):
+        results.add(what, None, side, 0, {"samples": samples})
+    rows = weight_policies.rows_of(weight_policies.measure_samples(results, options), more)
+    assert [row["samples"] for row in rows] == 2 * [1.0, 1.2, math.inf]
+    weight_policies.picture(rows, tmp_path / "policies.png", "a test")
+    assert (tmp_path / "policies.png").stat().st_size > 1000
 
 
 @pytest.mark.slow

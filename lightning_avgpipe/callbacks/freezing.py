@@ -255,7 +255,7 @@ class AdaptiveFreezing(Callback):
             f"{run.cluster.stage_map.num_teams} groups, whose models differ": run.cluster.stage_map.num_teams > 1,
             "freed='groups', whose models differ": self._freed == "groups",
             "planner='spp', which does not plan for them": options.planner == "spp",
-            "rolling=True": options.rolling,
+            "rolling=True": options.rolling is True,
             f"weight_policy={options.weight_policy!r}": not options.policy.drains,
             "recompute=True, which keeps inputs of stages to begin with them once more": options.recompute is True,
         }

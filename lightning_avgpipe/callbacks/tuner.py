@@ -17,11 +17,12 @@ from lightning_avgpipe.engine.microbatch import fewest_samples
 from lightning_avgpipe.errors import ConfigurationError, MemoryShortage, TuningError
 from lightning_avgpipe.planning.memory_limit import MemoryLimit
 from lightning_avgpipe.schedule import picture
-from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.strategy import checks, rolling_choice
 from lightning_avgpipe.strategy.options import ALLOWED, MEMORY
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.profiler import Profiler
 from lightning_avgpipe.strategy.rehearsal import rehearsing
+from lightning_avgpipe.strategy.rolling import RollingIterations
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning import PREDICTORS, TUNED, Result, Setting, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.picture import draw
@@ -91,8 +92,8 @@ class AvgPipeTuner(Callback):
         refine: number of candidates, the best by prediction, that are run for a few iterations; the fastest is taken.
         samples_factor: samples that N models need to reach a goal, as a multiple of what one needs: a number for all N
             above 1, or numbers by N. The setting with the least time per batch times this factor is taken. None: as
-            measured on small trainings, 1.2 for two and 1.7 for four models (docs/parallel_pipelines.md); 1: the
-            fastest setting, whatever its models learn from a batch.
+            measured on small trainings, 1.2 for two and 1.7 for four models, for four 14 % more where they roll
+            (docs/parallel_pipelines.md); 1: the fastest setting, whatever its models learn from a batch.
         dirpath: folder of the files; default: that of the checkpoints, or the trainer's ``default_root_dir``.
 
     Attributes:
@@ -174,11 +175,14 @@ class AvgPipeTuner(Callback):
                 "AvgPipeTuner chooses num_pipelines, num_microbatches and advance, but the strategy was given "
                 f"{given}; remove that, or the callback"
             )
-        if strategy.options.rolling and self._refine:
+        if strategy.options.rolling is True and self._refine:
             raise ConfigurationError(
                 f"AvgPipeTuner(refine={self._refine}) times iterations one by one, but with rolling=True they overlap; "
                 "use refine=0, or rolling=False"
             )
+        if strategy.options.rolling == "auto" and self._refine:
+            strategy.rolls = False
+            rolling_choice.tell(f"AvgPipeTuner(refine={self._refine}) times iterations one by one")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The optimizers are made; the number of iterations is known by now if somebody has asked for it."""
@@ -227,7 +231,7 @@ class AvgPipeTuner(Callback):
             planned = self._tune(trainer, strategy, batch)
             self._apply(strategy)
             if self.result is not None and self.result.choice.setting != planned:
-                _run(strategy).deployment.replan()
+                _run(strategy).deployment.replan(rolling=strategy.rolls)
             if strategy.num_pipelines > 1:
                 self._recount(trainer, strategy)
         return True
@@ -262,10 +266,9 @@ class AvgPipeTuner(Callback):
         with rehearsing(trainer, run, batch, first) as rehearsal:
             profiler = Profiler(rehearsal, self._profile_batches, schedule, shows)
             counts = self._counts(module, rehearsal.batch_size)
-            profile = profiler.profile(counts)
+            profile, rolling = profiler.profile(counts), _rolling(run)
             if profile is not None:
                 fitting = [m for m in counts if m > profiler.too_few]
-                rolling = run.configuration.options.rolling
                 settings = candidates(profile, self._max_num_pipelines, fitting, schedule=schedule, rolling=rolling)
                 limit = run.memory_per_stage(self._memory_limit)
                 found = search(profile, settings, limit, self._predictor, self._samples_factor).to_json()
@@ -298,6 +301,7 @@ class AvgPipeTuner(Callback):
     def _apply(self, strategy: AvgPipeStrategy) -> None:
         assert self.result is not None
         setting = self.result.choice.setting
+        strategy.rolls = setting.rolling or setting.num_pipelines == 1
         strategy.reconfigure(setting.num_pipelines, setting.num_microbatches, setting.advance)
 
     # -- what is left of it ------------------------------------------------------------------------------------------
@@ -329,6 +333,13 @@ class AvgPipeTuner(Callback):
 def _run(strategy: AvgPipeStrategy) -> PipelineRun:
     assert isinstance(strategy.run, PipelineRun)  # setup() has refused others
     return strategy.run
+
+
+def _rolling(run: PipelineRun) -> bool | Literal["auto"]:
+    """Whether several pipelines roll; the step has been captured. Every process calls it."""
+    if not isinstance(run.iterations, RollingIterations) or not run.configuration.rolls or run.iterations.give_way():
+        return False
+    return run.configuration.options.rolling
 
 
 def _check_tunable(strategy: AvgPipeStrategy, module: pl.LightningModule) -> None:

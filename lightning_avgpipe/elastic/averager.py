@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.averaging import Averaging, Elasticity
 from lightning_avgpipe.elastic.models import Models
-from lightning_avgpipe.elastic.staggered import DEFAULT, StaggeredAveraging
+from lightning_avgpipe.elastic.turns import Turns
 from lightning_avgpipe.utils.patching import nothing
 
 
@@ -25,6 +25,7 @@ class Averager:
         steps: averaged or not, since the last averaging.
         active: pipelines that had a batch since then.
         outer: the optimizer of the reference, over all its tensors; None if it has none.
+        turns: in which models meet the reference one after the other.
     """
 
     def __init__(self, models: Models, elasticity: Elasticity, replica_group: ReplicaGroup | None) -> None:
@@ -34,7 +35,7 @@ class Averager:
         self.steps = self.active = 0
         self.outer: Optimizer | None = None
         self._begun: tuple[Averaging, Callable[[], None]] | None = None
-        self._turns: StaggeredAveraging | None = None
+        self.turns = Turns(models, elasticity, replica_group)
 
     def follow(self, names: Collection[str]) -> None:
         """The reference has these tensors too."""
@@ -55,7 +56,7 @@ class Averager:
         Args:
             active: pipelines that had a batch, counted from 0.
         """
-        self._turns = None
+        self.turns.stop()
         self.steps += 1
         self.active = max(self.active, active)
         if self.steps >= self._elasticity.average_every:
@@ -74,23 +75,6 @@ class Averager:
             return averaging, nothing
         self._models.placement.read_back()
         return averaging, self._models.shared.begin([replica.buffers for replica in self._models.replicas])
-
-    def begin_turns(self) -> None:
-        """The models are about to step, one after the other, and each meets the reference alone. All have stepped as
-        often; the reference is not shown.
-        """
-        if self._turns is None and self._models.mine:  # a process may have frozen stages only
-            rate, alpha = self._elasticity.rate(self._models.total), self._elasticity.dilution(self._models.total)
-            self._turns = StaggeredAveraging(DEFAULT, self._models.contents(), self._models.centres(), alpha, rate)
-
-    def end_turn(self, number: int) -> None:
-        """The optimizers of model n have stepped: it meets the reference, and may begin its next iteration."""
-        if self._turns is not None:
-            self._turns.end(number)
-
-    def end_turns(self) -> None:
-        """What meets the reference next does so anew."""
-        self._turns = None
 
     def recentre(self) -> None:
         """Models have gone: the others move alike, so that the reference stays where it is and is their mean."""
@@ -122,3 +106,4 @@ class Averager:
     def abandon(self) -> None:
         """Do not wait for other groups any more: they have failed."""
         self._begun = None
+        self.turns.abandon()

@@ -76,7 +76,7 @@ class Ensemble:
         """
         if size == self.models.size:
             return False
-        self.averager.end_turns()
+        self.averager.turns.stop()
         self.show_reference(False)
         self.checksums.forget()
         if self.averager.steps:
@@ -115,7 +115,7 @@ class Ensemble:
                     copy.requires_grad_(own[name].requires_grad)
         if not new:
             return False
-        self.averager.end_turns()
+        self.averager.turns.stop()
         self._check_optimizers()
         self.models.train(new)
         self.averager.follow(new)
@@ -157,7 +157,7 @@ class Ensemble:
 
     def begin_relocation(self) -> None:
         """Parameters are about to move between processes: show pipeline 0's model, and let nothing be under way."""
-        self.averager.end_turns()
+        self.averager.turns.stop()
         self.show_reference(False)
         self.check_checksums()
 
@@ -200,6 +200,7 @@ class Ensemble:
             return
         own = self._placement.own
         if reference:
+            self.averager.turns.catch_up()
             self._shown = Replica(0)
             self._shown.parameters = own.parameters
             self._shown.buffers = self.models.mean_buffers()
@@ -248,7 +249,7 @@ class Ensemble:
         """
         self.averager.finish()
         self.checksums.forget()
-        self.averager.end_turns()
+        self.averager.turns.stop()
         self._placement.read_back()
         replica = self.models.replicas[number]
         for name, parameter in replica.parameters.items():
@@ -261,6 +262,11 @@ class Ensemble:
             for state in [optimizer.state[p] for p in replica.parameters.values() if p in optimizer.state]:
                 if has_nonfinite(value for value in state.values() if isinstance(value, Tensor)):
                     state.clear()  # of a step that went before
+
+    def settle(self) -> None:
+        """What groups have told each other arrives, and nothing is late after that. All of them call it."""
+        if self._shown is None:  # else it has arrived, and the reference is in the place of a model
+            self.averager.turns.settle()
 
     def mark(self, last: bool) -> None:
         """Hooks come next; ``last`` as for :meth:`Checksums.set`. Where there is one model, they see all there are."""
@@ -300,7 +306,7 @@ class Ensemble:
     def load(self, number: int, saved: Mapping[str, Tensor]) -> None:
         """Fill a parallel model's own tensors; those that are not saved stay as they are."""
         self.checksums.forget()
-        self.averager.end_turns()
+        self.averager.turns.stop()
         for name, tensor in self.tensors(number).items():
             if name in saved and not tensor.is_meta:
                 tensor.copy_(saved[name])

@@ -21,6 +21,17 @@ D is the mean of the deltas of the iteration before. After the last end of an it
 models with ``scaled`` and ``late``, and with ``tagged`` if ``outer_lr`` is 1: then ``x - z_t`` sums to zero. What
 rounding leaves of a difference shrinks by ``1 - alpha`` from iteration to iteration. With ``staggered`` the models
 follow the reference. One model alone is trained plainly, if ``outer_lr`` is 1.
+
+With several groups of processes no end waits for those of another group. What the models of a group have made of an
+iteration is summed over the groups while the next one runs, and arrives in the reference at its last end::
+
+    group 0   .. t ..|ends|.. t+1 ..|ends|         sums of t on their way: ----
+    group 1     .. t ..|ends|.. t+1 ..|ends|
+                          ------->  in z, at a fixed end, so the bits do not depend on the timing either
+
+Until then a group takes its own mean update for that of all: ``z_t`` is what the reference was an iteration before,
+and ``outer_lr / N`` times the sum of the group's own deltas of that iteration. The sum of ``x - z_t`` over all models
+is zero as before, so ``scaled`` keeps the reference their mean, and what groups differ by shrinks as what models do.
 """
 
 from __future__ import annotations
@@ -31,7 +42,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.averaging import chunks, wide
+from lightning_avgpipe.elastic.late_sums import LateSums
 from lightning_avgpipe.errors import ScheduleError
 
 DEFAULT = "scaled"  # nothing is pending at a drain; as for samples to a goal see docs/parallel_pipelines.md
@@ -92,14 +105,16 @@ RULES: dict[str, _Rule] = {"tagged": _tagged, "scaled": _scaled, "late": _late, 
 class StaggeredAveraging:
     """Parallel models that meet one at a time.
 
-    Costs the memory of N + 1 models, ``late`` of N + 3, beside the models and the reference.
+    Costs the memory of N + 1 models, ``late`` and several groups of N + 3, beside the models and the reference.
 
     Args:
-        rule: one of ``RULES``.
+        rule: one of ``RULES``; of several groups ``scaled`` or ``tagged``.
         models: N lists of tensors of the same shapes, all at the end of the same iteration.
         reference: their mean.
         alpha: how far a model goes to the reference, 0..1.
         outer_lr: how far the reference goes, as a multiple of the mean update.
+        replica_group: processes that hold the models of other groups, all of which begin and end with this one; None if
+            there are none.
     """
 
     def __init__(
@@ -109,6 +124,7 @@ class StaggeredAveraging:
         reference: Sequence[Tensor],
         alpha: float,
         outer_lr: float,
+        replica_group: ReplicaGroup | None = None,
     ) -> None:
         self._mix = RULES[rule]
         self._models = [list(model) for model in models]
@@ -120,6 +136,7 @@ class StaggeredAveraging:
         # only for what comes late, in at least single precision
         self._before = self._zeros() if rule == "late" else []
         self._sum = self._zeros() if rule == "late" else []
+        self._sums = None if replica_group is None else LateSums(reference, replica_group)
 
     def _zeros(self) -> list[Tensor]:
         return [torch.zeros_like(tensor) for tensor in wide(self._reference)]
@@ -137,13 +154,13 @@ class StaggeredAveraging:
             raise ScheduleError(f"model {number} ends its iteration, but it is the turn of model {self._next}")
         count = len(self._models)
         self._next = (number + 1) % count
-        if number == 0:  # all ends of the iteration before have been
+        if number == 0 and self._sums is None:  # all ends of the iteration before have been
             torch._foreach_copy_(self._known, self._reference)
             self._before, self._sum = self._sum, self._before
             if self._sum:
                 torch._foreach_zero_(self._sum)
         own = self._models[number], self._began[number], self._known, self._before, self._sum
-        for parts, centres in chunks(own, self._reference):
+        for parts, centres in chunks(own, self._reference if self._sums is None else self._sums.moves):
             model, began, known, before, total = parts
             wide_model, wide_began, wide_centres = wide(model), wide(began), wide(centres)
             delta = list(torch._foreach_sub(wide_model, wide_began))
@@ -154,3 +171,18 @@ class StaggeredAveraging:
             torch._foreach_copy_(model, wide_model)
             torch._foreach_copy_(centres, wide_centres)
             torch._foreach_copy_(began, model)
+        if self._next == 0 and self._sums is not None:
+            self._sums.tell(self._known)
+
+    def catch_up(self) -> None:
+        """Wait for what other groups have made of the last iteration that has ended here: the reference is the mean of
+        all models. What follows does not depend on whether anybody does.
+        """
+        if self._sums is not None:
+            self._sums.catch_up()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """The same, and all groups go on from there, as if training had just begun: all of them call it."""
+        self.catch_up()
+        torch._foreach_copy_(self._known, self._reference)

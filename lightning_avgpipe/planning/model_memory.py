@@ -40,10 +40,12 @@ class Updates:
     Attributes:
         policy: which weights actions use.
         sharing: whole replicas that share the optimizer states of each stage with its own; 0: each keeps all.
+        rolling: whether several pipelines go on without waiting for each other.
     """
 
     policy: WeightPolicy = POLICIES["flush"]
     sharing: int = 0
+    rolling: bool = False
 
 
 def state_copies(optimizers: Sequence[Optimizer]) -> int:
@@ -69,6 +71,7 @@ def memory_of(
     num_pipelines: int = 1,
     num_groups: int = 1,
     replicas: Sequence[int] = (),
+    rolling: bool = False,
 ) -> Memory:
     """What a partition must know: sizes, and how many micro-batches each stage has in flight.
 
@@ -80,6 +83,7 @@ def memory_of(
         num_pipelines: N; of several, each has what is trained for itself, and there is their reference.
         num_groups: of processes, each with N pipelines.
         replicas: of each stage, which take its micro-batches in turns; empty: one of each.
+        rolling: whether pipelines go on without waiting for each other.
     """
     flights: tuple[int, ...] = ()
     repeats: tuple[bool, ...] = ()
@@ -99,6 +103,7 @@ def memory_of(
         frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         models = weights[name] * each * (1 if frozen else num_pipelines)
         held[name] = models + (0 if frozen else _reference_bytes(tensor, num_pipelines, num_groups))
+        held[name] += _rolling_bytes(tensor, num_pipelines, num_groups) if rolling and tensor.requires_grad else 0
     memory = Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
     if not relays:
         return memory
@@ -147,6 +152,14 @@ def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int
     return tensor_bytes(tensor) * (1 + widened if num_groups > 1 else 1)
 
 
+def _rolling_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
+    """Of what models keep to meet one at a time: where each began, the reference before; of groups a further sum."""
+    if num_pipelines * num_groups == 1:
+        return 0
+    widened = max(1, _SINGLE_BYTES // tensor.element_size()) if num_groups > 1 else 0
+    return tensor_bytes(tensor) * (num_pipelines + 1 + widened)
+
+
 def holdings(
     plan: Plan, stages: Sequence[int], module: nn.Module, optimizers: Sequence[Optimizer], num_microbatches: int
 ) -> dict[int, Holding]:
@@ -189,10 +202,16 @@ def holdings_of_models(
     num_pipelines: int,
     num_groups: int,
     policy: WeightPolicy = POLICIES["flush"],
+    rolling: bool = False,
+    meeting: bool = False,
 ) -> dict[int, Holding]:
     """What stages of this process hold for N parallel models; arguments as of :func:`holdings`, :func:`memory_of`.
 
-    ``shared + N model + reference``, of which the module shows pipeline 0's. Of one model, versions by its policy.
+    ``shared + N model + reference``, of which the module shows pipeline 0's, and copies of that reference where they
+    roll. Of one model, versions by its policy.
+
+    Args:
+        meeting: whether these copies are there.
     """
     own = holdings(plan, stages, module, optimizers, num_microbatches)
     if num_pipelines * num_groups == 1:
@@ -204,12 +223,13 @@ def holdings_of_models(
             own[k] = Holding(own[k].total + further, own[k].coming + further)
         return own
     models = model_bytes(plan, stages, module, optimizers, num_microbatches, num_groups)
-    return {
-        k: Holding(
-            models[k].shared + num_pipelines * models[k].model + models[k].reference, num_pipelines * own[k].coming
-        )
-        for k in stages
-    }
+    several, named = {}, dict(module.named_parameters())
+    for k in stages:
+        trained = [p for name in plan.stages[k].parameters if (p := named[name]).requires_grad]
+        further = sum(_rolling_bytes(p, num_pipelines, num_groups) for p in trained) if rolling else 0
+        total = models[k].shared + num_pipelines * models[k].model + models[k].reference + further
+        several[k] = Holding(total, num_pipelines * own[k].coming + (0 if meeting else further))
+    return several
 
 
 def with_doubles(

@@ -56,7 +56,7 @@ class AheadIterations(Iterations):
     @property
     def option(self) -> str:
         """Why they do, for messages."""
-        return "rolling=True"
+        return f"rolling={self.configuration.options.rolling!r}"
 
     @property
     def instead(self) -> str:
@@ -69,12 +69,14 @@ class AheadIterations(Iterations):
         return super().evaluate(step, batch, *rest)
 
     def _calling(self, step: str) -> AbstractContextManager[None]:
+        # where rolling was left open, nothing runs ahead before the first iteration has told whether it may
+        self._foresight.only_notes = self.configuration.is_open and not self._checked
         return self._foresight.guarding() if step == STEP and self._overlaps else contextlib.nullcontext()
 
     @property
     def _overlaps(self) -> bool:
         """Whether a step may run ahead."""
-        return self.models.num_models > 1
+        return self.configuration.rolls and self.models.num_models > 1
 
     @property
     def _trained_now(self) -> frozenset[str]:
@@ -103,10 +105,18 @@ class AheadIterations(Iterations):
         Raises:
             ConfigurationError: names it.
         """
+        if found := self._against():
+            raise ConfigurationError(found)
+        self._checked = True
+
+    def _against(self) -> str:
+        """Why nothing may run ahead of a step that has been captured; nothing: ""."""
+        if self._foresight.noted:
+            return self._foresight.noted
         loader = self.trainer.fit_loop._combined_loader
         saving = [one for one in ([] if loader is None else loader.flattened) if isinstance(one, _Stateful)]
         if saving:
-            raise ConfigurationError(
+            return (
                 f"{self.option} reads ahead, but the {type(saving[0]).__name__} saves its position in checkpoints, "
                 f"which would then be ahead of the training; use a dataloader without state_dict, or {self.instead}"
             )
@@ -115,12 +125,12 @@ class AheadIterations(Iterations):
         names = [".".join(part for part in key if part) for key in changed]
         if names or graph.batch_writes:
             what = f"'{names[0]}'" if names else "its batch"
-            raise ConfigurationError(
+            return (
                 f"{type(self._module).__name__}.{STEP} changes {what}, but with {self.option} micro-batches of two "
                 "batches run at the same time, and would see it in an order that the timing decides; leave that to a "
                 f"hook that looks at the outputs (on_train_batch_end), or use {self.instead}"
             )
-        self._checked = True
+        return ""
 
     def others_trained(self) -> ConfigurationError:
         """A hook has frozen or unfrozen something too late."""

@@ -71,7 +71,7 @@ def survival(given: Options, tuned: bool) -> None:
 def overlapping(running: pl.Trainer, given: Options, num_stages: int, num_groups: int, tuned: bool) -> None:
     """Check that batches of this run may overlap, if they are to."""
     versions = not given.policy.drains
-    if not versions and (not given.rolling or (given.num_pipelines == 1 and num_groups == 1 and not tuned)):
+    if not versions and (given.rolling is not True or (given.num_pipelines == 1 and num_groups == 1 and not tuned)):
         return
     option = f"weight_policy={given.weight_policy!r}" if versions else "rolling=True"
     use = "or use weight_policy='flush'" if versions else "or use rolling=False"
@@ -81,11 +81,15 @@ def overlapping(running: pl.Trainer, given: Options, num_stages: int, num_groups
             f"{option} with precision={plugin.precision!r}: a loss scaler skips the steps of all models and stages "
             f"together; use 'bf16-mixed', {use}"
         )
-    if num_groups > 1:
-        instead = "num_stages='auto'" + ("" if versions else " and num_pipelines")
+    if num_groups > 1 and (versions or given.replicas != 1):
         raise ConfigurationError(
-            f"{option} with {num_groups} groups of processes (of parallel models or replicas), which do a part of "
-            f"each step together; use {instead}, {use}"
+            f"{option} with {num_groups} groups of processes ({'parallel models or ' * versions}replicas), which do a "
+            f"part of each step together; use num_stages='auto'{' and num_pipelines' * (not versions)}, {use}"
+        )
+    if num_groups > 1 and tuned:
+        raise ConfigurationError(
+            f"{option} with AvgPipeTuner in {num_groups} groups of processes, which wait for each other while it "
+            f"measures; remove it, {use}"
         )
     if tuned and versions:
         raise ConfigurationError(f"{option} with AvgPipeTuner, which times iterations one by one; remove it, {use}")

@@ -58,7 +58,7 @@ def options(given: Options) -> None:
         _compiled(given)
     if given.min_groups is not None:
         _apart(given)
-    if given.rolling:
+    if given.rolling is True:
         _without_barrier(given)
     if not given.policy.drains:
         _without_drain(given)
@@ -95,7 +95,6 @@ def grouping_later(given: Options, stage_map: StageMap) -> None:
         "min_groups": (given.min_groups is not None, "groups that stay, since other ones are made"),
         "planner": (given.planner != "balanced", "planner='balanced', which plans for groups"),
         "schedule": (given.schedule not in NAMES, f"one for any number of stages: {', '.join(NAMES[:3])}"),
-        "rolling": (given.rolling, "one that several groups have: rolling=False"),
         "weight_policy": (not given.policy.drains, "one that several groups have: weight_policy='flush'"),
         "verify": (bool(given.verify), "no verification, which follows the models of one run"),
         "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file"),
@@ -133,7 +132,7 @@ def _apart(given: Options) -> None:
     refused = {
         "replicas": (given.replicas != 1, "groups that train the same model are one model without one of them"),
         "shard_optimizer_states": (given.shard_optimizer_states, "it is for replicas"),
-        "rolling": (given.rolling, "it is for one group"),
+        "rolling": (given.rolling is True, "groups that die leave others with sums of an iteration that lack theirs"),
         "weight_policy": (not given.policy.drains, "it is for one group"),
         "verify": (bool(given.verify), "a plain step follows all groups"),
         "save_distributed_checkpoint": (given.save_distributed_checkpoint, "all processes write it together"),
@@ -192,7 +191,7 @@ def _without_drain(given: Options) -> None:
     refused = {
         "num_pipelines": (given.num_pipelines > 1, "there is one pipeline, which needs no others to fill its time"),
         "replicas": (given.replicas != 1, "replicas would wait for each other at each step"),
-        "rolling": (given.rolling, "it is for parallel pipelines"),
+        "rolling": (given.rolling is True, "it is for parallel pipelines"),
         "schedule": (given.schedule not in ("1f1b", "advance_forward"), "versions are those of the order of 1F1B"),
         "advance": (not ordered, "versions are those of the order of 1F1B"),
         "recompute": (
@@ -218,7 +217,7 @@ def _stage_replicas(given: Options) -> None:
     refused = {
         "schedule": (given.schedule not in NAMES, "forwards and backwards by warm-ups; use schedule='advance_forward'"),
         "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file; use False"),
-        "rolling": (given.rolling, "models that step together; use False"),
+        "rolling": (given.rolling is True, "models that step together; use False"),
         "num_stages": (chooses and given.num_stages != "auto", "num_stages='auto', since the planner chooses it"),
         "split_points": (chooses and given.split_points is not None, "no split_points, since the planner cuts"),
         "num_microbatches": (chooses and given.num_microbatches == "auto", "a number, on which the plan depends"),

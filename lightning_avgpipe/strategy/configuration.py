@@ -16,17 +16,31 @@ class Configuration:
     Attributes:
         options: as they are now.
         in_iteration: whether an iteration goes on, from its batch to the optimizer's step. Meanwhile nothing changes.
+        can_roll: whether parallel pipelines can roll in this run, and were not asked not to.
+        prefers_rolling: whether they do, where that was left open.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.in_iteration = False
+        self.can_roll = False
+        self.prefers_rolling = True
         self._asked: dict[str, Any] = {}
 
     @property
     def num_pipelines(self) -> int:
         """N, as it is now."""
         return self.options.num_pipelines
+
+    @property
+    def rolls(self) -> bool:
+        """Whether pipelines go on without waiting for each other, where there are several."""
+        return self.can_roll and (self.prefers_rolling or self.options.rolling is True)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether they do, but need not."""
+        return self.rolls and self.options.rolling == "auto"
 
     @property
     def asked(self) -> bool:

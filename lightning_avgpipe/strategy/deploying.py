@@ -37,7 +37,9 @@ _USELESS = 0.9  # a stage with more of the time leaves nothing to gain from the 
 _MOST = 0.9  # of a device's memory, where nobody says what a stage may use
 
 
-def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before: State) -> tuple[Deployment, int]:
+def deploy(
+    trainer: pl.Trainer, connection: Connection, options: Options, before: State, rolling: bool = False
+) -> tuple[Deployment, int]:
     """The deployment of the trainer's module, not planned yet, and the seed of the run. Every process calls it.
 
     Args:
@@ -45,6 +47,7 @@ def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before
         connection: of the processes.
         options: of the strategy.
         before: the state before the run.
+        rolling: whether several pipelines go on without waiting for each other.
     """
     cluster, module = connection.cluster, trainer.lightning_module
     assert cluster is not None
@@ -60,7 +63,7 @@ def deploy(trainer: pl.Trainer, connection: Connection, options: Options, before
         costing=Costing("flops" if on_meta(module) else options.costs, options.cache),  # no contents: nothing to time
         recompute=recompute,
         replicas=options.stage_replicas,
-        updates=Updates(policy, cluster.stage_map.replicas * options.shard_optimizer_states),
+        updates=Updates(policy, cluster.stage_map.replicas * options.shard_optimizer_states, rolling),
         **planned(connection, options),
     )
     origin = take_origin(module, cluster, seed, before)

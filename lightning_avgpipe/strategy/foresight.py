@@ -69,11 +69,18 @@ class Foresight:
         trainer: of the run.
         option: why steps run ahead.
         instead: with which they do not.
+
+    Attributes:
+        only_notes: whether what a step must not read is noted, and not refused.
+        noted: why a step that has been run must not run ahead; nothing: "".
     """
+
+    only_notes = False
 
     def __init__(self, trainer: pl.Trainer, option: str, instead: str) -> None:
         self._trainer = trainer
         self._option, self._instead = option, instead
+        self.noted = ""
         self._view: Any = None
         self._modules: list[pl.LightningModule] = []
         self._read: dict[str, Variable] = {}
@@ -94,7 +101,7 @@ class Foresight:
         with contextlib.ExitStack() as undo:
             for module in self._modules:
                 undo.enter_context(replaced(module, "_trainer", self._view))
-                undo.enter_context(replaced(module, "optimizers", self._refuse("optimizers()")))
+                undo.enter_context(replaced(module, "optimizers", self._refuse("optimizers()", module.optimizers)))
             yield
 
     @contextlib.contextmanager
@@ -142,17 +149,24 @@ class Foresight:
     def _made_view(self) -> Any:
         """The same trainer, which refuses to tell what it does not know yet."""
         kind = type(self._trainer)
-        refused = {name: property(self._refuse(f"trainer.{name}")) for name in _NOT_YET}
+        refused = {
+            name: property(self._refuse(f"trainer.{name}", lambda _, name=name: getattr(self._trainer, name)))
+            for name in _NOT_YET
+        }
         view: Any = object.__new__(type(kind.__name__, (kind,), {**refused, "__module__": kind.__module__}))
         object.__setattr__(view, "__dict__", vars(self._trainer))
         return view
 
-    def _refuse(self, name: str) -> Callable[..., Any]:
+    def _refuse(self, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise ConfigurationError(
+            why = (
                 f"training_step reads {name}, which with {self._option} is not known yet when a part of the step runs, "
                 "while the batch before still goes on; read it in on_train_batch_start or on_train_batch_end, or use "
                 f"{self._instead}"
             )
+            if not self.only_notes:
+                raise ConfigurationError(why)
+            self.noted = self.noted or why
+            return read(*args, **kwargs)
 
         return refuse

@@ -156,6 +156,7 @@ class StepLog:
     def issue_collected(self, entries: list[Any]) -> None:
         """Log what micro-batches of a batch have collected elsewhere, once per name."""
         self._collected = entries
+        self.tell_groups()
         self.issue()
 
     def tell_groups(self) -> None:

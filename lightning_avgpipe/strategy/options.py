@@ -152,7 +152,7 @@ ALLOWED = {
         "outer_lr",
     ),
     "average_every": whole(1, 1_000_000, 4),
-    "rolling": flag(),
+    "rolling": flag("auto"),
     "weight_policy": either(
         choice(*POLICIES), Allowed("a PipeOptim", "PipeOptim(delta='increment')", lambda v: isinstance(v, PipeOptim))
     ),
@@ -205,7 +205,7 @@ class Options:
     outer_lr: float | Literal["auto"]
     outer_optimizer: OuterOptimizer | None
     average_every: int
-    rolling: bool
+    rolling: bool | Literal["auto"]
     weight_policy: str | PipeOptim
     save_replicas: bool
     save_distributed_checkpoint: bool

@@ -103,6 +103,15 @@ class ParallelModels:
     def _module(self) -> pl.LightningModule:
         return self._trainer.lightning_module
 
+    @property
+    def _in_turn(self) -> Callable[[Callable[[int], object]], None] | None:
+        return self.in_turn if self._configuration.rolls else None
+
+    @property
+    def meets_in_turn(self) -> bool:
+        """Whether what models need to meet their reference one at a time is there."""
+        return self._ensemble is not None and self._ensemble.averager.turns.are_there
+
     # -- an iteration ------------------------------------------------------------------------------------------------
 
     def pipelines_for(self, step: str, count: int) -> list[Pipeline]:
@@ -259,6 +268,7 @@ class ParallelModels:
             with contextlib.nullcontext() if shards is None else shards.stepping(optimizer):
                 return own(optimizer, self.check.after(closure), model, **kwargs)
         results: list[Any] = []
+        in_turn = self._in_turn
 
         def run() -> Any:
             if results:  # the batches of other pipelines are used up, and their models are not where this one is
@@ -267,14 +277,15 @@ class ParallelModels:
                     f"per step, but with {self.num_models} parallel models one evaluation serves the optimizers of "
                     "all; use an optimizer that evaluates it once, such as SGD or AdamW, or num_pipelines=1"
                 )
-            results.append((closure if self.in_turn is not None else self.check.after(closure))())
+            results.append((closure if in_turn is not None else self.check.after(closure))())
             return results[-1]
 
         with _noticing(optimizer) as steps:
             result = own(optimizer, run, model, **kwargs)
-        if self._ensemble is not None and self.in_turn is not None:
+        in_turn = self._in_turn  # the first iteration may have decided
+        if self._ensemble is not None and in_turn is not None:
             ensemble = self._ensemble
-            self.in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
+            in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
             ensemble.mark(bool(self._trainer.is_last_batch))
         elif self._ensemble is not None:
             with self._observers.activity("step"):

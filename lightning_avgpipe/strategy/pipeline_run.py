@@ -121,7 +121,8 @@ class PipelineRun:
         trainer, module, cluster = self._trainer, self._trainer.lightning_module, self.cluster
         fitting, options = trainer.state.fn == TrainerFn.FITTING, self.configuration.options
         own(trainer)
-        self.deployment, seed = deploy(trainer, self._connection, options, self._before)
+        rolls = fitting and self.configuration.rolls
+        self.deployment, seed = deploy(trainer, self._connection, options, self._before, rolls)
         self.step_log = StepLog(module, cluster.hosts_last, cluster.leaders, self._sharing_last)
         self.models = ParallelModels(
             trainer, cluster, self.configuration, self.deployment, self.step_log, self.observers
@@ -129,6 +130,7 @@ class PipelineRun:
         schedule_control = ScheduleControl(
             *options.ordered, cluster, self.memory_per_stage, module, lambda: trainer.optimizers,
             self.observers, self.models.tensors_beside, not options.recompute, options.policy,
+            lambda: self.models.meets_in_turn if self.configuration.rolls else None,
         )  # fmt: skip
         self.state = DividedState(self._before, self.configuration, self.deployment, schedule_control, seed)
         self.models.check.apart = fitting and not options.policy.drains
@@ -159,7 +161,8 @@ class PipelineRun:
         options = self.configuration.options
         if fitting and not options.policy.drains:
             return partial(AsynchronousIterations, broken=self._break)
-        return partial(RollingIterations, broken=self._break) if fitting and options.rolling else Iterations
+        rolls = fitting and self.configuration.can_roll
+        return partial(RollingIterations, broken=self._break) if rolls else Iterations
 
     def _sharing_last(self) -> Collectives | None:
         """The replicas of the last stage, on each of them; None if there is one."""

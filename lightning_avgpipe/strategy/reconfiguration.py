@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -61,7 +62,8 @@ def check_changes(
     if module is not None:
         checks.trainer(module.trainer, module.trainer.world_size, wanted.num_pipelines)
         stages = num_stages if changes["num_stages"] is None else changes["num_stages"]
-        checks.overlapping(module.trainer, wanted, stages, num_groups, tuned=False)
+        rolling = replace(wanted, rolling=configuration.can_roll) if wanted.rolling == "auto" else wanted
+        checks.overlapping(module.trainer, rolling, stages, num_groups, tuned=False)
         checks.stages(stages, num_stages, layout)
         checks.schedule(now, stages, layout.group_size(stages))
         checks.split_points(module, wanted.split_points, stages)

@@ -16,6 +16,8 @@ other, 0 to N-1, in each process for its own stages, and nobody waits for anothe
 What follows from that:
 
 - Updates come in the order (iteration, pipeline) on every stage, so the numbers do not depend on the timing.
+- Several groups of processes learn of each other's updates an iteration later, and log together. That is put right
+  where something is foreseen that needs everything whole; what is not foreseen leaves no trace here, either.
 - An iteration is ahead by one at most, and no optimizer steps ahead. So between two optimizations hooks find models and
   optimizers as they are after batch t; gradients, and buffers that a step changes, may be on their way.
 - Batch t+1 is read when pipeline 0 has stepped, at the same point of the program in all processes; its hooks on the way
@@ -47,6 +49,7 @@ from lightning_avgpipe.strategy.ahead import STEP as _STEP
 from lightning_avgpipe.strategy.ahead import AheadIterations, Read
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
 from lightning_avgpipe.strategy.iteration import Finish, Works
+from lightning_avgpipe.strategy.rolling_choice import gives_way
 from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
 
@@ -95,7 +98,7 @@ class RollingIterations(AheadIterations):
 
     def train(self, batches: Sequence[Any], *rest: Any) -> Any:
         """Run batches until pipeline 0 has ended it; without a step, until all have."""
-        if self.models.num_models == 1 or self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward:
+        if not self._overlaps or self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward:
             return super().train(batches, *rest)
         iteration, self._next = self._next, None
         if iteration is None:
@@ -122,12 +125,13 @@ class RollingIterations(AheadIterations):
             iteration.loss = loss_in(result)
         steps = not self.trainer.fit_loop._should_accumulate()
         self._after(iteration, 0, steps)
-        if not steps:
+        rolls = self.configuration.rolls  # the first iteration may have found a reason against it
+        if not steps or not rolls:
             for n in range(1, len(iteration.works)):
                 self._end(iteration, n)
                 self._after(iteration, n, steps)
             self._issue(iteration)
-        self._now = iteration if steps else None
+        self._now = iteration if steps and rolls else None
         return None if 0 in self.models.skipped else result
 
     def step_in_turn(self, step: Callable[[int], object]) -> None:
@@ -137,21 +141,27 @@ class RollingIterations(AheadIterations):
             step: steps the optimizers of a pipeline.
         """
         iteration, self._now = self._now, None
-        ensemble = self.deployment.models.ensemble
-        if iteration is None or ensemble is None:  # nothing was trained
+        ensemble, groups = self.deployment.models.ensemble, self.cluster.stage_map.num_teams
+        if ensemble is None or (iteration is None and groups == 1):  # nothing was trained
             return
         try:
+            goes_on = self._may_go_on()
+            ensemble.averager.turns.begin()
             for n in range(ensemble.models.size):
-                if 0 < n < self.models.stepping:
+                if iteration is not None and 0 < n < self.models.stepping:
                     if n < len(iteration.works):
                         self._end(iteration, n)
                         self._after(iteration, n, steps=True)
                     step(n)
                 with self.observers.activity("averaging"):
-                    ensemble.averager.end_turn(n)
-                self._go_on(n, iteration)
-            self._issue(iteration)
-            self._foresight.check()
+                    ensemble.averager.turns.end(n)
+                if iteration is not None and goes_on:
+                    self._go_on(n, iteration)
+            if not goes_on:  # which all groups foresee
+                ensemble.settle()
+            if iteration is not None:
+                self._issue(iteration)
+                self._foresight.check()
         except BaseException:
             self.broken()
             raise
@@ -173,6 +183,23 @@ class RollingIterations(AheadIterations):
             self._undo(self._next, together)
         self._next = None
         self.batches.forget_ahead()
+        if together and self.deployment.models.ensemble is not None:
+            self.deployment.models.ensemble.settle()
+
+    def give_way(self) -> bool:
+        """Where rolling was left open: whether the step, which has been captured, or its data do not bear it; then
+        pipelines wait for each other from now on. Every process calls it.
+        """
+        if not self.configuration.is_open or _STEP not in self.deployment.pipeline.steps:
+            return False
+        gives = gives_way(self._against(), self.cluster)
+        self.configuration.can_roll = not gives
+        return gives
+
+    @property
+    def _first(self) -> int:
+        """The number of pipeline 0 among those of all groups."""
+        return self.cluster.team[0] * self.configuration.num_pipelines
 
     @property
     def _pipelines(self) -> list[Pipeline]:
@@ -226,13 +253,15 @@ class RollingIterations(AheadIterations):
             return False
         with context():
             self.step_log.issue()
+        if not self._checked and self.give_way():
+            return True
         self._check_graph()
         self._begin_turns()
         return True
 
     def _begin_turns(self) -> None:
         assert self.deployment.models.ensemble is not None
-        self.deployment.models.ensemble.averager.begin_turns()
+        self.deployment.models.ensemble.averager.turns.begin()
         self._foresight.begin(self.deployment.pipeline.graph(_STEP))
         self._trained = self._trained_now
 
@@ -258,7 +287,7 @@ class RollingIterations(AheadIterations):
             partial(self._rolled, iteration, n),
             [(part.data, *iteration.rest) for part in works[n]],
             partial(iteration.finish, n),
-            RandomKey(self.state.seed, iteration.number, n),
+            RandomKey(self.state.seed, iteration.number, self._first + n),
         )
         self._rolling.begin(self._pipelines[n], self._schedule(works[n], True), task)
         iteration.begun.add(n)
@@ -273,7 +302,8 @@ class RollingIterations(AheadIterations):
         """Call the step function with a micro-batch, wherever Lightning is."""
         context = self.trainer.precision_plugin.train_step_context
         with as_it_will_be(self.trainer, iteration.progress), replaced(self._module, "_current_fx_name", _STEP):
-            return self._micro_batch(_STEP, context, iteration.works, 0, 0, n, i, *args, into=iteration.entries)
+            works = iteration.works
+            return self._micro_batch(_STEP, context, works, self._first, 0, n, i, *args, into=iteration.entries)
 
     def _end(self, iteration: _Iteration, n: int) -> None:
         """Run until a pipeline has ended."""
@@ -299,6 +329,8 @@ class RollingIterations(AheadIterations):
             self.models.check.look_at(n)
 
     def _issue(self, iteration: _Iteration) -> None:
+        if iteration.finish is None:  # it did not roll, and has logged
+            return
         with self.trainer.precision_plugin.train_step_context():
             self.step_log.issue_collected(iteration.entries)
 
@@ -316,7 +348,7 @@ class RollingIterations(AheadIterations):
 
     def _read_ahead(self, iteration: _Iteration) -> _Iteration | None:
         """The next iteration; None if it must not begin before its turn. The same on every process."""
-        if not self._may_go_on() or [*self.observers]:
+        if [*self.observers]:
             return None
         batches = self.batches.read_ahead()
         if not batches:

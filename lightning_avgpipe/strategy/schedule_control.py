@@ -57,6 +57,7 @@ class ScheduleControl:
         beside: what parallel models have of their own that are not in the module, as of when it is called.
         splits: whether stages can split their backwards, as far as that is known.
         policy: which weights actions use.
+        meeting: whether what models need to meet one at a time is there; None: they meet together.
 
     Attributes:
         choice: builds the schedules.
@@ -76,6 +77,7 @@ class ScheduleControl:
         beside: Callable[[], Sequence[Tensor]] = list,
         splits: bool = True,
         policy: WeightPolicy = POLICIES["flush"],
+        meeting: Callable[[], bool | None] = lambda: None,
     ) -> None:
         adapts = advance == "auto" and given == "advance_forward" and cluster.group.world_size > 1
         fixed = 0 if advance == "auto" else advance
@@ -88,6 +90,7 @@ class ScheduleControl:
         self._observers = observers
         self._beside = beside
         self._policy = policy
+        self._meeting = meeting
         self._plan: Plan | None = None
         self._stopwatch = Stopwatch(cluster.device)
         self._chosen: dict[IterationShape, int] = {}  # the same on every rank
@@ -227,10 +230,11 @@ class ScheduleControl:
         self, meter: Meter, plan: Plan, schedule: Schedule, num_microbatches: int, num_pipelines: int
     ) -> None:
         """Report what an iteration kept."""
-        stages, groups = self._cluster.stages, self._cluster.stage_map.num_teams
+        stages, groups, meeting = self._cluster.stages, self._cluster.stage_map.num_teams, self._meeting()
         held = holdings_of_models(
-            plan, stages, self._module, self._optimizers(), num_microbatches, num_pipelines, groups, self._policy
-        )
+            plan, stages, self._module, self._optimizers(), num_microbatches, num_pipelines, groups, self._policy,
+            rolling=meeting is not None, meeting=bool(meeting),
+        )  # fmt: skip
         found = meter.finish(with_doubles(held, plan, schedule, self._module, num_pipelines))
         self._report += [(self._number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
 

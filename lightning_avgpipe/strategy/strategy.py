@@ -31,7 +31,7 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule.versions import PipeOptim
-from lightning_avgpipe.strategy import checks, combinations, compat, launch, regrouping
+from lightning_avgpipe.strategy import checks, combinations, compat, launch, regrouping, rolling_choice
 from lightning_avgpipe.strategy.bundles import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
@@ -198,7 +198,9 @@ class AvgPipeStrategy(ParallelStrategy):
             depend on the timing; they are others than without rolling. The batches of one iteration are read ahead.
             Hooks, logs, schedulers and checkpoints come as without; a validation, a checkpoint every n steps and the
             end of an epoch let the pipelines drain. What a step reads must not be changed by a hook between two
-            batches. With one pipeline nothing changes.
+            batches. With one pipeline nothing changes. ``"auto"``: where nothing that it refuses is found by the first
+            batch, else not, with a line in the log that says why; what turns up later is an error. With
+            :class:`AvgPipeTuner` also only where less time to a goal is predicted with it.
         weight_policy: whether the pipeline drains before each update of the weights, or goes on to the next batch while
             its stages update them one after the other, each after its own backwards: then hardly a stage is idle, and
             gradients are of weights that are some updates old. ``"flush"`` drains. The others say which weights a
@@ -274,7 +276,7 @@ class AvgPipeStrategy(ParallelStrategy):
         outer_lr: float | Literal["auto"] = "auto",
         outer_optimizer: OuterOptimizer | None = None,
         average_every: Count = 1,
-        rolling: bool = False,
+        rolling: bool | Literal["auto"] = False,
         weight_policy: PolicyName | PipeOptim = "flush",
         save_replicas: bool = True,
         save_distributed_checkpoint: bool = False,
@@ -448,6 +450,19 @@ class AvgPipeStrategy(ParallelStrategy):
         return self.options.num_pipelines
 
     @property
+    def rolls(self) -> bool:
+        """Whether pipelines of this run go on without waiting for each other; a callback may say so before the first
+        batch, where ``rolling="auto"`` leaves it open.
+        """
+        return self._configuration.rolls
+
+    @rolls.setter
+    def rolls(self, preferred: bool) -> None:
+        if isinstance(self._run, PipelineRun) and self._run.deployment.models.has_trained:
+            raise ConfigurationError("strategy.rolls is set when training runs; set it before the first batch")
+        self._configuration.prefers_rolling = preferred
+
+    @property
     def num_models(self) -> int:
         """Parallel models of all groups; replicas train the same ones."""
         return self.num_pipelines * self.num_groups // self.replicas
@@ -487,6 +502,7 @@ class AvgPipeStrategy(ParallelStrategy):
         """Begin a run with a module, which knows its trainer."""
         super().connect(model)
         self._run, self._begun = None, False
+        self._configuration.can_roll, self._configuration.prefers_rolling = False, True
         self._before = WholeState(
             model, self._connection, self.save_distributed_checkpoint, self.options.shard_optimizer_states
         )
@@ -561,7 +577,8 @@ class AvgPipeStrategy(ParallelStrategy):
         if why is None:
             if fitting:
                 checks.synchronised(trainer, options, self.cluster.stage_map)
-                checks.overlapping(trainer, options, self.num_stages, self.num_groups, tuned=self.tuner is not None)
+                ways = self.num_stages, self.num_groups, self.tuner is not None
+                self._configuration.can_roll = rolling_choice.can_roll(trainer, options, self.cluster, *ways)
                 checks.sharding(options, self.num_models, tuned=self.tuner is not None)
                 checks.survival(options, tuned=self.tuner is not None)
             return PipelineRun(*parts, self._distributor)

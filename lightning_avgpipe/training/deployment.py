@@ -248,7 +248,7 @@ class Deployment:
 
         Args:
             placement: of several stages on each process; None: as it is.
-            changes: attributes that the planner is to have.
+            changes: attributes that the planner is to have, or ``rolling``.
         """
         if self.holdings.shards is not None:
             raise ConfigurationError(

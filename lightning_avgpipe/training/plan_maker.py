@@ -90,9 +90,11 @@ class PlanMaker:
         self._bandwidth = bandwidth
         self._slowness: tuple[float, ...] = ()  # of the processes, as they were when each had the whole module
 
-    def change(self, **changes: Any) -> None:
-        """The planner of the next plan has these attributes."""
-        self.planner = replace(self.planner, **changes)
+    def change(self, rolling: bool | None = None, **changes: Any) -> None:
+        """The planner of the next plan has these attributes; and plans for pipelines that roll, or not."""
+        updates = self.planner.updates
+        updates = updates if rolling is None else replace(updates, rolling=rolling)
+        self.planner = replace(self.planner, updates=updates, **changes)
 
     def provisional(self, examples: Examples, schedule: Schedule, num_pipelines: int) -> Plan | None:
         """A plan for which nobody gives anything up; None if the step skips all examples."""

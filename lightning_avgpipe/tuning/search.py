@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning.memory import nbytes
@@ -115,7 +116,8 @@ class Result:
         return (
             str(setting.num_pipelines),
             str(setting.num_microbatches),
-            f"advance {setting.advance}" if setting.schedule == "advance_forward" else setting.schedule,
+            (f"advance {setting.advance}" if setting.schedule == "advance_forward" else setting.schedule)
+            + ", rolling" * setting.rolling,
             _time(candidate),
             f"x {candidate.samples:.2f}",
             f"{nbytes(candidate.prediction.memory[stage])} on {stage}",
@@ -129,7 +131,7 @@ def candidates(
     microbatch_candidates: Sequence[int] | None = None,
     advances: Iterable[int] = ADVANCES,
     schedule: str = "advance_forward",
-    rolling: bool = False,
+    rolling: bool | Literal["auto"] = False,
 ) -> tuple[Setting, ...]:
     """All settings to consider.
 
@@ -140,7 +142,7 @@ def candidates(
             are more of those.
         advances: every h; those that change nothing are left out, and other schedules than advance forward have none.
         schedule: its name.
-        rolling: whether pipelines roll where there are several.
+        rolling: whether pipelines roll where there are several; ``"auto"``: both are considered.
     Raises:
         TuningError: no pipelines, or an M that the batch cannot be split into.
     """
@@ -148,13 +150,15 @@ def candidates(
         raise TuningError(f"max_num_pipelines={max_num_pipelines}: must be at least 1")
     counts = microbatch_counts(profile.batch_size, microbatch_candidates)
     usable = sorted(set(advances)) if schedule == "advance_forward" else [0]
+    kinds = (False, True) if rolling == "auto" else (rolling,)
     found = []
     for m in counts:
         distinct: dict[tuple[int, ...], int] = {}
         for h in usable:
             distinct.setdefault(Setting(m, 1, h, schedule).warm_up(profile.num_stages), h)
-        counted = range(1, max_num_pipelines + 1)
-        found += [Setting(m, n, h, schedule, rolling and n > 1) for n in counted for h in distinct.values()]
+        found += [Setting(m, 1, h, schedule) for h in distinct.values()]
+        several = range(2, max_num_pipelines + 1)
+        found += [Setting(m, n, h, schedule, rolls) for n in several for h in distinct.values() for rolls in kinds]
     return tuple(found)
 
 
@@ -216,17 +220,17 @@ def search(
 def _predicted(
     profile: Profile, settings: Sequence[Setting], limit: float, predictor: Predictor, factor: SamplesFactor
 ) -> tuple[Candidate, ...]:
-    samples = [samples_at(factor, setting.num_pipelines) for setting in settings]
+    samples = [samples_at(factor, setting.num_pipelines, setting.rolling) for setting in settings]
     found = list(map(Candidate, settings, predictor.bounds(profile, settings), samples))
-    best: dict[int, float] = {}  # seconds per batch, by N
+    best: dict[tuple[int, bool], float] = {}  # seconds per batch, of those that need as many samples
     for i in sorted(range(len(found)), key=lambda i: (found[i].prediction.at_least, found[i].prediction.per_batch_s)):
-        candidate, n = found[i], found[i].setting.num_pipelines
-        known = best.get(n, math.inf)
+        candidate, kind = found[i], (found[i].setting.num_pipelines, found[i].setting.rolling)
+        known = best.get(kind, math.inf)
         if not candidate.fits(limit) or candidate.prediction.per_batch_s > known * (1 + _ROUNDING):
             continue
         if candidate.prediction.at_least:
             candidate = found[i] = replace(candidate, prediction=predictor.predict(profile, candidate.setting))
-        best[n] = min(known, candidate.prediction.per_batch_s)
+        best[kind] = min(known, candidate.prediction.per_batch_s)
     return tuple(found)
 
 

@@ -61,9 +61,10 @@ def choice(*words: str) -> Allowed:
     return Allowed(f"one of {', '.join(map(repr, words))}", repr(words[0]), lambda v: _is_word(v, words))
 
 
-def flag() -> Allowed:
-    """Yes or no."""
-    return Allowed("True or False", "True", lambda v: isinstance(v, bool))
+def flag(*words: str) -> Allowed:
+    """Yes or no, or one of some words."""
+    what = " or ".join([*map(repr, words), "True or False"])
+    return Allowed(what, "True", lambda v: isinstance(v, bool) or _is_word(v, words))
 
 
 def names(what: str, example: str) -> Allowed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -231,6 +232,45 @@ def test_rolling_iterations_begin_as_if_the_choice_had_been_given_by_hand(liking
         mlp(AvgPipeTuner(refine=2, dirpath=tmp_path), {"rolling": True})
 
 
+@pytest.mark.parametrize("rolls", [True, False])
+def test_the_tuner_chooses_whether_to_roll_where_that_is_open(rolls: bool, liking: Any, tmp_path: Path) -> None:
+    setting = Setting(4, 2, 1, rolling=rolls)
+    liking(setting)
+    tuner = AvgPipeTuner(3, [2, 4], profile_batches=6, dirpath=tmp_path)
+    found, runner = mlp(
+        tuner, {"rolling": "auto"}, max_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], enable_checkpointing=True
+    )
+    assert tuner.result.choice.setting == setting and runner.strategy.rolls == rolls
+    expected, _ = mlp(None, {"rolling": rolls, **by_hand(setting)}, max_epochs=2)
+    assert_same(found.state_dict(), expected.state_dict())
+    # a run that goes on does as the one that was saved
+    (saved,) = tmp_path.glob("*.ckpt")
+    liking(Setting(2, 2, 0, rolling=not rolls))
+    _, runner = mlp(AvgPipeTuner(dirpath=tmp_path), {"rolling": "auto"}, max_epochs=3, ckpt_path=saved)
+    assert runner.strategy.rolls == rolls and runner.global_step == 6
+
+
+class Counting(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_cannot_roll_is_tuned_without(liking: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    liking(Setting(4, 2, 0, rolling=True), Setting(4, 2, 0))
+    ways = [({}, Eventful, "a metric object"), ({}, Counting, "changes 'calls'"), ({"refine": 1}, MLP, "refine=1")]
+    for options, module, why in ways:
+        tuner = AvgPipeTuner(2, [4], profile_batches=4, dirpath=tmp_path, **options)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            pipeline(2, strategy={"rolling": "auto"}, callbacks=[tuner], max_epochs=1).fit(
+                module(), loader(module, 16, 8)
+            )
+        assert not any(candidate.setting.rolling for candidate in tuner.result.candidates)
+        (said,) = [record.message for record in caplog.records if "do not roll" in record.message]
+        assert why in said
+
+
 def test_what_does_not_roll_is_refused_before_it_is_tuned(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="rolling=True and a metric object"):
         fitted([AvgPipeTuner(dirpath=tmp_path)], sized, {"rolling": True})
@@ -400,6 +440,10 @@ def tuned(rank: int, folder: Path) -> dict[str, Any]:
     found["reused"] = again.result
     model, runner = mlp(None, by, devices=2, ckpt_path=saving.best_model_path, max_epochs=2)
     found["resumed by hand"] = (weights(model), runner.global_step)
+    tuner_module.PREDICTORS["corrected"] = Liking(Setting(4, 2, 1, rolling=True))
+    for rolling, tuning in (("auto", AvgPipeTuner(2, [4], profile_batches=4, dirpath=folder)), (True, None)):
+        model, runner = mlp(tuning, {"rolling": rolling, **({} if tuning else by)}, devices=2, max_epochs=2)
+        found[f"rolling {rolling}"] = (weights(model), runner.strategy.rolls)
     return found
 
 
@@ -418,6 +462,8 @@ def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp
         assert_same(found["tuned"], found["by hand"])
         assert_same(found["resumed"], found["resumed by hand"])
         assert found["resumed"][1] > found["tuned"][1]
+        assert found["rolling auto"][1]
+        assert_same(found["rolling auto"], found["rolling True"])
     assert found["result"].profile.hops[0].forward.per_byte > 0
     assert found["result"].profile.devices == (1, 0)
     assert not (tmp_path / "again").exists()

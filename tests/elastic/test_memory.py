@@ -35,7 +35,9 @@ class Wide(Regression):
         return self.layers(x)
 
 
-def measured(num_pipelines: int, num_stages: int, schedule: Schedule, advance: int) -> tuple[Any, dict[int, Footprint]]:
+def measured(
+    num_pipelines: int, num_stages: int, schedule: Schedule, advance: int, rolling: bool = False
+) -> tuple[Any, dict[int, Footprint]]:
     """The strategy after two iterations, and what was measured in the first."""
     found: dict[int, Footprint] = {}
     finish = HostMeter.finish
@@ -46,7 +48,7 @@ def measured(num_pipelines: int, num_stages: int, schedule: Schedule, advance: i
 
     strategy = {
         "num_pipelines": num_pipelines, "num_microbatches": NUM_MICROBATCHES, "split_points": SPLITS[num_stages],
-        "schedule": schedule.name, "advance": advance, "costs": "measured", "costs_cache": None,
+        "schedule": schedule.name, "advance": advance, "costs": "measured", "costs_cache": None, "rolling": rolling,
     }  # fmt: skip
     with mock.patch.object(schedule_control.HostMeter, "finish", finished):
         runner = pipeline(num_stages, 1, strategy, max_epochs=1)
@@ -68,6 +70,18 @@ def test_n_models_keep_what_the_formula_says(num_stages: int) -> None:
             # all lanes are rarely at their peaks at once: the others may be one micro-batch away
             assert formula - (n - 1) * stash <= several[k].peak <= formula
             assert several[k].changes[Action(FORWARD, 1)] == n * stash
+
+
+@pytest.mark.parametrize("num_pipelines", [2, 3])
+def test_rolling_models_need_copies_of_what_they_began_with(num_pipelines: int) -> None:
+    found = {
+        rolling: measured(num_pipelines, 2, build("1f1b", 2, NUM_MICROBATCHES), 0, rolling) for rolling in (False, True)
+    }
+    copies = (num_pipelines + 1) * 3 * LAYER
+    for k in (0, 1):
+        assert found[True][1][k].peak == found[False][1][k].peak + copies
+        plans = {rolling: strategy.plan.stages[k].memory.held for rolling, (strategy, _) in found.items()}
+        assert plans[True] == plans[False] + copies
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -162,3 +165,63 @@ def test_half_precision_is_mixed_in_single() -> None:
     other.end(0)
     for found, expected in zip([*reference, *made[0]], [*wide[1], *wide[0][0]], strict=True):
         assert torch.equal(found, expected.to(torch.bfloat16))
+
+
+class InTurns:
+    """Stands for the connection of a group to others, which take turns in this process."""
+
+    def __init__(self, sums: list[Model], count: int) -> None:
+        self.sums, self.count, self.begun = sums, count, 0
+
+    def begin_sum(self, tensors: Model) -> Callable[[], None]:
+        number, self.begun = self.begun, self.begun + 1
+        if number == len(self.sums):
+            self.sums.append([torch.zeros_like(t) for t in tensors])
+        torch._foreach_add_(self.sums[number], tensors)
+        return lambda: torch._foreach_copy_(tensors, self.sums[number])
+
+
+def grouped(made: list[Model], reference: Model, groups: int, alpha: float) -> tuple[list[StaggeredAveraging], Any]:
+    """The averaging of each group, and its reference."""
+    sums: list[Model] = []
+    centres = [[t.clone() for t in reference] for _ in range(groups)]
+    size = len(made) // groups
+    found: Any = [
+        StaggeredAveraging("scaled", made[g * size :][:size], centre, alpha, 1.7, InTurns(sums, groups))  # type: ignore[arg-type]
+        for g, centre in enumerate(centres)
+    ]
+    return found, centres
+
+
+@pytest.mark.parametrize(("groups", "size"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_groups_have_one_reference_which_is_the_mean_of_all_models(groups: int, size: int, alpha: float) -> None:
+    count = groups * size
+    made, reference = models(count)
+    averaging, centres = grouped(made, reference, groups, alpha)
+    for t, iteration in enumerate(updates(count, 30)):
+        for n, update in enumerate(iteration):
+            step(made[n], update)
+            averaging[n // size].end(n % size)
+        if t % 7 == 3:  # which changes nothing of what follows
+            for one in averaging:
+                one.catch_up()
+            for found in centres:
+                for tensor, expected in zip(found, mean(made), strict=True):
+                    torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-12)
+    apart = max(float((t - centre).abs().max()) for m in made for t, centre in zip(m, centres[0], strict=True))
+    assert (apart < 1.0) == (alpha > 0)  # else as far as they began, and as updates took them
+
+
+def test_one_group_alone_meets_as_without_groups() -> None:
+    (made, reference), (other, centre) = models(3), models(3)
+    averaging, (known,) = grouped(made, reference, 1, 1 / 3)
+    changes = updates(3, 9)
+    for iteration in changes:
+        for n, update in enumerate(iteration):
+            step(made[n], update)
+            averaging[0].end(n)
+    averaging[0].catch_up()
+    train("scaled", 1.7, other, centre, changes)
+    for found, expected in zip([*known, *made[0], *made[2]], [*centre, *other[0], *other[2]], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)

@@ -67,7 +67,7 @@ def test_a_script_goes_on_without_the_group_of_its_own_process(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_groups": 1, "rolling": True}, "min_groups=1 with rolling=True: it is for one group"),
+        ({"min_groups": 1, "rolling": True}, "min_groups=1 with rolling=True: groups that die leave others with sums"),
         ({"min_groups": 1, "replicas": 2}, "one model without one of them"),
         ({"min_groups": 1, "start_method": "fork"}, "all processes are ended when one dies"),
         ({"min_groups": 0}, "min_groups=0: must be an integer from 1"),

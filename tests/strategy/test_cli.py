@@ -101,6 +101,7 @@ def test_options_on_the_command_line_go_over_those_of_the_file(
         ("split_points=[1]", r'"split_points"'),
         ("split_batch=no.such.function", r'"split_batch"'),
         ("save_distributed_checkpoint=perhaps", r'"save_distributed_checkpoint"'),
+        ("rolling=sometimes", r'"rolling"'),
         ("start_method=magic", r'"start_method"'),
         ("timeout=soon", r'"timeout"'),
         ("microbatches=8", r"'microbatches' is not accepted"),
@@ -130,6 +131,14 @@ def test_every_config_parses_and_is_commented(path: Path, example: Any, capsys: 
     assert "avgpipe" in printed(example, capsys, "--config", str(path), "--print_config", **own).lower()
     assert path.read_text().startswith("# ")
     assert f"--config configs/{path.name}" in path.read_text()
+
+
+@pytest.mark.parametrize(("given", "found"), [("true", True), ("auto", "auto")])
+def test_rolling_is_a_flag_or_left_open(
+    given: str, found: Any, example: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = printed(example, capsys, STRATEGY, f"--trainer.strategy.rolling={given}", "--print_config")
+    assert yaml.safe_load(out)["trainer"]["strategy"]["init_args"]["rolling"] == found
 
 
 @pytest.mark.parametrize("weight", ["labels", "1.mask", "statistics.fmean"])

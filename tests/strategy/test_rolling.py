@@ -18,6 +18,7 @@ from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.elastic.staggered import DEFAULT, StaggeredAveraging
 from lightning_avgpipe.engine.executor import Lane
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy import checks
 from tests import processes
 from tests.driver import accumulate
 from tests.elastic.models import Batches, Models, Net, assert_equal, state, train
@@ -53,8 +54,10 @@ class Scaled(Net):
         return loss * (1 + self.global_step + 3 * batch_idx + 7 * self.trainer.fit_loop.epoch_loop.batch_idx)
 
 
-def in_turn(module: Any, batches: list[Any], num_pipelines: int) -> dict[str, Tensor]:
-    """What one process does without stages: the models take turns. Gives the reference."""
+def in_turn(module: Any, batches: list[Any], num_pipelines: int, every: int = 1) -> dict[str, Tensor]:
+    """What one process does without stages: the models take turns to step, after so many iterations, and at the end of
+    the data. Gives the reference.
+    """
     models = [copy.deepcopy(module) for _ in range(num_pipelines)]
     reference = copy.deepcopy(module)
     optimizers = [model.configure_optimizers() for model in models]
@@ -62,26 +65,31 @@ def in_turn(module: Any, batches: list[Any], num_pipelines: int) -> dict[str, Te
     rule = StaggeredAveraging(
         DEFAULT, lists, [p.detach() for p in reference.parameters()], 1 / num_pipelines, num_pipelines**0.5
     )
-    for t in range(0, len(batches), num_pipelines):
+    iterations = [batches[i : i + num_pipelines] for i in range(0, len(batches), num_pipelines)]
+    for t, bundle in enumerate(iterations):
+        begins, steps = t % every == 0, (t + 1) % every == 0 or t + 1 == len(iterations)
         for n, model in enumerate(models):
-            if t + n < len(batches):
-                number = t // num_pipelines
-                model.training_step = lambda part, i, model=model, number=number: model.loss(part) * (1 + 11 * number)
+            if begins:
                 optimizers[n].zero_grad()
-                accumulate(model, batches[t + n], 2)
+            if n < len(bundle):
+                factor = (1 + t // every + 10 * t) / every
+                model.training_step = lambda part, i, model=model, factor=factor: model.loss(part) * factor
+                accumulate(model, bundle[n], 2)
+            if steps:  # what has no gradients stays as it is
                 optimizers[n].step()
-            rule.end(n)
+                rule.end(n)
     return dict(reference.named_parameters())
 
 
-@pytest.mark.parametrize(("num_pipelines", "num_stages"), [(2, 3), (3, 2), (2, 1)])
-def test_models_take_turns_as_in_a_plain_loop(order: str, num_pipelines: int, num_stages: int) -> None:
+@pytest.mark.parametrize(("num_pipelines", "num_stages", "every"), [(2, 3, 1), (3, 2, 1), (2, 1, 1), (2, 2, 2)])
+def test_models_take_turns_as_in_a_plain_loop(order: str, num_pipelines: int, num_stages: int, every: int) -> None:
     torch.manual_seed(3)
     model = Scaled()
     expected = copy.deepcopy(model)
     data = [Net.example(8) for _ in range(7)]  # a ragged end
-    reference = in_turn(expected, data, num_pipelines)
-    train(model, Batches(data), num_stages, rolling=True, num_pipelines=num_pipelines)
+    reference = in_turn(expected, data, num_pipelines, every)
+    trainer = {"accumulate_grad_batches": every}
+    train(model, Batches(data), num_stages, rolling=True, num_pipelines=num_pipelines, trainer=trainer)
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, reference[name]), f"{name} differs"
@@ -355,6 +363,19 @@ def test_options_that_models_would_follow_together_are_refused(option: dict[str,
         AvgPipeStrategy(rolling=True, num_pipelines=2, **option)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "tuned", "named"),
+    [
+        ({"replicas": 2}, False, r"2 groups of processes \(replicas\).*use rolling=False"),
+        ({}, True, r"rolling=True with AvgPipeTuner in 2 groups.*use rolling=False"),
+    ],
+)
+def test_groups_that_work_together_within_a_step_are_refused(strategy: Any, tuned: bool, named: str) -> None:
+    given = AvgPipeStrategy(rolling=True, num_pipelines=2, **strategy).options
+    with pytest.raises(ConfigurationError, match=named):
+        checks.overlapping(pipeline(1), given, 1, 2, tuned)
+
+
 # -- several processes -----------------------------------------------------------------------------------------------
 
 
@@ -371,9 +392,18 @@ def fit(devices: int) -> Any:
     )
 
 
+def fit_open(devices: int, rolling: Any = "auto") -> dict[str, Tensor]:
+    """The first batch tells that the step does not bear it."""
+    torch.manual_seed(4)
+    model = Changing("adamw")
+    strategy = {"num_pipelines": 2, "num_microbatches": 2, "rolling": rolling}
+    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(Net, 40, 8))
+    return state(model)
+
+
 def in_process(rank: int) -> Any:
     torch.set_num_threads(1)
-    return fit(2)
+    return [*fit(2), fit_open(2)]
 
 
 def fit_frozen(devices: int, schedule: str) -> dict[str, Tensor]:
@@ -405,8 +435,10 @@ def test_stages_that_begin_to_train_and_split_backwards_roll(tmp_path: Path, mon
 
 def test_two_processes_train_the_models_of_one(tmp_path: Path) -> None:
     weights, calls, metrics = fit(1)
+    drained = fit_open(1, rolling=False)
     for found in processes.results(processes.run(2, in_process, folder=tmp_path)):
         assert_equal(found[0], weights)
         assert found[2] == metrics
+        assert_equal(found[3], drained)
         told = [call for call in calls if call[0] != "on_before_backward"]
         assert [call for call in found[1] if call[0] != "on_before_backward"] == told

@@ -85,6 +85,12 @@ def test_only_several_pipelines_roll() -> None:
     assert [dataclasses.replace(setting, rolling=False) for setting in rolling] == [*candidates(PROFILE, 3)]
 
 
+def test_where_it_is_open_each_number_of_pipelines_is_considered_with_and_without_rolling() -> None:
+    both = candidates(PROFILE, 3, rolling="auto")
+    assert len(set(both)) == len(both)
+    assert {*both} == {*candidates(PROFILE, 3), *candidates(PROFILE, 3, rolling=True)}
+
+
 def test_the_picture_hatches_what_does_not_fit_and_marks_the_choice() -> None:
     limit = tight(0.1)
     result = search(PROFILE, SETTINGS, limit)
