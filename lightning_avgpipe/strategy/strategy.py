@@ -339,14 +339,14 @@ class AvgPipeStrategy(ParallelStrategy):
     def num_groups(self) -> int:
         """Groups of processes that host all K stages, without those that have left."""
         if self._connection.cluster is not None:
-            return self._connection.cluster.stage_map.num_groups
+            return self._connection.cluster.place[1]
         return len(self.device_layout.groups(self.num_stages))
 
     @property
     def group_number(self) -> int:
         """Which group this process is in, 0-based."""
         if self._connection.cluster is not None:
-            return self._connection.cluster.group_number
+            return self._connection.cluster.place[0]
         groups = enumerate(self.device_layout.groups(self.num_stages))
         return next(number for number, ranks in groups if self.global_rank in ranks)
 
@@ -510,6 +510,8 @@ class AvgPipeStrategy(ParallelStrategy):
         layout, options, trainer = self.device_layout, self.options, self.lightning_module.trainer
         cluster = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
         self._connection.open(self.cluster_environment, options)
+        if cluster.apart:
+            checks.comeback(trainer, self.passthrough or self.whole is not None)
         sends, early = cluster.reads and cluster.group.world_size > 1, not has_transfer_hooks(trainer)
         wanted = partial(batches_wanted, trainer)
         self._distributor = Distributor(cluster.batch_stream, self._needs, sends, early, wanted)
@@ -519,7 +521,7 @@ class AvgPipeStrategy(ParallelStrategy):
     def _divide_data(self, trainer: pl.Trainer, cluster: Cluster) -> None:
         """Before anybody asks for the number of iterations, in ``setup`` or ``configure_optimizers`` of the module."""
         # partial functions of what can be pickled, as a trainer can; data of unknown length ends everywhere at once
-        any_ends = partial(self._connection.decide, unanimously=False) if cluster.stage_map.num_groups > 1 else None
+        any_ends = partial(self._connection.decide, unanimously=False) if cluster.place[1] > 1 else None
         count, look = partial(getattr, self._configuration, "num_pipelines"), partial(getattr, self, "tuner")
         self._data_undo.enter_context(bundling(trainer, count, any_ends, look))
         self._data_undo.enter_context(sharing(trainer, cluster))
