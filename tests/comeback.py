@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 import warnings
 from collections.abc import Sequence
@@ -17,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from tests import processes
-from tests.elastic.models import Models, assert_equal
+from tests.elastic.models import OPTIMIZERS, Models, assert_equal
 from tests.models import MLP, loader
 from tests.survival import BATCH, SAMPLES, Death, Mortal, Noted
 from tests.trainers import pipeline
@@ -43,7 +46,11 @@ class Plan:
         timeout_s: of the strategy.
         resumes: the checkpoint from which all begin, with all groups.
         epochs: at most.
-        goes_on: whether training ends when no group has come back for so many epochs.
+        until: a file; training ends with the epoch in which it is there. None: when groups have been back for a while.
+        then: rank of a process that is killed when a group has come back.
+        optimizer: name of it.
+        tests: whether there is a test after training.
+        plateau: whether the learning rate depends on a metric.
     """
 
     size: int = 2
@@ -55,6 +62,11 @@ class Plan:
     timeout_s: float = 60.0
     resumes: Path | None = None
     epochs: int = EPOCHS
+    until: Path | None = None
+    then: int = -1
+    optimizer: str = "adam"
+    tests: bool = False
+    plateau: bool = False
 
     @property
     def world_size(self) -> int:
@@ -66,44 +78,54 @@ class Plan:
 
 
 class Returning(Mortal):
-    """May also die while it joins, has a schedule, and is of a rate that callbacks can see."""
+    """May also die while it joins, and has a schedule that depends on a metric."""
+
+    plan = Plan()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.happens["here"] and self.happens["at"].phase == JOINS:
-            self.happens["at"] = replace(self.happens["at"], phase="between")
-            (self.happens["folder"] / "joining").touch()
-            self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 99
-            self.reach("between")
+        death = self.happens["at"]
+        if self.happens["here"] and death.phase == JOINS:
+            (self.happens["folder"] / "struck").touch()
+            os.kill(os.getpid(), signal.Signals[death.signal])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-        plateau = {"scheduler": scheduler, "monitor": "val_loss", "strict": False}
-        return {"optimizer": optimizer, "lr_scheduler": plateau} if self.watches else optimizer
+        optimizer = OPTIMIZERS[self.plan.optimizer](self.parameters())
+        if self.plan.plateau:
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", 0.7, patience=0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
-    watches = True
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("tested", self.loss(batch))
 
 
 class Ending(L.Callback):
-    """Training ends some epochs after all groups are there again, of which some were not."""
+    """Training ends some epochs after groups have come back."""
 
-    def __init__(self, groups: int, missed: bool) -> None:
-        self.groups = groups
+    def __init__(self, plan: Plan, missed: bool) -> None:
+        self.plan = plan
         self.missed = missed
         self.count = 0
 
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        there = trainer.strategy.num_groups  # type: ignore[attr-defined]
+        if trainer.global_rank == self.plan.then and self.missed and there == self.plan.groups:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         there = trainer.strategy.num_groups  # type: ignore[attr-defined]
-        self.missed |= there < self.groups
-        self.count = self.count + 1 if self.missed and there == self.groups else 0
-        trainer.should_stop = self.count == AFTER
+        self.missed |= there < self.plan.groups
+        back = there == self.plan.groups or self.plan.then >= 0
+        self.count = self.count + 1 if self.missed and back else 0
+        until = self.plan.until
+        trainer.should_stop = self.count == AFTER if until is None else trainer.strategy.broadcast(until.exists())
 
 
 def train(rank: int, folder: Path, death: Death, plan: Plan, anew: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(death.seed)
     model, noted, models = Returning(), Noted(), Models()
-    model.watches = plan.validates
+    model.plan = plan
     model.arm(death, rank, folder)
     options = {
         "num_pipelines": plan.pipelines, "num_microbatches": 2, "min_groups": 1,
@@ -112,7 +134,7 @@ def train(rank: int, folder: Path, death: Death, plan: Plan, anew: bool) -> dict
     saving = ModelCheckpoint(
         folder.parent / "saved", filename="{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True
     )
-    callbacks = [noted, models, saving, *([Ending(plan.groups, anew)] if plan.resumes is None else [])]
+    callbacks = [noted, models, saving, *([Ending(plan, anew)] if plan.resumes is None else [])]
     runner = pipeline(
         plan.size, plan.world_size, options, callbacks=callbacks, enable_checkpointing=True,
         **{
@@ -124,18 +146,26 @@ def train(rank: int, folder: Path, death: Death, plan: Plan, anew: bool) -> dict
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runner.fit(model, data, loader(MLP, 8, 4) if plan.validates else None, ckpt_path=plan.resumes)
+    tested = runner.test(model, loader(MLP, 8, 4))[0]["tested"] if plan.tests else None
     return {
+        "tested": tested,
         "iterations": noted.iterations, "seen": noted.seen, "models": models.models, "reference": models.reference,
         "steps": runner.global_step, "epochs": runner.current_epoch, "leads": runner.is_global_zero,
         "warned": [str(warning.message) for warning in caught],
-        "states": [state["step"].item() for state in runner.optimizers[0].state.values()],
+        "rate": runner.optimizers[0].param_groups[0]["lr"],
         "metrics": {name: float(value) for name, value in runner.callback_metrics.items()},
         "folder": saving.dirpath,
     }  # fmt: skip
 
 
 def start(
-    folder: Path, plan: Plan, port: int, death: Death = NOBODY, group: int | None = None, after: Path | None = None
+    folder: Path,
+    plan: Plan,
+    port: int,
+    death: Death = NOBODY,
+    group: int | None = None,
+    after: Path | None = None,
+    pids: list[int] | None = None,
 ) -> list[processes.Outcome]:
     """Start all processes, or those of a group anew when a file is there; gives how they end."""
     deadline = time.monotonic() + processes.LIMIT_S
@@ -144,8 +174,9 @@ def start(
     folder.mkdir()
     ranks = None if group is None else plan.group(group)
     return processes.run(
-        plan.world_size, train, folder, death, plan, group is not None, folder=folder, ranks=ranks, port=port
-    )
+        plan.world_size, train, folder, death, plan, group is not None,
+        folder=folder, ranks=ranks, port=port, pids=pids,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -172,12 +203,15 @@ def tell(folder: Path, plan: Plan, death: Death, *lives: Death, group: int | Non
     port = processes.free_port()
     number = death.rank // plan.size if group is None else group
     with ThreadPoolExecutor(len(lives) + 1) as waiting:
-        struck, later = folder / "first" / "struck", list[Future[list[processes.Outcome]]]()
+        struck, later, pids = folder / "first" / "struck", list[Future[list[processes.Outcome]]](), list[int]()
         for count, life in enumerate(lives):
             anew = folder / f"anew-{count}"
-            later.append(waiting.submit(start, anew, plan, port, life, number, struck))
+            later.append(waiting.submit(start, anew, plan, port, life, number, struck, pids))
             struck = anew / "struck"
         first = start(folder / "first", plan, port, death)
+        for pid in pids:  # of processes that were stopped
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
         return Story(first, [future.result() for future in later])
 
 
@@ -196,7 +230,9 @@ def check_alike(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, An
         assert one["steps"] == other["steps"]
         held = {name for name, tensor in one["reference"].items() if not tensor.is_meta}
         assert held
-        for mine, theirs in zip([one["reference"], *one["models"]], [other["reference"], *other["models"]], strict=True):
+        for mine, theirs in zip(
+            [one["reference"], *one["models"]], [other["reference"], *other["models"]], strict=True
+        ):
             assert_equal({name: mine[name] for name in held}, {name: theirs[name] for name in held})
 
 

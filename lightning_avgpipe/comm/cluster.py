@@ -285,6 +285,19 @@ class Cluster:
         if failed:
             self._network.close()
 
+    def meet_anew(self) -> None:
+        """A group has come back: connect all that meet, now that all of them are there. Every process calls it.
+
+        So whoever dies afterwards breaks a connection, and nobody waits for one that will not come. If the group leaves
+        meanwhile, it does so for what follows.
+        """
+        what = "the return of a group"
+        self.world.barrier(what)
+        self.leaders.barrier(what)
+        assert self.replica_group is not None
+        self.replica_group.begin_sum([torch.zeros(1, device=self.device)])
+        self.replica_group.settle()
+
     def confirm(self, asked: str, where: str) -> None:
         """Wait until all ask for the same, while this is open. Arguments and errors as of :meth:`Agreement.confirm`."""
         if self._is_open and (agreement := self._agreement) is not None:
@@ -417,7 +430,7 @@ class Cluster:
         self._meetings.enter(membership.count)
 
     def _go_on(self) -> None:
-        """Groups have left the averaging, or come back, at the same point of the program on all processes that go on."""
+        """Groups have left the averaging, or come back, at the same point of the program on all that go on."""
         self.stage_map = self._of_groups_left(self.stage_map)
         self.transport.follow(self.stage_map)
 

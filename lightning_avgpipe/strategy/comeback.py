@@ -121,7 +121,7 @@ class Comeback:
         if not failed and not returns.admit(invitation):
             failed = "another group has left meanwhile"
         if not failed:
-            self.survivors.count_in(invitation.group, self.configuration.num_pipelines)
+            self._count_in(invitation)
         elif cluster.leads:
             returns.refuse(invitation, failed)
             rank_zero_warn(f"group {invitation.group} does not come back: {failed}. The others go on without it")
@@ -181,6 +181,11 @@ class Comeback:
         self._take(Legacy(**told))
         ready()
         returns.join(invitation)
+        self._count_in(invitation)
+
+    def _count_in(self, invitation: Invitation) -> None:
+        """All agree that the group has come back. Every process calls it, those of the group too."""
+        self.cluster.meet_anew()
         self.survivors.count_in(invitation.group, self.configuration.num_pipelines)
 
     def _take(self, legacy: Legacy) -> None:

@@ -102,8 +102,8 @@ class Connection:
         assert self.cluster is not None
         if self.cluster.apart:
             raise ConfigurationError(
-                "this process was started anew, and has not come back to the others in the first run of its trainer, so "
-                "it cannot in another one"
+                "this process was started anew, and has not come back to the others in its first run, so it cannot in "
+                "another one"
             )
         rank, size = self.cluster.world.rank, self.cluster.world.world_size
         if size == 1:

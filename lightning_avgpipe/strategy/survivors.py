@@ -72,10 +72,11 @@ class Survivors:
             return
         trainer, models = self._trainer, num_pipelines * len(self._left)
         ranks = ", ".join(map(str, self._cluster.ranks_at_start(group)))
+        back = "has come back" if group in self._left else "has come back, and left at once"
         rank_zero_warn(
-            f"group {group} has come back: ranks {ranks} were started anew. Training goes on at step "
-            f"{trainer.global_step} with {len(self._left)} groups of processes, {models} models, of which the new ones "
-            "start from the reference; all data are divided among them"
+            f"group {group} {back}: ranks {ranks} were started anew. Training goes on at step {trainer.global_step} "
+            f"with {len(self._left)} group{'s' * (len(self._left) > 1)} of processes, {models} "
+            f"model{'s' * (models > 1)}, of which new ones start from the reference; all data are divided among them"
         )
         self._log()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.comeback import AFTER, Plan, again, check_alike, check_data, tell, NOBODY
+from tests.comeback import AFTER, NOBODY, Plan, again, check_alike, check_data, tell
 from tests.processes import results
 from tests.survival import Death
 
