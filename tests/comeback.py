@@ -47,7 +47,7 @@ class Plan:
         resumes: the checkpoint from which all begin, with all groups.
         epochs: at most.
         until: a file; training ends with the epoch in which it is there. None: when groups have been back for a while.
-        then: rank of a process that is killed when a group has come back.
+        then: rank of a process that is killed in the second epoch after a group has come back.
         optimizer: name of it.
         tests: whether there is a test after training.
         plateau: whether the learning rate depends on a metric.
@@ -109,13 +109,13 @@ class Ending(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         there = trainer.strategy.num_groups  # type: ignore[attr-defined]
-        if trainer.global_rank == self.plan.then and self.missed and there == self.plan.groups:
+        if trainer.global_rank == self.plan.then and self.count and there == self.plan.groups and batch_idx == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         there = trainer.strategy.num_groups  # type: ignore[attr-defined]
         self.missed |= there < self.plan.groups
-        back = there == self.plan.groups or self.plan.then >= 0
+        back = there == self.plan.groups or (self.count and self.plan.then >= 0)
         self.count = self.count + 1 if self.missed and back else 0
         until = self.plan.until
         trainer.should_stop = self.count == AFTER if until is None else trainer.strategy.broadcast(until.exists())

@@ -214,21 +214,28 @@ class Monitor:
     def _tell(self, board: Board) -> None:
         """Post what is reported here; and take note of groups that have left."""
         membership = self._membership
+        if membership is not None and self._is_left(membership):
+            return  # what is reported here is not of those that take part
         for rank, why in list(self._reports.items()):
             reason = "" if membership is None else membership.leave(membership.group_of(rank), why)
             if membership is None or reason:
                 board.post_failure(f"{why}{reason and f'. {reason}'}")
                 return
             del self._reports[rank]
-        if membership is None:
-            return
+        if membership is not None:
+            self._is_left(membership)
+
+    def _is_left(self, membership: Membership) -> bool:
+        """Take note of groups that have left, or come back; tells whether that of this process has left."""
         membership.read()
         if membership.count > self._gone:
             self._gone = membership.count
             self._wake()
-        if (left := membership.why_left) is not None:
-            self._learn(f"{left}\n\nThe other groups go on without group {membership.group}")
-            self._read_by_all = True  # the store outlives it
+        if (left := membership.why_left) is None:
+            return False
+        self._learn(f"{left}\n\nThe other groups go on without group {membership.group}")
+        self._read_by_all = True  # the store outlives it
+        return True
 
     def _learn(self, failure: str) -> None:
         if self.failure is None:

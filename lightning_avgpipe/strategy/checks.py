@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -76,9 +77,11 @@ def comeback(running: pl.Trainer, whole: bool) -> None:
         running: the trainer.
         whole: whether its steps run whole, or in one process.
     """
-    if running.state.fn == TrainerFn.FITTING and not whole:
+    finds = any(isinstance(callback, LearningRateFinder) for callback in running.callbacks)  # type: ignore[attr-defined]
+    if running.state.fn == TrainerFn.FITTING and not whole and not finds:
         return
-    reason = "its steps run whole" if whole else "its first run is no fit()"
+    reason = "LearningRateFinder would train before" if finds else "its first run is no fit()"
+    reason = "its steps run whole" if whole else reason
     raise ConfigurationError(
         f"rank {running.global_rank} was started anew, but its group cannot come back: {reason}. The others go on "
         "without it"

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
@@ -41,7 +41,7 @@ class Legacy:
     Attributes:
         options: of the strategy, that must be the same.
         checkpoint: without parallel models.
-        trained: whether each parameter is.
+        trained: name -> whether a parameter is.
         plan: of the stages.
         graphs: of the steps that run.
         kept_whole: stages of the run in which batches are not split.
@@ -74,6 +74,7 @@ class Comeback:
         splitter: of batches.
         survivors: who goes on when a group leaves.
         announce: called when there is a plan that stays.
+        trained: name -> whether a parameter is, as training began.
     """
 
     trainer: pl.Trainer
@@ -84,6 +85,7 @@ class Comeback:
     splitter: BatchSplitter
     survivors: Survivors
     announce: Callable[[], None]
+    trained: Mapping[str, bool]
 
     def begin_epoch(self) -> None:
         """An epoch is about to begin. Every process calls it."""
@@ -139,13 +141,15 @@ class Comeback:
             return "the state of outer_optimizer is not given along"
         if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             return "StochasticWeightAveraging keeps weights that are not given along"
+        if self.trained != trained_in(trainer.lightning_module):
+            return "parameters were frozen, or began to train, since training began"
         if self.configuration.asked:
             return "the stages have changed since training began, or are about to"
         return self.deployment.why_not_given()
 
     def _legacy(self) -> Legacy:
         """Every process gathers it, those of all groups; the first one sends it."""
-        trainer, module, ensemble = self.trainer, self.trainer.lightning_module, self.deployment.models.ensemble
+        trainer, ensemble = self.trainer, self.deployment.models.ensemble
         if ensemble is not None and ensemble.averager.steps:  # the new models could not catch up with these
             ensemble.show_reference(False)
             ensemble.averager.begin()
@@ -157,7 +161,7 @@ class Comeback:
         return Legacy(
             options=self.configuration.options.shared,
             checkpoint=checkpoint,
-            trained={name: parameter.requires_grad for name, parameter in module.named_parameters()},
+            trained=self.trained,
             plan=plan,
             graphs=self.deployment.graphs,
             kept_whole=frozenset(self.splitter.kept_whole),
@@ -190,14 +194,13 @@ class Comeback:
 
     def _take(self, legacy: Legacy) -> None:
         """Go on from where the others are, as far as this group does so alone."""
-        trainer, module = self.trainer, self.trainer.lightning_module
         checks.same_options([legacy.options, self.configuration.options.shared])
+        if self.trained != legacy.trained:
+            raise ConfigurationError("the others train other parameters than this process, which was started anew")
         self._have_validation(legacy.validates)
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(legacy.trained[name])
         self._restore(legacy.checkpoint)
         self.splitter.kept_whole |= legacy.kept_whole
-        trainer._logger_connector._callback_metrics.update(
+        self.trainer._logger_connector._callback_metrics.update(
             tree.map_tensors(lambda t: t.to(self.cluster.device), dict(legacy.metrics))
         )
         self.survivors.succession.take_versions(legacy.versions)
@@ -234,6 +237,11 @@ class Comeback:
         finally:
             connector._loaded_checkpoint = {}
         _go_on(trainer.fit_loop)
+
+
+def trained_in(module: nn.Module) -> dict[str, bool]:
+    """Name -> whether a parameter is trained."""
+    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
 
 def _go_on(loop: _Loop) -> None:

@@ -128,14 +128,16 @@ def rolling(trainer: pl.Trainer, iterations: AheadIterations, batches: Batches) 
 def letting_back(trainer: pl.Trainer, comeback: Comeback) -> Iterator[None]:
     """Within this context an epoch of training begins when it is known which groups take part in it."""
     loop, begin = trainer.fit_loop, trainer.fit_loop.on_advance_start
-    if comeback.cluster.apart:  # the others have made theirs
-        trainer.num_sanity_val_steps = 0
+    checks = 0 if comeback.cluster.apart else trainer.num_sanity_val_steps  # the others have made theirs
 
     def on_advance_start() -> None:
         comeback.begin_epoch()
         begin()
 
-    with replaced(loop, "on_advance_start", on_advance_start):
+    with (
+        replaced(loop, "on_advance_start", on_advance_start),
+        replaced(trainer, "num_sanity_val_steps", checks),
+    ):
         yield
 
 

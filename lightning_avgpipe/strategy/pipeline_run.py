@@ -30,7 +30,7 @@ from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.bundles import recount
 from lightning_avgpipe.strategy.checkpoint_state import DividedState, WholeState
-from lightning_avgpipe.strategy.comeback import Comeback
+from lightning_avgpipe.strategy.comeback import Comeback, trained_in
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor
@@ -159,7 +159,8 @@ class PipelineRun:
     def _let_back(self, survivors: Survivors) -> None:
         """Groups that have left may come back when an epoch begins, until teardown."""
         trainer, parts = self._trainer, (self.deployment, self.state, self.splitter)
-        comeback = Comeback(trainer, self.cluster, self.configuration, *parts, survivors, self._announce)
+        trained = trained_in(trainer.lightning_module)
+        comeback = Comeback(trainer, self.cluster, self.configuration, *parts, survivors, self._announce, trained)
         self._undo.enter_context(changes.letting_back(trainer, comeback))
         self._undo.callback(lambda: None if self._connection.failed else comeback.end())
 
