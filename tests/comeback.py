@@ -173,10 +173,13 @@ def start(
         time.sleep(0.05)
     folder.mkdir()
     ranks = None if group is None else plan.group(group)
-    return processes.run(
-        plan.world_size, train, folder, death, plan, group is not None,
-        folder=folder, ranks=ranks, port=port, pids=pids,
-    )  # fmt: skip
+    try:
+        return processes.run(
+            plan.world_size, train, folder, death, plan, group is not None,
+            folder=folder, ranks=ranks, port=port, pids=pids,
+        )  # fmt: skip
+    finally:
+        (folder / "ended").touch()
 
 
 @dataclass(frozen=True)

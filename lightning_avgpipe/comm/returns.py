@@ -14,9 +14,10 @@ them. Every wait is bounded.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from lightning_avgpipe.errors import ConfigurationError, PeerError
 T = TypeVar("T")
 
 _HERE_S = 10.0  # how long processes that ask may take to say that they are still there
+_REASON_S = 5.0  # and the first process, to say why it does not wait any more
 _POLL_S = 0.1
 _BEATS = "beats"
 
@@ -268,12 +270,13 @@ class Returns:
     def receive(self, invitation: Invitation) -> tuple[Any, Callable[[], None]]:
         """What the first process sends; and what is called when this one is ready to go on from there."""
         visit = self._visit(invitation)
-        item = visit.broadcast(None)
 
         def ready() -> None:
-            visit.barrier("what its new processes need")
+            with self._explained(invitation):
+                visit.barrier("what its new processes need")
 
-        return item, ready
+        with self._explained(invitation):
+            return visit.broadcast(None), ready
 
     def join(self, invitation: Invitation) -> None:
         """Be among the others again, as soon as these have agreed to it. Every process of the group calls it.
@@ -295,6 +298,18 @@ class Returns:
             raise self._refused("another group has left meanwhile")
         self._meetings.begin(waits, self._network.lasting_store(run))
         self._meetings.enter(invitation.changes + 1)
+
+    @contextlib.contextmanager
+    def _explained(self, invitation: Invitation) -> Iterator[None]:
+        """Within this context, if the first process gives up, it is given a moment to say why."""
+        try:
+            yield
+        except PeerError:
+            deadline = time.monotonic() + _REASON_S
+            while time.monotonic() < deadline:
+                self._check(invitation.ticket)
+                time.sleep(_POLL_S)
+            raise
 
     def _enter(self, lasting: dist.Store, run: dist.Store, invitation: Invitation) -> bool | None:
         """In the thread that talks to the store."""
