@@ -51,6 +51,7 @@ class Plan:
         optimizer: name of it.
         tests: whether there is a test after training.
         plateau: whether the learning rate depends on a metric.
+        keeps: whether the module keeps what no checkpoint has, and saves where loggers say.
     """
 
     size: int = 2
@@ -67,6 +68,7 @@ class Plan:
     optimizer: str = "adam"
     tests: bool = False
     plateau: bool = False
+    keeps: bool = False
 
     @property
     def world_size(self) -> int:
@@ -81,6 +83,17 @@ class Returning(Mortal):
     """May also die while it joins, and has a schedule that depends on a metric."""
 
     plan = Plan()
+    heat = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.randn(8), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.plan.keeps:
+            return super().training_step(batch, batch_idx)
+        self.heat = self.heat * 0.99
+        return self.heat * super().training_step((batch[0] + self.noise, batch[1]), batch_idx)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         death = self.happens["at"]
@@ -123,7 +136,7 @@ class Ending(L.Callback):
 
 def train(rank: int, folder: Path, death: Death, plan: Plan, anew: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
-    torch.manual_seed(death.seed)
+    torch.manual_seed(death.seed + anew)
     model, noted, models = Returning(), Noted(), Models()
     model.plan = plan
     model.arm(death, rank, folder)
@@ -132,7 +145,11 @@ def train(rank: int, folder: Path, death: Death, plan: Plan, anew: bool) -> dict
         "timeout": timedelta(seconds=plan.timeout_s), **dict(plan.strategy),
     }  # fmt: skip
     saving = ModelCheckpoint(
-        folder.parent / "saved", filename="{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True
+        None if plan.keeps else folder.parent / "saved",
+        filename="{epoch}",
+        save_top_k=-1,
+        every_n_epochs=1,
+        save_on_train_epoch_end=True,
     )
     callbacks = [noted, models, saving, *([Ending(plan, anew)] if plan.resumes is None else [])]
     runner = pipeline(
@@ -154,7 +171,7 @@ def train(rank: int, folder: Path, death: Death, plan: Plan, anew: bool) -> dict
         "warned": [str(warning.message) for warning in caught],
         "rate": runner.optimizers[0].param_groups[0]["lr"],
         "metrics": {name: float(value) for name, value in runner.callback_metrics.items()},
-        "folder": saving.dirpath,
+        "folder": saving.dirpath, "kept": (model.heat, model.noise.tolist()),
     }  # fmt: skip
 
 

@@ -167,7 +167,7 @@ class Returns:
                 continue
             self._known.add(ticket)
             invitation = Invitation(group, self._layout[group], self._rank, self._membership.count, ticket)
-            if reason := why_not(group) or ("" if self._network.is_first else "it is not their first run"):
+            if reason := why_not(group) or ("" if self._network.is_first else "the others are not in their first run"):
                 self.refuse(invitation, reason)
             else:
                 answer = {"leader": self._rank, "changes": invitation.changes}

@@ -1,18 +1,19 @@
 """Comeback: a group whose processes were started anew goes on, from the beginning of an epoch, where the others are.
 
 It is told what a run knows that resumes from a checkpoint without parallel models, and besides what the others have
-found out: stages and graphs, metrics, versions of loggers. Its models start from the reference. Who takes part is for
-``comm/returns.py``.
+found out: stages and graphs, metrics, versions of loggers, and what their steps keep in attributes. Its models start
+from the reference. Who takes part is for ``comm/returns.py``.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -35,6 +36,39 @@ from lightning_avgpipe.weights.initialisation import on_meta
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What a module has that no checkpoint holds, on one process.
+
+    Attributes:
+        buffers: that are not persistent.
+        attributes: numbers and texts that steps assign, by the path of a module and name.
+    """
+
+    buffers: Mapping[str, Tensor]
+    attributes: Mapping[tuple[str, str], Any]
+
+    @classmethod
+    def of(cls, module: nn.Module, graphs: Sequence[CallGraph]) -> Beside:
+        """That of a module whose steps have these graphs."""
+        saved = module.state_dict().keys()
+        keys = {key for graph in graphs for key in (*graph.attributes, *graph.of_units)}
+        found = {key: getattr(module.get_submodule(key[0]), key[1], ...) for key in sorted(keys)}
+        return cls(
+            {name: buffer for name, buffer in module.named_buffers() if name not in saved and not buffer.is_meta},
+            {key: value for key, value in found.items() if isinstance(value, (int, float, str))},
+        )
+
+    @torch.no_grad()
+    def put_into(self, module: nn.Module) -> None:
+        """Let a module have it."""
+        for name, buffer in module.named_buffers():
+            if name in self.buffers:
+                buffer.copy_(self.buffers[name])
+        for (path, name), value in self.attributes.items():
+            setattr(module.get_submodule(path), name, value)
+
+
+@dataclass(frozen=True)
 class Legacy:
     """What the new processes of a group are told.
 
@@ -48,6 +82,7 @@ class Legacy:
         metrics: that callbacks monitor.
         versions: of the loggers that write into folders.
         validates: whether there are dataloaders of validation.
+        beside: what no checkpoint has, of each process of a group.
     """
 
     options: Mapping[str, Any]
@@ -59,6 +94,7 @@ class Legacy:
     metrics: Mapping[str, Any]
     versions: Sequence[Any]
     validates: bool
+    beside: Sequence[Beside]
 
 
 @dataclass(frozen=True)
@@ -156,6 +192,9 @@ class Comeback:
             ensemble.averager.finish()
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         self.state.complete(checkpoint, models=False)
+        with self.deployment.models.showing_reference():
+            beside = Beside.of(trainer.lightning_module, self.deployment.graphs)
+            beside = replace(beside, buffers={name: b.detach().cpu().clone() for name, b in beside.buffers.items()})
         plan = self.deployment.plan
         assert plan is not None
         return Legacy(
@@ -168,6 +207,7 @@ class Comeback:
             metrics=dict(trainer.callback_metrics),
             versions=self.survivors.succession.versions,
             validates=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
+            beside=self.cluster.group.gather_objects(beside),
         )
 
     # -- the new processes -------------------------------------------------------------------------------------------
@@ -199,6 +239,7 @@ class Comeback:
             raise ConfigurationError("the others train other parameters than this process, which was started anew")
         self._have_validation(legacy.validates)
         self._restore(legacy.checkpoint)
+        legacy.beside[self.cluster.rank].put_into(self.trainer.lightning_module)
         self.splitter.kept_whole |= legacy.kept_whole
         self.trainer._logger_connector._callback_metrics.update(
             tree.map_tensors(lambda t: t.to(self.cluster.device), dict(legacy.metrics))

@@ -202,6 +202,10 @@ class Deployment:
             return "the stages have changed since training began, or are about to"
         if self.pipeline.kept is not None:
             return "outputs of frozen layers are kept"
+        kept = [name for graph in self.graphs for name in graph.carried]
+        kept += [f"{path}.{name}".lstrip(".") for graph in self.graphs for path, name in graph.written]
+        if kept:
+            return f"steps keep '{kept[0]}' for the next time, which is not given along"
         copies = any(copy() is not None for copy in self.holdings.copies)
         return "weights are averaged in a copy of the module" if copies else ""
 

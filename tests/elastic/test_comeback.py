@@ -64,12 +64,15 @@ def test_it_trains_on_as_if_all_had_begun_with_the_checkpoint_of_that_epoch(
 
 
 @pytest.mark.slow
-def test_it_may_die_and_come_back_again_and_all_have_the_same_learning_rate(tmp_path: Path) -> None:
-    plan, death = Plan(plateau=True), Death(3, "forward")
+def test_it_may_die_and_come_back_again_and_has_what_no_checkpoint_has(tmp_path: Path) -> None:
+    plan, death = Plan(plateau=True, keeps=True), Death(3, "forward")
     story = tell(tmp_path, plan, death, death, NOBODY)
     found = those_that_train(story)
     assert len(found) == 4
-    assert len({process["rate"] for process in found}) == 1
+    told = {f"{process['rate']} {process['folder']} {process['kept']}" for process in found}
+    assert len(told) == 1 and found[0]["kept"][0] < 0.8
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert_equal(one["reference"], other["reference"])
     assert [outcome.exit_code for outcome in story.later[0]] == [1, -9]
     assert len(re.findall("group 1 has come back: ranks 2, 3", said(story))) == 2
     assert len(re.findall("group 1 has left", said(story))) == 2
