@@ -248,12 +248,15 @@ def check_alike(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, An
     """The same weights of all models and of the reference, on each process those that it holds."""
     for one, other in zip(found, expected, strict=True):
         assert one["steps"] == other["steps"]
-        held = {name for name, tensor in one["reference"].items() if not tensor.is_meta}
-        assert held
-        for mine, theirs in zip(
-            [one["reference"], *one["models"]], [other["reference"], *other["models"]], strict=True
-        ):
-            assert_equal({name: mine[name] for name in held}, {name: theirs[name] for name in held})
+        pairs = zip([one["reference"], *one["models"]], [other["reference"], *other["models"]], strict=True)
+        for mine, theirs in pairs:
+            assert held(mine)
+            assert_equal(held(mine), held(theirs))
+
+
+def held(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those that a process holds."""
+    return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
 
 
 def check_data(found: Sequence[dict[str, Any]], epoch: int) -> None:
