@@ -51,6 +51,7 @@ class Plan:
         optimizer: name of it.
         tests: whether there is a test after training.
         plateau: whether the learning rate depends on a metric.
+        beside: ranks of further processes that die.
         keeps: whether the module keeps what no checkpoint has, and saves where loggers say.
     """
 
@@ -69,6 +70,7 @@ class Plan:
     tests: bool = False
     plateau: bool = False
     keeps: bool = False
+    beside: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -139,7 +141,7 @@ def train(rank: int, folder: Path, death: Death, plan: Plan, anew: bool) -> dict
     torch.manual_seed(death.seed + anew)
     model, noted, models = Returning(), Noted(), Models()
     model.plan = plan
-    model.arm(death, rank, folder)
+    model.arm(replace(death, rank=rank) if rank in plan.beside else death, rank, folder)
     options = {
         "num_pipelines": plan.pipelines, "num_microbatches": 2, "min_groups": 1,
         "timeout": timedelta(seconds=plan.timeout_s), **dict(plan.strategy),
@@ -212,27 +214,54 @@ class Story:
     later: list[list[processes.Outcome]]
 
 
-def tell(folder: Path, plan: Plan, death: Death, *lives: Death, group: int | None = None) -> Story:
+def tell(folder: Path, plan: Plan, death: Death, *lives: Death, beside: Sequence[int] = ()) -> Story:
     """Let all train, one die, and its group be started anew, again for each of its further lives.
 
     Args:
         death: the first one.
         lives: what happens to the processes that are started anew, each time.
-        group: that is started anew; None: that of the process which dies.
+        beside: ranks of processes of other groups that die in the same way; these groups are started anew once.
     """
-    port = processes.free_port()
-    number = death.rank // plan.size if group is None else group
-    with ThreadPoolExecutor(len(lives) + 1) as waiting:
-        struck, later, pids = folder / "first" / "struck", list[Future[list[processes.Outcome]]](), list[int]()
+    port, pids, later = processes.free_port(), list[int](), list[Future[list[processes.Outcome]]]()
+    number = death.rank // plan.size
+    with ThreadPoolExecutor(len(lives) + len(beside)) as waiting:
+        struck = folder / "first" / "struck"
+        for rank in beside:
+            anew = folder / f"anew-of-{rank}"
+            later.append(waiting.submit(start, anew, plan, port, NOBODY, rank // plan.size, struck, pids))
         for count, life in enumerate(lives):
             anew = folder / f"anew-{count}"
             later.append(waiting.submit(start, anew, plan, port, life, number, struck, pids))
             struck = anew / "struck"
-        first = start(folder / "first", plan, port, death)
+        first = start(folder / "first", replace(plan, beside=tuple(beside)), port, death)
         for pid in pids:  # of processes that were stopped
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         return Story(first, [future.result() for future in later])
+
+
+def check(death: Death, folder: Path, plan: Plan, beside: Sequence[int] = ()) -> tuple[float, int]:
+    """Let groups die and come back, and see that all train on as a run of all groups from a checkpoint does.
+
+    Args:
+        death: of a process of the last group.
+        beside: ranks of processes of groups before it that die in the same way.
+    Returns:
+        Seconds from the death to the first step of all groups, and the epochs after it that began without some.
+    """
+    story = tell(folder, plan, death, NOBODY, beside=beside)
+    gone = {rank // plan.size for rank in (death.rank, *beside)}
+    first = [outcome for rank, outcome in enumerate(story.first) if rank // plan.size not in gone]
+    found = processes.results([*first, *(outcome for outcomes in story.later for outcome in outcomes)])
+    end = found[0]["epochs"]
+    assert {process["epochs"] for process in found} == {end}
+    for epoch in range(end - AFTER, end):
+        check_data(found, epoch)
+    check_alike(found, again(folder, plan, end - AFTER - 1, end))
+    struck = float((folder / "first" / "struck").read_text())
+    return min(
+        at for _, there, at in found[0]["iterations"] if at > struck and there == plan.groups
+    ) - struck, end - AFTER - 1
 
 
 def again(folder: Path, plan: Plan, epoch: int, epochs: int) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.comeback import AFTER, JOINS, NOBODY, Plan, Story, again, check_alike, check_data, held, tell
+from tests.comeback import AFTER, JOINS, NOBODY, Plan, Story, again, check, check_alike, check_data, held, tell
 from tests.commands import LIMIT_S, started
 from tests.elastic.models import assert_equal
 from tests.processes import free_port, results
@@ -90,6 +90,13 @@ def test_if_it_dies_while_it_joins_the_others_go_on_and_it_may_come_back_again(t
     assert len(re.findall("group 1 has come back", said(story))) == 1
     end = found[0]["epochs"]
     check_alike(found, again(tmp_path, Plan(), end - AFTER - 1, end))
+
+
+@pytest.mark.slow
+def test_all_groups_but_one_may_die_together_and_come_back(tmp_path: Path) -> None:
+    plan = Plan(size=1, groups=3, optimizer="sgd", strategy=(("alpha", 1.0),))
+    seconds, _ = check(Death(2, "between"), tmp_path, plan, beside=[1])
+    assert seconds < 60
 
 
 @pytest.mark.slow
