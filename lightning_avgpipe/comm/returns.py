@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from lightning_avgpipe.comm.network import Network
 from lightning_avgpipe.comm.requests import STOP
 from lightning_avgpipe.comm.routes import Party
 from lightning_avgpipe.comm.waits import GivenUpError, Waits
-from lightning_avgpipe.errors import ConfigurationError, PeerError
+from lightning_avgpipe.errors import ConfigurationError, PeerError, described
 
 T = TypeVar("T")
 
@@ -137,6 +138,7 @@ class Returns:
         self._moved = moved
         self._known: set[str] = set()  # tickets that are answered, or were asked for a group that is there
         self._limit_s = waits.timeout_s / 2
+        self._last: Visit | None = None
 
     # -- the others --------------------------------------------------------------------------------------------------
 
@@ -188,9 +190,13 @@ class Returns:
         Raises:
             PeerError: this process's group, or all, have failed.
         """
-        visit = self._visit(invitation)
+        visit, data, unsendable = self._visit(invitation), b"", ""
         try:
-            visit.broadcast(item)
+            data = pickle.dumps(item)
+        except Exception as error:  # of the user's objects, which are in checkpoints
+            unsendable = f"what it needs cannot be sent ({described(error)})"
+        try:
+            visit.broadcast((data, unsendable))
             visit.barrier("what its new processes need")
         except GivenUpError:
             return f"it was not ready within {self._limit_s:g} s"
@@ -199,10 +205,8 @@ class Returns:
             if self._waits.broken:
                 raise
             return "it has failed meanwhile"
-        finally:
-            visit.end()
         there = self._membership.count == invitation.changes
-        return "" if there else "another group has left meanwhile"
+        return unsendable or ("" if there else "another group has left meanwhile")
 
     def prepare(self) -> None:
         """A group may come back: from now on all meet where it can. Every process of the others calls it."""
@@ -276,7 +280,11 @@ class Returns:
                 visit.barrier("what its new processes need")
 
         with self._explained(invitation):
-            return visit.broadcast(None), ready
+            data, unsendable = visit.broadcast((b"", ""))
+        if unsendable:
+            ready()
+            raise self._refused(unsendable)
+        return pickle.loads(data), ready
 
     def join(self, invitation: Invitation) -> None:
         """Be among the others again, as soon as these have agreed to it. Every process of the group calls it.
@@ -318,8 +326,15 @@ class Returns:
             self._waits.monitor.move(run)
         return joined
 
+    def part(self) -> None:
+        """Close the connections of the last visit: all have met, or will not."""
+        if self._last is not None:
+            self._last.end()
+        self._last = None
+
     def _visit(self, invitation: Invitation) -> Visit:
-        return Visit(invitation, self._rank, self._network, self._waits, self._moved, self._limit_s)
+        self._last = Visit(invitation, self._rank, self._network, self._waits, self._moved, self._limit_s)
+        return self._last
 
     def _check(self, ticket: str) -> None:
         """Whether there is a reason not to wait any more."""

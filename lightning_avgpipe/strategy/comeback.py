@@ -24,7 +24,6 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.returns import Invitation, Returns
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.checkpoint_state import DividedState
 from lightning_avgpipe.strategy.configuration import Configuration
@@ -52,7 +51,7 @@ class Beside:
         """That of a module whose steps have these graphs."""
         saved = module.state_dict().keys()
         keys = {key for graph in graphs for key in (*graph.attributes, *graph.of_units)}
-        found = {key: getattr(module.get_submodule(key[0]), key[1], ...) for key in sorted(keys)}
+        found = {key: vars(module.get_submodule(key[0])).get(key[1]) for key in sorted(keys)}
         return cls(
             {name: buffer for name, buffer in module.named_buffers() if name not in saved and not buffer.is_meta},
             {key: value for key, value in found.items() if isinstance(value, (int, float, str))},
@@ -163,6 +162,7 @@ class Comeback:
         elif cluster.leads:
             returns.refuse(invitation, failed)
             rank_zero_warn(f"group {invitation.group} does not come back: {failed}. The others go on without it")
+        returns.part()
 
     def _why_not(self, group: int) -> str:
         """Why a group cannot come back to this run; empty if it can."""
@@ -226,6 +226,7 @@ class Comeback:
         ready()
         returns.join(invitation)
         self._count_in(invitation)
+        returns.part()
 
     def _count_in(self, invitation: Invitation) -> None:
         """All agree that the group has come back. Every process calls it, those of the group too."""
@@ -234,7 +235,12 @@ class Comeback:
 
     def _take(self, legacy: Legacy) -> None:
         """Go on from where the others are, as far as this group does so alone."""
-        checks.same_options([legacy.options, self.configuration.options.shared])
+        own = self.configuration.options.shared
+        for name in (name for name in own if own[name] != legacy.options[name]):
+            raise ConfigurationError(
+                f"{name} is {own[name]!r} for this process, which was started anew, but {legacy.options[name]!r} for "
+                "the others; give AvgPipeStrategy the same options in all processes"
+            )
         if self.trained != legacy.trained:
             raise ConfigurationError("the others train other parameters than this process, which was started anew")
         self._have_validation(legacy.validates)
@@ -268,7 +274,7 @@ class Comeback:
         trainer, connector = self.trainer, self.trainer._checkpoint_connector
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ModelCheckpoint) and callback.state_key in checkpoint["callbacks"]:
-                callback.dirpath = checkpoint["callbacks"][callback.state_key]["dirpath"]
+                callback.dirpath = checkpoint["callbacks"][callback.state_key].get("dirpath", callback.dirpath)
         connector._loaded_checkpoint = checkpoint
         try:
             connector.restore_datamodule()
