@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.comeback import AFTER, JOINS, NOBODY, Plan, Story, again, check, check_alike, check_data, held, tell
+from tests.comeback import (
+    AFTER,
+    JOINS,
+    NOBODY,
+    Plan,
+    Story,
+    again,
+    check,
+    check_alike,
+    check_data,
+    check_reference,
+    tell,
+)
 from tests.commands import LIMIT_S, started
 from tests.elastic.models import assert_equal
 from tests.processes import free_port, results
@@ -58,9 +70,9 @@ def test_it_trains_on_as_if_all_had_begun_with_the_checkpoint_of_that_epoch(
             check_data(found, epoch)
     order = sorted(range(plan.groups), key=lambda group: group == rank // plan.size)  # the group has come last
     by_rank = dict(zip([r for group in order for r in plan.group(group)], found, strict=True))
-    check_alike(
-        [by_rank[r] for r in sorted(by_rank)], again(tmp_path, replace(plan, tests=False), end - AFTER - 1, end)
-    )
+    ranked = [by_rank[r] for r in sorted(by_rank)]
+    check_reference(ranked, plan.size)
+    check_alike(ranked, again(tmp_path, replace(plan, tests=False), end - AFTER - 1, end), plan)
 
 
 @pytest.mark.slow
@@ -71,8 +83,7 @@ def test_it_may_die_and_come_back_again_and_has_what_no_checkpoint_has(tmp_path:
     assert len(found) == 4
     told = {f"{process['rate']} {process['folder']} {process['kept']}" for process in found}
     assert len(told) == 1 and found[0]["kept"][0] < 0.8
-    for one, other in zip(found[:2], found[2:], strict=True):
-        assert_equal(held(one["reference"]), held(other["reference"]))
+    check_reference(found, 2)
     assert [outcome.exit_code for outcome in story.later[0]] == [1, -9]
     assert len(re.findall("group 1 has come back: ranks 2, 3", said(story))) == 2
     assert len(re.findall("group 1 has left", said(story))) == 2
@@ -89,7 +100,7 @@ def test_if_it_dies_while_it_joins_the_others_go_on_and_it_may_come_back_again(t
     assert "group 1 does not come back: it has failed meanwhile" in said(story)
     assert len(re.findall("group 1 has come back", said(story))) == 1
     end = found[0]["epochs"]
-    check_alike(found, again(tmp_path, Plan(), end - AFTER - 1, end))
+    check_alike(found, again(tmp_path, Plan(), end - AFTER - 1, end), Plan())
 
 
 @pytest.mark.slow
