@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_avgpipe.comm.board import Board
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.meetings import Meetings
 from lightning_avgpipe.comm.membership import Membership
@@ -254,10 +256,13 @@ class Returns:
         group, store = self._membership.group, self._store
         store.set(f"ask/{group}", ticket)
         doing, limit_s = "waits until the other groups begin an epoch", self._waits.timeout_s
-        beats, since = -1, time.monotonic()
+        beats, since, asked = -1, time.monotonic(), -math.inf
         with self._waits.monitor.during(doing):
             while not (answer := self._read(f"answer/{ticket}")):
                 self._check(ticket)
+                if time.monotonic() - asked > self._here_s:
+                    self._look_for_others()
+                    asked = time.monotonic()
                 if (now := store.add(_BEATS, 0)) != beats:
                     beats, since = now, time.monotonic()
                 if time.monotonic() - since > limit_s:
@@ -270,6 +275,25 @@ class Returns:
         told = json.loads(answer)
         self.prepare()
         return Invitation(group, self._layout[group], told["leader"], told["changes"], ticket)
+
+    def _look_for_others(self) -> None:
+        """Whether there are any: the store may be that of a run which is about to end.
+
+        Raises:
+            PeerError: nobody answers.
+        """
+        others = [rank for ranks in self._layout if self._rank not in ranks for rank in ranks]
+        board = Board(self._network.this_run_store(self._shared), self._rank, lambda: others)
+        question, deadline = board.ask(), time.monotonic() + self._here_s
+        while not board.answers(question):
+            self._waits.monitor.check()
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"{self._waits.monitor.name} was started anew, and none of the other groups answers within "
+                    f"{self._here_s:g} s: they have ended, or are not in their first run any more. Start all processes "
+                    "again"
+                )
+            time.sleep(_POLL_S)
 
     def receive(self, invitation: Invitation) -> tuple[Any, Callable[[], None]]:
         """What the first process sends; and what is called when this one is ready to go on from there."""

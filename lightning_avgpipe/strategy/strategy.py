@@ -112,8 +112,8 @@ class AvgPipeStrategy(ParallelStrategy):
             their models, and what the others had not trained on yet is dealt to them. The first of them logs and saves.
             The store through which all find each other is kept by a further process, on the machine of rank 0. The
             processes must be started by what does not end all when one dies: by this strategy
-            (``start_method="popen"``), or by SLURM with ``srun --kill-on-bad-exit=0``, but not by torchrun. None: all
-            must be left.
+            (``start_method="popen"``), or by SLURM with ``srun --kill-on-bad-exit=0``, but not by torchrun. A group
+            whose processes are started anew, in the same way, comes back when an epoch begins. None: all must be left.
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
             stage, with two samples each where batches are normalised; or 1 for one stage: then there is nothing to
             pipeline, and everything is as on one device; or 1, with a warning, for a step that cannot be followed on a

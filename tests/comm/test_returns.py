@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lightning_avgpipe.comm.arrivals import Arrivals
+from lightning_avgpipe.comm.board import Answer, Board
 from lightning_avgpipe.comm.meetings import Meetings
 from lightning_avgpipe.comm.membership import Membership
 from lightning_avgpipe.comm.monitor import Monitor
@@ -20,6 +21,12 @@ from tests import threads
 
 MAP = StageMap(1, ((0,), (1,), (2,)))
 TIMEOUT_S = 4.0  # half of which processes that ask have to answer
+
+
+def answer(hub: threads.Hub, rank: int, question: int) -> None:
+    """A process of the others says that it is there."""
+    network = threads.MemoryNetwork(hub, rank)
+    Board(network.run_store(None), rank, lambda: [rank]).answer(question, Answer("does something", 0.0))
 
 
 def returns_of(hub: threads.Hub, rank: int, anew: bool = False, stopped: bool = False) -> Returns:
@@ -43,6 +50,7 @@ def returns_of(hub: threads.Hub, rank: int, anew: bool = False, stopped: bool = 
 
 def test_who_asks_is_invited_by_the_first_process() -> None:
     hub = threads.Hub(threads.Injector())
+    answer(hub, 0, 1)
     leader = returns_of(hub, 0)
     assert leader.missing == (1,)
     with ThreadPoolExecutor(1) as other:
@@ -57,6 +65,7 @@ def test_who_asks_is_invited_by_the_first_process() -> None:
 
 def test_who_cannot_come_back_is_told_why_and_so_are_the_others() -> None:
     hub = threads.Hub(threads.Injector())
+    answer(hub, 0, 1)
     leader, told = returns_of(hub, 0), list[str]()
     with ThreadPoolExecutor(1) as other:
         asked = other.submit(returns_of(hub, 1, anew=True).ask, "ticket")
@@ -80,6 +89,7 @@ def test_who_asks_and_dies_is_waited_for_once_and_not_for_long() -> None:
 
 def test_who_asks_when_training_is_over_is_told_so() -> None:
     hub = threads.Hub(threads.Injector())
+    answer(hub, 0, 1)
     leader = returns_of(hub, 0)
     with ThreadPoolExecutor(1) as other:
         asked = other.submit(returns_of(hub, 1, anew=True).ask, "ticket")
@@ -89,7 +99,15 @@ def test_who_asks_when_training_is_over_is_told_so() -> None:
             asked.result()
 
 
+def test_who_asks_where_nobody_is_there_any_more_gives_up() -> None:
+    hub = threads.Hub(threads.Injector())
+    with pytest.raises(PeerError, match="none of the other groups answers within 2 s"):
+        returns_of(hub, 1, anew=True).ask("ticket")
+
+
 def test_who_asks_where_nobody_goes_on_gives_up() -> None:
     hub = threads.Hub(threads.Injector())
+    for question in range(1, 9):
+        answer(hub, 0, question)
     with pytest.raises(PeerError, match="they have done no iteration without group 1 for 4 s"):
         returns_of(hub, 1, anew=True).ask("ticket")
