@@ -149,24 +149,12 @@ def happen(
     groups: int = 2,
     pipelines: int = 1,
     timeout_s: float = 60.0,
-    port: int | None = None,
 ) -> list[processes.Outcome]:
     """Let groups of two processes train, of which one dies; gives how all of them end."""
     pids: list[int] = []
     given = folder, death, groups, pipelines, timeout_s
     with waking(death, folder, groups, pids):
-        return processes.run(2 * groups, train, *given, folder=folder, pids=pids, port=port)
-
-
-def start_anew(death: Death, folder: Path, port: int) -> list[processes.Outcome]:
-    """When a process of two groups of two has died, start all of its group once more; gives how these end."""
-    deadline = time.monotonic() + processes.LIMIT_S
-    while not (folder / "struck").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    anew = folder / "anew"
-    anew.mkdir()
-    ranks, nobody = [2 * (death.rank // 2), 2 * (death.rank // 2) + 1], Death(-1, death.phase)
-    return processes.run(4, train, anew, nobody, 2, 1, 60.0, folder=anew, ranks=ranks, port=port)
+        return processes.run(2 * groups, train, *given, folder=folder, pids=pids)
 
 
 @contextlib.contextmanager

@@ -147,6 +147,22 @@ class MemoryNetwork:
     def lasting_store(self, store: dist.Store | None) -> dist.Store:
         return dist.PrefixStore("lasting", store or self._hub.store)
 
+    def this_run_store(self, store: dist.Store | None) -> dist.Store:
+        return dist.PrefixStore(f"runs/{self._opened['run']}", store or self._hub.store)
+
+    def visiting_store(self, store: dist.Store | None) -> dist.Store:
+        return dist.PrefixStore("visits", store or self._hub.store)
+
+    @property
+    def is_first(self) -> bool:
+        return self._opened["run"] == 1
+
+    def stand_apart(self, ranks: Sequence[int]) -> None:
+        pass
+
+    def meet_in(self, store: dist.Store) -> None:
+        pass
+
     def open(self) -> None:
         self.is_open = True
 

@@ -24,6 +24,7 @@ from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.comm.network import Network
 from lightning_avgpipe.comm.parties import Parties, control_routes
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.returns import Returns
 from lightning_avgpipe.comm.routes import Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.comm.transport import Transport
@@ -59,6 +60,7 @@ class Cluster:
         transport: the channels between stages; they are there while this is open.
         control_channel: from rank 0 to all, while this is open.
         batch_stream: of batches, while this is open.
+        returns: of groups that have left, while this is open; None if none may leave.
         when_leading: called when this process begins to lead, since the groups before its own have left.
     """
 
@@ -90,9 +92,10 @@ class Cluster:
         self._has_led = rank == 0
         self.when_leading: Callable[[], None] = nothing
         self.membership: Membership | None = None
+        self.returns: Returns | None = None
         if min_groups is not None and min_groups < stage_map.num_groups:
             self.membership = Membership(stage_map, rank, min_groups)
-            self._meetings = Meetings(rank, self.membership, network, self._go_on_without, self._shrunk)
+            self._meetings = Meetings(rank, self.membership, network, self._go_on, self._shrunk)
         layout = stage_map.layout
         number, position = stage_map.position(rank)
         self.world = self._together(Party("world", tuple(range(stage_map.world_size))), rank)
@@ -132,6 +135,23 @@ class Cluster:
     def survives(self) -> bool:
         """Whether groups may go on when another one dies."""
         return self.membership is not None
+
+    @property
+    def apart(self) -> bool:
+        """Whether this process was started anew, and its group is not among the others yet."""
+        return self.membership is not None and self.membership.apart
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which group this process is in, and of how many: those at the start while it is apart."""
+        if self.membership is not None and self.apart:
+            return self.membership.group, self._whole.num_groups
+        return self.group_number, self.stage_map.num_groups
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other processes, or will be when this one has come back to them."""
+        return self.world.world_size > 1 or self.apart
 
     @property
     def ranks_without_this(self) -> tuple[int, ...]:
@@ -178,7 +198,7 @@ class Cluster:
     @property
     def leads(self) -> bool:
         """Whether this is rank 0 of all processes, which logs and writes: the first one of those that are left."""
-        return self.world.rank == 0
+        return self.world.rank == 0 and not self.apart
 
     @property
     def gathers(self) -> bool:
@@ -201,7 +221,11 @@ class Cluster:
     # -- connections -------------------------------------------------------------------------------------------------
 
     def open(
-        self, store: dist.Store | None = None, meet: Callable[[], object] = lambda: None, keeper: str | None = None
+        self,
+        store: dist.Store | None = None,
+        meet: Callable[[], object] = lambda: None,
+        keeper: str | None = None,
+        apart: dist.Store | None = None,
     ) -> None:
         """Watch over the processes, connect them if they are not, and start the channels, unless they are open.
 
@@ -209,17 +233,26 @@ class Cluster:
             store: shared by all processes; None takes that of torch.distributed.
             meet: makes torch's group of all processes, if there is none.
             keeper: who keeps the store, for messages; None: rank 0.
+            apart: of a process that was started anew: what its group has of the store alone.
         Raises:
             PeerError: a process does not come, or ends meanwhile.
         """
         if self._is_open:
             return
+        self.returns = None
         if self.world.world_size == 1:
             self._begin(None)
         else:
             if self.membership is not None:
-                self.membership.begin(self._network.lasting_store(store), outlives=keeper is not None)
-            self._begin(self._network.run_store(store), keeper or self._names[0])
+                self.membership.begin(self._network.lasting_store(apart or store), outlives=keeper is not None)
+            if self.membership is not None and apart is not None:
+                self._stand_apart(self.membership)
+            self._begin(self._network.run_store(apart or store), keeper or self._names[0])
+            if self.membership is not None and keeper is not None and store is not None:
+                self.returns = Returns(
+                    self._number, self._whole.layout, self.membership, self._meetings, self._network, self.waits,
+                    store, self._moved,
+                )  # fmt: skip
 
             def connect() -> None:
                 meet()
@@ -251,6 +284,19 @@ class Cluster:
         self._is_open = False
         if failed:
             self._network.close()
+
+    def meet_anew(self) -> None:
+        """A group has come back: connect all that meet, now that all of them are there. Every process calls it.
+
+        So whoever dies afterwards breaks a connection, and nobody waits for one that will not come. If the group leaves
+        meanwhile, it does so for what follows.
+        """
+        what = "the return of a group"
+        self.world.barrier(what)
+        self.leaders.barrier(what)
+        assert self.replica_group is not None
+        self.replica_group.begin_sum([torch.zeros(1, device=self.device)])
+        self.replica_group.settle()
 
     def confirm(self, asked: str, where: str) -> None:
         """Wait until all ask for the same, while this is open. Arguments and errors as of :meth:`Agreement.confirm`."""
@@ -377,8 +423,14 @@ class Cluster:
             self._has_led = True
             self.when_leading()
 
-    def _go_on_without(self) -> None:
-        """Groups have left the averaging, at the same point of the program on all processes of the others."""
+    def _stand_apart(self, membership: Membership) -> None:
+        """All other groups have left, as far as this process can see."""
+        membership.stand_apart()
+        self._network.stand_apart(self._whole.layout[membership.group])
+        self._meetings.enter(membership.count)
+
+    def _go_on(self) -> None:
+        """Groups have left the averaging, or come back, at the same point of the program on all that go on."""
         self.stage_map = self._of_groups_left(self.stage_map)
         self.transport.follow(self.stage_map)
 

@@ -53,7 +53,7 @@ def start(port: int, world_size: int, limit_s: float) -> subprocess.Popen[str]:
     process.wait()
     raise RuntimeError(
         f"the process that is to keep the store at port {port} ended, or was not ready in {limit_s:g} s. If the port "
-        "is taken, another run has it, maybe one that group 0 has left, which goes on without it: it cannot come back"
+        "is taken, another run has it, maybe one that goes on without group 0, which cannot come back"
     )
 
 
@@ -65,16 +65,13 @@ def enter(store: dist.Store, rank: int) -> str | None:
         avgpipe/keeper/<rank>/<attempt>  ->  <number of the process> <host> <token>
 
     Returns:
-        Who came as this rank last before this process, and may have died: this process must not answer for it. None:
-        nobody.
+        Who came as this rank last before this process, and may have died: this process is another one. None: nobody.
     """
     this, before, attempt = f"{os.getpid()} {platform.node()} {_TOKEN}", "", 0
     while (found := store.compare_set(_entry(rank, attempt), "", this).decode()) != this:
         before, attempt = found, attempt + 1
-    if before:
-        return "process {} on {}".format(*before.split(" "))
     _entered.append(rank)
-    return None
+    return "process {} on {}".format(*before.split(" ")) if before else None
 
 
 def name() -> str | None:

@@ -54,8 +54,8 @@ class Meetings:
 
     Attributes:
         rank: as given.
-        taken: departures with which this process tries what it does together with others.
-        averaging: departures with which models are averaged: the same on all processes, at the same point.
+        taken: changes with which this process tries what it does together with others.
+        averaging: changes with which models are averaged: the same on all processes, at the same point.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Meetings:
         self._adopted = adopted
         self._shrunk = shrunk
         self._groups: dict[tuple[Party, int], Any] = {}
-        self._trying = threading.local()  # in a thread of an attempt, with how many departures
+        self._trying = threading.local()  # in a thread of an attempt, with how many changes
         self._waits: Waits | None = None
         self._store: dist.Store | None = None
         self._numbers: Counter[str] = Counter()
@@ -82,22 +82,22 @@ class Meetings:
         """A run begins, with a store that lasts for all runs."""
         self._waits, self._store = waits, store
 
-    def party(self, whole: Party, departures: int) -> Party:
-        """Those of a party that are left after so many departures."""
-        left = set(self._membership.ranks(departures))
+    def party(self, whole: Party, changes: int) -> Party:
+        """Those of a party that are left after so many changes."""
+        left = set(self._membership.ranks(changes))
         return Party(whole.what, tuple(rank for rank in whole.ranks if rank in left), whole.on_host)
 
-    def process_group(self, whole: Party, departures: int) -> Any:
+    def process_group(self, whole: Party, changes: int) -> Any:
         """What connects them; connected when it is first asked for, which waits."""
-        if getattr(self._trying, "departures", departures) != departures:
+        if getattr(self._trying, "changes", changes) != changes:
             raise RuntimeError("this attempt was given up")
-        key = whole, departures
+        key = whole, changes
         if key not in self._groups:
-            self._groups[key] = self._network.meet(self.party(whole, departures), f"{departures}")
+            self._groups[key] = self._network.meet(self.party(whole, changes), f"{changes}")
         return self._groups[key]
 
-    def run(self, collective: Callable[[], object], doing: str, departures: int) -> None:
-        """Try something with those that are left after so many departures.
+    def run(self, collective: Callable[[], object], doing: str, changes: int) -> None:
+        """Try something with those that are left after so many changes.
 
         Raises:
             GivenUpError: there are fewer by now.
@@ -107,11 +107,11 @@ class Meetings:
         assert waits is not None
 
         def attempt() -> None:
-            self._trying.departures = departures
+            self._trying.changes = changes
             collective()
 
         with self._across():
-            waits.run(attempt, doing, given_up=lambda: membership.count > departures, across=1)
+            waits.run(attempt, doing, given_up=lambda: membership.count > changes, across=1)
 
     @contextlib.contextmanager
     def _across(self) -> Iterator[None]:
@@ -124,26 +124,38 @@ class Meetings:
         finally:
             monitor.across = False
 
+    def enter(self, changes: int) -> None:
+        """A group has come back, or this one has; from now on all do what they do together with so many changes.
+
+        Every process that is there then calls it, where nothing that they do together is under way.
+        """
+        self.taken = self.averaging = changes
+        self._numbers.clear()  # the same on all, and no decision is there yet
+        for group in self._groups.values():
+            self._network.part(group)
+        self._groups.clear()
+        self._adopted()
+
     def hold(self, whole: Party, collective: Callable[[], object], doing: str) -> None:
         """Do something together with all of a party that are left, again if some leave meanwhile."""
         name = f"{whole.what}/{min(whole.ranks)}"
         self._numbers[name] += 1
         while True:
-            departures = self.taken
-            ranks = self.party(whole, departures).ranks
-            done = self.attempt(lambda: self.run(collective, doing, departures), departures)  # noqa: B023
-            if self._decide(name, done, len(ranks), doing, departures) is None:
+            changes = self.taken
+            ranks = self.party(whole, changes).ranks
+            done = self.attempt(lambda: self.run(collective, doing, changes), changes)  # noqa: B023
+            if self._decide(name, done, len(ranks), doing, changes) is None:
                 return
             self._take(self._membership.count)
             self._part_from(whole.what, self.taken)
 
-    def attempt(self, function: Callable[[], object], departures: int) -> bool:
+    def attempt(self, function: Callable[[], object], changes: int) -> bool:
         """Try something; tells whether it ended, or a group has left, maybe since it does not answer here.
 
         Raises:
             PeerError: this group fails.
         """
-        if self._membership.count > departures:
+        if self._membership.count > changes:
             return False
         try:
             function()
@@ -153,7 +165,7 @@ class Meetings:
         except RuntimeError as error:
             if isinstance(error, AvgPipeError) and not isinstance(error, PeerError):
                 raise
-            self._look_for_the_dead(error, departures)
+            self._look_for_the_dead(error, changes)
             return False
 
     def settle(self, done: bool, whole: Party) -> bool:
@@ -163,11 +175,11 @@ class Meetings:
             done: whether this process has its sums.
             whole: all processes.
         """
-        departures = self.averaging
-        ranks = self.party(whole, departures).ranks
+        changes = self.averaging
+        ranks = self.party(whole, changes).ranks
         self._numbers["averaging"] += 1
         doing = "waits for the sums over groups of other processes"
-        left = self._decide("averaging", done, len(ranks), doing, departures)
+        left = self._decide("averaging", done, len(ranks), doing, changes)
         if left is None:
             return True
         assert self._waits is not None
@@ -179,27 +191,27 @@ class Meetings:
         self._adopted()
         return False
 
-    def _take(self, departures: int) -> None:
-        """From now on this process does what it does with those that are left after so many departures.
+    def _take(self, changes: int) -> None:
+        """From now on this process does what it does with those that are left after so many changes.
 
         Raises:
             PeerError: it is in one of the groups that have left.
         """
         assert self._waits is not None
-        if self._membership.group not in self._membership.groups(departures):
+        if self._membership.group not in self._membership.groups(changes):
             self._waits.monitor.look()  # which knows why, unless the store is slow
             raise PeerError(f"the other groups go on without group {self._membership.group}")
-        self.taken = departures
+        self.taken = changes
         self._shrunk()
 
-    def _decide(self, name: str, done: bool, voters: int, doing: str, departures: int) -> int | None:
+    def _decide(self, name: str, done: bool, voters: int, doing: str, changes: int) -> int | None:
         """None if something was done by all; else how many groups had left."""
         waits, store = self._waits, self._store
         assert waits is not None and store is not None
         if voters == 1:
             return None if done else self._membership.count
         number = self._numbers[name]
-        token = f"meetings/{name}/{number}/{departures}"
+        token = f"meetings/{name}/{number}/{changes}"
         decision = f"{token}/decision"
         if done and store.add(token, 1) == voters:
             store.compare_set(decision, "", "done")
@@ -209,18 +221,18 @@ class Meetings:
         with waits.monitor.during(doing), self._across():
             while not store.check([decision]):
                 waits.monitor.check()
-                if not done or self._membership.count > departures:
+                if not done or self._membership.count > changes:
                     store.compare_set(decision, "", f"{self._membership.count}")
                 elif time.monotonic() - begin > limit_s:
                     account = waits.monitor.account()
                     late = PeerError(f"{waits.monitor.name} {doing}, for more than {limit_s:g} s{account.text}")
-                    self._look_for_the_dead(late, departures)
+                    self._look_for_the_dead(late, changes)
                 else:
                     time.sleep(_POLL_S)
         found = store.get(decision).decode()
         return None if found == "done" else int(found)
 
-    def _look_for_the_dead(self, error: BaseException, departures: int) -> None:
+    def _look_for_the_dead(self, error: BaseException, changes: int) -> None:
         """Something broke, or takes too long: give up the groups of processes that do not answer.
 
         Raises:
@@ -232,16 +244,16 @@ class Meetings:
         monitor.look()
         if not isinstance(error, PeerError):
             monitor.account()
-        if membership.count > departures and not waits.broken:
+        if membership.count > changes and not waits.broken:
             return
         silent = [rank for rank in monitor.asked.silent if rank in membership.ranks()]
         if waits.broken or not silent or membership.group in map(membership.group_of, silent):
             raise error
         monitor.give_up(silent, str(error))
 
-    def _part_from(self, what: str, departures: int) -> None:
+    def _part_from(self, what: str, changes: int) -> None:
         """Close what connected parties of which some have left. That they do is decided, so nobody needs it."""
-        for key in [key for key in self._groups if key[0].what == what and key[1] < departures]:
+        for key in [key for key in self._groups if key[0].what == what and key[1] < changes]:
             self._network.part(self._groups.pop(key))
 
 
@@ -261,13 +273,13 @@ class LivingCollectives(Collectives):
         self._meetings = meetings
 
     @property
-    def _departures(self) -> int:
+    def _changes(self) -> int:
         return self._meetings.taken
 
     @property
     def party(self) -> Party:
         """Those that are left."""
-        return self._meetings.party(self.whole, self._departures)
+        return self._meetings.party(self.whole, self._changes)
 
     @property
     def rank(self) -> int:
@@ -277,7 +289,7 @@ class LivingCollectives(Collectives):
     @property
     def process_group(self) -> Any:
         """What connects them."""
-        return self._meetings.process_group(self.whole, self._departures)
+        return self._meetings.process_group(self.whole, self._changes)
 
     def together(self, what: str, collective: Callable[[], object]) -> None:
         """Run a collective, again if a group leaves meanwhile, unless there is one process."""
@@ -297,13 +309,13 @@ class _Averaging(LivingCollectives):
     """Those that average; what breaks is not repeated here."""
 
     @property
-    def _departures(self) -> int:
+    def _changes(self) -> int:
         return self._meetings.averaging
 
     def together(self, what: str, collective: Callable[[], object]) -> None:
         if self.world_size > 1:
             doing = f"waits for the other processes in {what}"
-            self._meetings.run(collective, doing, self._departures)
+            self._meetings.run(collective, doing, self._changes)
 
 
 class LivingReplicaGroup(ReplicaGroup):

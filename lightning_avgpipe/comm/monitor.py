@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -25,6 +27,8 @@ from lightning_avgpipe.comm.membership import Membership
 from lightning_avgpipe.comm.requests import Requests
 from lightning_avgpipe.comm.rounds import Rounds
 from lightning_avgpipe.errors import PeerError, described
+
+T = TypeVar("T")
 
 _POLL_S = 0.2  # between two looks at the board
 _ASKING_POLL_S = 0.05  # while answers are awaited
@@ -79,14 +83,18 @@ class Monitor:
         self.across = False
         self.asked = Account()
         ranks: Callable[[], Sequence[int]] = partial(range, len(names)) if membership is None else membership.ranks
-        self._inquiries = Inquiries(names, ranks, lambda: Answer(activity.described(), idle_s(), self.across))
+        self._ranks = ranks
+        self._asks: deque[Callable[[], None]] = deque()
+        self._inquire = lambda: Inquiries(names, ranks, lambda: Answer(activity.described(), idle_s(), self.across))
+        self._inquiries = self._inquire()
         self._board = None if store is None else Board(store, rank, ranks)
         self._rounds = Rounds(activity.name, keeper, self._exchange, self._learn)
 
         def look() -> None:
             self._rounds.wake()  # whoever waits for the store looks whether it is silent
             for dead, how in deaths().items():
-                if dead in ranks() and dead not in self._reports:
+                first = membership is None or membership.is_first(dead)  # else others have come in its place
+                if first and dead in ranks() and dead not in self._reports:
                     self._reports[dead] = f"{names[dead]} {how}"
 
         self._guard = Guard(activity, timeout_s, look)
@@ -164,6 +172,24 @@ class Monitor:
         self.asked = account
         return replace(account, text=self._guard.lapse() + account.text)
 
+    def talk(self, ask: Callable[[], T]) -> T:
+        """Ask the store for something, in the thread that does so; returns the answer.
+
+        Raises:
+            PeerError: the store does not answer, or a process has failed.
+        """
+        answers: list[T] = []
+        self._asks.append(lambda: answers.append(ask()))
+        self._rounds.until(lambda: bool(answers) or self.failure is not None, self._inquiries.limit_s)
+        self.check()
+        if not answers:
+            raise PeerError(f"{self.name} has asked the store that the processes share in vain{self._rounds.silence()}")
+        return answers[0]
+
+    def move(self, store: dist.Store) -> None:
+        """From now on the board is in another store. Within :meth:`talk`."""
+        self._board, self._inquiries = Board(store, self._rank, self._ranks), self._inquire()
+
     def close(self) -> None:
         """Stop watching."""
         self._guard.close()
@@ -171,6 +197,8 @@ class Monitor:
 
     def _exchange(self) -> float:
         """Look at the board, and write what there is to tell; returns the seconds until the next look."""
+        while self._asks:
+            self._asks.popleft()()
         board = self._board
         assert board is not None
         if self.failure is None:
@@ -186,22 +214,28 @@ class Monitor:
     def _tell(self, board: Board) -> None:
         """Post what is reported here; and take note of groups that have left."""
         membership = self._membership
+        if membership is not None and self._is_left(membership):
+            return  # what is reported here is not of those that take part
         for rank, why in list(self._reports.items()):
             reason = "" if membership is None else membership.leave(membership.group_of(rank), why)
             if membership is None or reason:
                 board.post_failure(f"{why}{reason and f'. {reason}'}")
                 return
             del self._reports[rank]
-        if membership is None:
-            return
+        if membership is not None:
+            self._is_left(membership)
+
+    def _is_left(self, membership: Membership) -> bool:
+        """Take note of groups that have left, or come back; tells whether that of this process has left."""
         membership.read()
         if membership.count > self._gone:
             self._gone = membership.count
             self._wake()
-        for departure in membership.departures:
-            if departure.group == membership.group:
-                self._learn(f"{departure.why}\n\nThe other groups go on without group {departure.group}")
-                self._read_by_all = True  # the store outlives it
+        if (left := membership.why_left) is None:
+            return False
+        self._learn(f"{left}\n\nThe other groups go on without group {membership.group}")
+        self._read_by_all = True  # the store outlives it
+        return True
 
     def _learn(self, failure: str) -> None:
         if self.failure is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -42,6 +43,22 @@ class Network(Protocol):
 
     def lasting_store(self, store: dist.Store | None) -> dist.Store:
         """What all runs with this network have of it."""
+
+    def this_run_store(self, store: dist.Store | None) -> dist.Store:
+        """The same as :meth:`run_store`, for the run that goes on."""
+
+    def visiting_store(self, store: dist.Store | None) -> dist.Store:
+        """What processes have of it that come later, and do not know how many networks and runs there were."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first network of this process, in its first run."""
+
+    def stand_apart(self, ranks: Sequence[int]) -> None:
+        """The processes of a group are about to connect without the others."""
+
+    def meet_in(self, store: dist.Store) -> None:
+        """From now on parties meet there."""
 
     def open(self) -> None:
         """Begin to connect."""

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -52,7 +52,10 @@ class ProcessGroups:
     def __init__(self, rank: int, device: torch.device, timeout: timedelta, device_backend: str | None = None) -> None:
         self._both = backends(_HOST, device_backend, device) if device_backend else _HOST
         self._number = next(_networks)
+        self._run = 0
         self._rank = rank
+        self._all: tuple[int, ...] | None = None  # the processes of torch's group; None: each by its rank
+        self._common: dist.Store | None = None  # in which parties meet; None: in that of torch's group
         self._device = device
         self._timeout = timeout + _GRACE  # our own waits end first: their errors name stage and action
         self._device_backend = None if device_backend == "gloo" else device_backend
@@ -72,11 +75,33 @@ class ProcessGroups:
 
     def run_store(self, store: dist.Store | None) -> dist.Store:
         """What the next run has of a store; None: that of torch.distributed."""
-        return _part_of(store, f"runs/{next(_runs)}")
+        self._run = next(_runs)
+        return self.this_run_store(store)
+
+    def this_run_store(self, store: dist.Store | None) -> dist.Store:
+        """The same for the run that goes on."""
+        return _part_of(store, f"runs/{self._run}")
 
     def lasting_store(self, store: dist.Store | None) -> dist.Store:
         """What all runs with this network have of a store."""
         return _part_of(store, f"networks/{self._number}")
+
+    def visiting_store(self, store: dist.Store | None) -> dist.Store:
+        """What processes have of it that come later, and do not know how many networks and runs there were."""
+        return _part_of(store, "visits")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first network of this process, in its first run."""
+        return self._number == self._run == 0
+
+    def stand_apart(self, ranks: Sequence[int]) -> None:
+        """torch's group of all processes is about to have these only, of which this process is one."""
+        self._all = tuple(ranks)
+
+    def meet_in(self, store: dist.Store) -> None:
+        """From now on parties meet there, since torch's groups of all processes are not the same."""
+        self._common = store
 
     def open(self) -> None:
         """Begin to connect, in the place of other connections of this process. Every process calls it."""
@@ -120,7 +145,8 @@ class ProcessGroups:
     def meet(self, party: Party, name: str) -> Any:
         """Connect a party on the host, under a name of its own. Only its members call it."""
         assert self._opening is not None
-        store = _part_of(None, f"{self._opening}/meetings/{party}/{name}")
+        opening = self._opening if self._common is None else "all"
+        store = _part_of(self._common, f"{opening}/meetings/{party}/{name}")
         made = _gloo(store, party.ranks.index(self._rank), len(party.ranks), self._timeout)
         self._ours.append((made, len(party.ranks)))
         return made
@@ -167,9 +193,10 @@ class ProcessGroups:
 
     def _join(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         members = list(ranks)
+        places = members if self._all is None else list(map(self._all.index, members))
         _register()
         options = first_options(backend, self._timeout) if backend == self._device_backend else None
-        made = own_group(dist.new_group(members, timeout=self._timeout, backend=backend, pg_options=options))
+        made = own_group(dist.new_group(places, timeout=self._timeout, backend=backend, pg_options=options))
         if self._rank in members:
             self._groups.append(made)
             if backend != self._device_backend:

@@ -32,6 +32,9 @@ class BatchSplitter:
         cluster: of the processes.
         configuration: with M as it is now.
         batches: of the run.
+
+    Attributes:
+        kept_whole: stages of the run in which batches are not split, since the step takes no part of one.
     """
 
     def __init__(self, trainer: pl.Trainer, cluster: Cluster, configuration: Configuration, batches: Batches) -> None:
@@ -42,7 +45,7 @@ class BatchSplitter:
         self._seen: dict[tuple[str, int], Seen] = {}
         self._warned: set[str] = set()
         self._unweighted = _LOOKED_AT
-        self._whole: set[RunningStage | None] = set()
+        self.kept_whole: set[RunningStage | None] = set()
 
     @property
     def loss_weight(self) -> LossWeight | None:
@@ -71,11 +74,11 @@ class BatchSplitter:
 
     def keep_whole(self) -> None:
         """The step that runs now takes no part of a batch: with ``num_microbatches="auto"`` it gets whole ones."""
-        self._whole.add(self._running)
+        self.kept_whole.add(self._running)
 
     @property
     def _keeps_whole(self) -> bool:
-        return self.chooses and self._running in self._whole
+        return self.chooses and self._running in self.kept_whole
 
     @property
     def _running(self) -> RunningStage | None:

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -66,6 +68,24 @@ def survival(given: Options, tuned: bool) -> None:
             f"min_groups={given.min_groups} with AvgPipeTuner, which chooses for all groups; run it without min_groups "
             "once, and set what it found"
         )
+
+
+def comeback(running: pl.Trainer, whole: bool) -> None:
+    """Check that a process which was started anew can come back to the others, as far as it is known at its start.
+
+    Args:
+        running: the trainer.
+        whole: whether its steps run whole, or in one process.
+    """
+    finds = any(isinstance(callback, LearningRateFinder) for callback in running.callbacks)  # type: ignore[attr-defined]
+    if running.state.fn == TrainerFn.FITTING and not whole and not finds:
+        return
+    reason = "LearningRateFinder would train before" if finds else "its first run is no fit()"
+    reason = "its steps run whole" if whole else reason
+    raise ConfigurationError(
+        f"rank {running.global_rank} was started anew, but its group cannot come back: {reason}. The others go on "
+        "without it"
+    )
 
 
 def overlapping(running: pl.Trainer, given: Options, num_stages: int, num_groups: int, tuned: bool) -> None:

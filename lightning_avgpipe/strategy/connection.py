@@ -20,6 +20,7 @@ from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.requests import STOP
 from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import checks, launch
 from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.utils import parent
@@ -96,16 +97,22 @@ class Connection:
             options: of the strategy.
         Raises:
             PeerError: not all come, or one ends meanwhile.
+            ConfigurationError: this process was started anew, and cannot come back.
         """
         assert self.cluster is not None
+        if self.cluster.apart:
+            raise ConfigurationError(
+                "this process was started anew, and has not come back to the others in its first run, so it cannot in "
+                "another one"
+            )
         rank, size = self.cluster.world.rank, self.cluster.world.world_size
         if size == 1:
             self.cluster.open()
             return
         assert self.backend is not None
         with launch.connecting(rank, size):
-            store, keeper = launch.store(environment, rank, options.timeout, apart=self.cluster.survives)
-            if self.cluster.survives and keeper is None:
+            found = launch.meeting(environment, rank, options.timeout, apart=self.cluster.survives)
+            if self.cluster.survives and found.keeper is None:
                 rank_zero_warn(
                     f"min_groups={options.min_groups}, but a trainer without it has connected these processes, so rank "
                     "0 keeps the store through which they find each other: if group 0 dies, all end. Set min_groups "
@@ -114,10 +121,16 @@ class Connection:
             # control messages travel on the host, whatever connects the devices
             all_devices = self.backend if options.processes_per_device == 1 else "gloo"
             both = self.backend if connects_hosts(self.backend) else backends("gloo", all_devices, self.cluster.device)
-            meet = partial(_init_dist_connection, environment, both, timeout=options.timeout, store=store)
-            self.cluster.open(
-                store, meet, keeper
-            )  # if torch has a group of all processes, Lightning leaves it as it is
+            meet, store = partial(_init_dist_connection, environment, both, timeout=options.timeout), found.store
+            if found.before is None:
+                # if torch has a group of all processes, Lightning leaves it as it is
+                self.cluster.open(store, partial(meet, store=store), found.keeper)
+            else:
+                number = self.cluster.group_number
+                ranks = self.cluster.ranks_at_start(number)
+                apart = launch.meeting_apart(found, number, ranks, rank, options.timeout)
+                of_group = partial(meet, ranks.index(rank), len(ranks), store=apart)
+                self.cluster.open(store, of_group, found.keeper, apart)
         self.cluster.control_channel.when_agreed(self._hears)
         for request in tuple(self.noted):  # while other connections were open, or none
             self.cluster.monitor.requests.note(request)

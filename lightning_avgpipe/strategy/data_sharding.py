@@ -32,7 +32,7 @@ def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
     It respects ``use_distributed_sampler=False`` and a sampler that is distributed already. For data that cannot be
     sampled it warns: there the user's code must know the group.
     """
-    if cluster.stage_map.num_groups == 1:
+    if cluster.place[1] == 1:
         yield
         return
     connector = trainer._data_connector
@@ -45,7 +45,7 @@ def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
             found = prepare(dataloader, shuffle, mode)
         if not isinstance(getattr(found, "sampler", None), DistributedSampler):
             rank_zero_warn(
-                f"{cluster.stage_map.num_groups} groups of processes train on data of their own, but Lightning cannot "
+                f"{cluster.place[1]} groups of processes train on data of their own, but Lightning cannot "
                 f"divide a {type(dataloader).__name__} with an iterable dataset or without sampler: each group reads "
                 "all of it unless your code takes a part by trainer.strategy.group_number and "
                 "trainer.strategy.num_groups"

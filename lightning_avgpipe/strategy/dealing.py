@@ -21,6 +21,11 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.bundles import BundledLoader, recount
 from lightning_avgpipe.strategy.data import beneath
 
+_NOT_DIVIDED = (
+    "the training data are not of one DataLoader with the distributed sampler that Lightning puts in, or there is a "
+    "fraction as limit_train_batches"
+)
+
 
 def deal(shares: Sequence[Sequence[int]], begins: Sequence[int], number: int, groups: int) -> list[int]:
     """What is left, in the order of the shares, and the part of it of one of the groups that are left.
@@ -51,6 +56,50 @@ class Dealing:
         self._shares: list[list[int]] = []  # of those that were left at the last deal of this epoch
         self._begun = 0  # iterations before it
 
+    def why_not(self) -> str:
+        """Why the data cannot be divided among other groups than before; empty if they can. Every process calls it."""
+        own = self._own()
+        reason = "" if own is not None else _NOT_DIVIDED
+        return self._cluster.group.broadcast(reason, self._cluster.stage_map.reader)
+
+    def _own(self) -> DataLoader[Any] | None:
+        """On the process that reads, the dataloader if its data can be dealt."""
+        loader = self._trainer.fit_loop._combined_loader
+        whole = isinstance(self._trainer.limit_train_batches, int) or self._trainer.limit_train_batches == 1.0
+        if not isinstance(loader, BundledLoader) or len(loader.flattened) != 1 or not whole:
+            return None
+        own = beneath(loader.flattened[0])
+        if not self._cluster.reads or not isinstance(own, DataLoader):
+            return None
+        divided = type(own.batch_sampler) is BatchSampler and type(own.sampler) is DistributedSampler
+        return own if divided else None
+
+    def among_all(self) -> None:
+        """An epoch is about to begin: divide its data among the groups that there are now. They can be divided."""
+        loader, own = self._trainer.fit_loop._combined_loader, self._own()
+        assert isinstance(loader, BundledLoader)
+        mirrored, later = loader.flattened[0], 0
+        self._shares, self._begun = [], 0
+        if own is not None:
+            self._divide(own)
+            later = len(own)
+        later = self._cluster.group.broadcast(later, self._cluster.stage_map.reader)
+        limit = self._trainer.limit_train_batches
+        loader.limits = min(later, limit) if isinstance(limit, int) else later
+        loader.renewed = partial(self._renew, mirrored, own, later)
+
+    def _divide(self, own: DataLoader[Any]) -> None:
+        """From now on the sampler divides among the groups that there are."""
+        number, groups = self._cluster.group_number, self._cluster.stage_map.num_groups
+        sampler: Any = own.sampler
+        epoch = sampler.epoch
+        DistributedSampler.__init__(
+            sampler, sampler.dataset, groups, number, sampler.shuffle, sampler.seed, sampler.drop_last
+        )
+        sampler.epoch = epoch
+        batches: Any = own.batch_sampler
+        batches.sampler = sampler
+
     def again(self, gone: Collection[int], before: int, averaged: int, count: int) -> str:
         """Deal among those that are left; returns what was done, for a message.
 
@@ -63,13 +112,11 @@ class Dealing:
         loader = self._trainer.fit_loop._combined_loader
         lasts = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         kept = "the others go on with the batches that they had, and those of the group are left out"
-        whole = isinstance(self._trainer.limit_train_batches, int) or self._trainer.limit_train_batches == 1.0
         if not isinstance(loader, BundledLoader) or len(loader.flattened) != 1:
             return kept
-        mirrored = loader.flattened[0]
-        own = beneath(mirrored)
+        mirrored, own = loader.flattened[0], self._own()
         dealt = None
-        if self._cluster.reads and isinstance(own, DataLoader) and whole:
+        if own is not None:
             dealt = self._deal(own, gone, before, averaged, loader.iterations, count)
         lengths = self._cluster.group.broadcast(dealt, self._cluster.stage_map.reader)
         if lengths is None:
@@ -94,9 +141,8 @@ class Dealing:
         self, loader: DataLoader[Any], gone: Collection[int], before: int, averaged: int, done: int, count: int
     ) -> tuple[int, int] | None:
         """On the process that reads; gives the batches of the group in the rest of this epoch, and in later ones."""
-        batches, sampler = loader.batch_sampler, loader.sampler
-        if type(batches) is not BatchSampler or type(sampler) is not DistributedSampler:
-            return None
+        batches: Any = loader.batch_sampler
+        sampler: Any = loader.sampler
         number, groups = self._cluster.group_number, self._cluster.stage_map.num_groups
         if not self._shares:
             if sampler.num_replicas != before:
@@ -105,12 +151,7 @@ class Dealing:
         each = count * batches.batch_size
         begins = [((averaged if n in gone else done) - self._begun) * each for n in range(before)]
         now = [deal(self._shares, begins, n, groups) for n in range(groups)]
-        epoch = sampler.epoch
-        DistributedSampler.__init__(
-            sampler, sampler.dataset, groups, number, sampler.shuffle, sampler.seed, sampler.drop_last
-        )
-        sampler.epoch = epoch
-        batches.sampler = sampler
+        self._divide(loader)
         later = len(batches)
         self._shares, self._begun, batches.sampler = now, done, now[number]
         return len(batches), later

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
 # name -> start_method, beside the strategy's own name; as in ddp
+_kept: list[dist.Store] = []  # that a keeper has, of this process: torch's groups may not be the same everywhere
 _START_METHODS = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
 
 
@@ -120,10 +122,23 @@ def connecting(rank: int, world_size: int) -> Iterator[None]:
             ) from error
 
 
-def store(
-    environment: ClusterEnvironment, rank: int, timeout: timedelta, apart: bool = False
-) -> tuple[dist.Store, str | None]:
-    """The store that all processes share, and who keeps it: None if rank 0 does.
+@dataclass(frozen=True)
+class Meeting:
+    """Where processes find each other.
+
+    Attributes:
+        store: that all processes share.
+        keeper: who keeps it; None: rank 0.
+        before: who came before this process as the same rank; None: nobody.
+    """
+
+    store: dist.Store
+    keeper: str | None
+    before: str | None = None
+
+
+def meeting(environment: ClusterEnvironment, rank: int, timeout: timedelta, apart: bool = False) -> Meeting:
+    """Find the store that all processes share.
 
     It is the one that torch.distributed would make by itself. But that would not return before all processes have come,
     and while it waits nobody could say which of them is missing, or that one has died.
@@ -136,34 +151,49 @@ def store(
 
     Raises:
         RuntimeError: it is not there within the timeout.
-        ConfigurationError: this process was started anew, for one of a run that has begun.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # of torchrun
-    found: dist.Store
     if dist.is_initialized():
-        found = default_store()
-    else:
-        apart = apart and not agent
-        if apart and rank == 0:
-            keeper.start(environment.main_port, environment.world_size(), timeout.total_seconds())
-        found = dist.TCPStore(
-            environment.main_address,
-            environment.main_port,
-            is_master=rank == 0 and not agent and not apart,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
+        return Meeting((_kept or [default_store()])[0], "torchrun's agent" if agent else keeper.name())
+    apart = apart and not agent
+    if apart and rank == 0:
+        keeper.start(environment.main_port, environment.world_size(), timeout.total_seconds())
+    found: dist.Store = dist.TCPStore(
+        environment.main_address,
+        environment.main_port,
+        is_master=rank == 0 and not agent and not apart,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    if agent:  # who outlives its processes, and starts them again
+        return Meeting(fresh(found, rank, environment.world_size(), timeout), "torchrun's agent")
+    _kept[:] = [found] * apart
+    before = keeper.enter(found, rank) if apart else None
+    return Meeting(found, keeper.name(), before)
+
+
+def meeting_apart(meeting: Meeting, group: int, ranks: Sequence[int], rank: int, timeout: timedelta) -> dist.Store:
+    """What the processes of a group that were started anew have of the store alone. All of them call it.
+
+    Raises:
+        ConfigurationError: it is group 0, or not all of them come within the timeout.
+    """
+    if group == 0:
+        raise ConfigurationError(
+            f"rank {rank} was started anew: {meeting.before} came before it to this run. If that has died, group 0 has "
+            "left, or is about to, and does not come back, since logs and checkpoints would change hands twice; the "
+            "others go on without it. To have it back, end all processes and start all again from the last checkpoint; "
+            "another run needs another MASTER_PORT"
         )
-        if agent:  # who outlives its processes, and starts them again
-            found = fresh(found, rank, environment.world_size(), timeout)
-        if apart and (first := keeper.enter(found, rank)) is not None:
-            raise ConfigurationError(
-                f"rank {rank} was started anew: {first} came before it to the run at {environment.main_address}:"
-                f"{environment.main_port}. If that has died, its group has left, or is about to, and does not come "
-                "back; the others go on without it. To have it back, end all processes and start all again from the "
-                "last checkpoint; another run needs another MASTER_PORT"
-            )
-    return found, "torchrun's agent" if agent else keeper.name()
+    try:
+        return fresh(dist.PrefixStore(f"avgpipe/anew/{group}", meeting.store), ranks.index(rank), len(ranks), timeout)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"rank {rank} was started anew, after {meeting.before}, but not all processes of group {group} (ranks "
+            f"{', '.join(map(str, ranks))}) within {timeout.total_seconds():g} s; start all of them, or another run "
+            f"with another MASTER_PORT. {error}"
+        ) from error
 
 
 def register(registry: Any, strategy: type[AvgPipeStrategy]) -> None:

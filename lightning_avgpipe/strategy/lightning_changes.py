@@ -22,6 +22,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 from lightning_avgpipe.strategy.ahead import AheadIterations
 from lightning_avgpipe.strategy.batches import Batches
+from lightning_avgpipe.strategy.comeback import Comeback
 from lightning_avgpipe.strategy.grad_norms import reports_over_stages
 from lightning_avgpipe.strategy.log import StepLog, looking_on
 from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
@@ -119,6 +120,23 @@ def rolling(trainer: pl.Trainer, iterations: AheadIterations, batches: Batches) 
     with (
         replaced(loop, "run", run_epoch),
         replaced(module, "_on_before_batch_transfer", on_before_batch_transfer),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def letting_back(trainer: pl.Trainer, comeback: Comeback) -> Iterator[None]:
+    """Within this context an epoch of training begins when it is known which groups take part in it."""
+    loop, begin = trainer.fit_loop, trainer.fit_loop.on_advance_start
+    checks = 0 if comeback.cluster.apart else trainer.num_sanity_val_steps  # the others have made theirs
+
+    def on_advance_start() -> None:
+        comeback.begin_epoch()
+        begin()
+
+    with (
+        replaced(loop, "on_advance_start", on_advance_start),
+        replaced(trainer, "num_sanity_val_steps", checks),
     ):
         yield
 

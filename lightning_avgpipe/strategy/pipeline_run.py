@@ -31,6 +31,7 @@ from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.bundles import recount
 from lightning_avgpipe.strategy.checkpoint_state import DividedState, WholeState
+from lightning_avgpipe.strategy.comeback import Comeback, trained_in
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor
@@ -154,8 +155,17 @@ class PipelineRun:
         self._adapt(fitting)
         if fitting and self._survivors is not None:
             self._survivors.begin()
+            self._let_back(self._survivors)
         self._undo.callback(give_back, self.deployment, self._connection, self.state)
         self._undo.callback(lambda: self.iterations.leave(together=not self._connection.failed))
+
+    def _let_back(self, survivors: Survivors) -> None:
+        """Groups that have left may come back when an epoch begins, until teardown."""
+        trainer, parts = self._trainer, (self.deployment, self.state, self.splitter)
+        trained = trained_in(trainer.lightning_module)
+        comeback = Comeback(trainer, self.cluster, self.configuration, *parts, survivors, self._announce, trained)
+        self._undo.enter_context(changes.letting_back(trainer, comeback))
+        self._undo.callback(lambda: None if self._connection.failed else comeback.end())
 
     def _kind_of_iterations(self, fitting: bool) -> Any:
         options = self.configuration.options
@@ -190,7 +200,7 @@ class PipelineRun:
     def _adapt(self, fitting: bool) -> None:
         """From now on Lightning does what a pipeline needs, until teardown."""
         trainer, cluster, deployment, enter = self._trainer, self.cluster, self.deployment, self._undo.enter_context
-        several = cluster.world.world_size > 1
+        several = cluster.has_others
         enter(changes.observing(trainer, self.step_log, cluster.leaders))
         if fitting:
             optimization = PipelineOptimization(

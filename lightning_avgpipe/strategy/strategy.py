@@ -112,8 +112,8 @@ class AvgPipeStrategy(ParallelStrategy):
             their models, and what the others had not trained on yet is dealt to them. The first of them logs and saves.
             The store through which all find each other is kept by a further process, on the machine of rank 0. The
             processes must be started by what does not end all when one dies: by this strategy
-            (``start_method="popen"``), or by SLURM with ``srun --kill-on-bad-exit=0``, but not by torchrun. None: all
-            must be left.
+            (``start_method="popen"``), or by SLURM with ``srun --kill-on-bad-exit=0``, but not by torchrun. A group
+            whose processes are started anew, in the same way, comes back when an epoch begins. None: all must be left.
         num_microbatches: number M of micro-batches that a batch is split into, at most its size. ``"auto"``: four per
             stage, with two samples each where batches are normalised; or 1 for one stage: then there is nothing to
             pipeline, and everything is as on one device; or 1, with a warning, for a step that cannot be followed on a
@@ -347,14 +347,14 @@ class AvgPipeStrategy(ParallelStrategy):
     def num_groups(self) -> int:
         """Groups of processes that host all K stages, without those that have left."""
         if self._connection.cluster is not None:
-            return self._connection.cluster.stage_map.num_groups
+            return self._connection.cluster.place[1]
         return len(self.device_layout.groups(self.num_stages))
 
     @property
     def group_number(self) -> int:
         """Which group this process is in, 0-based."""
         if self._connection.cluster is not None:
-            return self._connection.cluster.group_number
+            return self._connection.cluster.place[0]
         groups = enumerate(self.device_layout.groups(self.num_stages))
         return next(number for number, ranks in groups if self.global_rank in ranks)
 
@@ -532,6 +532,8 @@ class AvgPipeStrategy(ParallelStrategy):
         layout, options, trainer = self.device_layout, self.options, self.lightning_module.trainer
         cluster = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
         self._connection.open(self.cluster_environment, options)
+        if cluster.apart:
+            checks.comeback(trainer, self.passthrough or self.whole is not None)
         sends, early = cluster.reads and cluster.group.world_size > 1, not has_transfer_hooks(trainer)
         wanted = partial(batches_wanted, trainer)
         self._distributor = Distributor(cluster.batch_stream, self._needs, sends, early, wanted)
@@ -541,7 +543,7 @@ class AvgPipeStrategy(ParallelStrategy):
     def _divide_data(self, trainer: pl.Trainer, cluster: Cluster) -> None:
         """Before anybody asks for the number of iterations, in ``setup`` or ``configure_optimizers`` of the module."""
         # partial functions of what can be pickled, as a trainer can; data of unknown length ends everywhere at once
-        any_ends = partial(self._connection.decide, unanimously=False) if cluster.stage_map.num_groups > 1 else None
+        any_ends = partial(self._connection.decide, unanimously=False) if cluster.place[1] > 1 else None
         count, look = partial(getattr, self._configuration, "num_pipelines"), partial(getattr, self, "tuner")
         self._data_undo.enter_context(bundling(trainer, count, any_ends, look))
         self._data_undo.enter_context(sharing(trainer, cluster))

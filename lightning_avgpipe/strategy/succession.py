@@ -6,7 +6,9 @@ and bars: on other processes they do nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
@@ -32,13 +34,22 @@ class Succession:
     def begin(self) -> None:
         """Training is about to begin. Every process calls it."""
         self._cluster.when_leading = self._take_over
-        loggers = self._local_loggers
+        if self._cluster.apart:  # it is told when it is with the others
+            return
         # which other processes would number by what they find in the folder, and when
-        versions = self._cluster.world.broadcast([logger.version for logger in loggers] if self._cluster.leads else [])
-        for logger, version in zip(loggers, versions, strict=True):
-            logger._version = version
+        self.take_versions(self._cluster.world.broadcast(self.versions if self._cluster.leads else []))
         if self._cluster.leads and rank_zero_only.rank:  # type: ignore[attr-defined]  # since an earlier run
             self._take_over()
+
+    @property
+    def versions(self) -> list[Any]:
+        """Of the loggers that write into folders."""
+        return [logger.version for logger in self._local_loggers]
+
+    def take_versions(self, versions: Sequence[Any]) -> None:
+        """The loggers have those of the process that logs."""
+        for logger, version in zip(self._local_loggers, versions, strict=True):
+            logger._version = version
 
     def show(self) -> None:
         """An iteration has ended: from here on a bar can begin, if this process has taken over."""

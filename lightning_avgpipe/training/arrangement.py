@@ -27,6 +27,11 @@ class Arrangement:
         self.placement = cluster.stage_map.placement
         self.awaits_plan = False
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether processes host other stages than before any plan, but for groups that have left, or are about to."""
+        return self.awaits_plan or self.planned != replace(self._given, layout=self.planned.layout)
+
     def begin(self, num_stages: int) -> None:
         """A plan will be made for so many stages."""
         self._cluster.rearrange(replace(self._given, num_stages=num_stages, placement=self.placement))

@@ -146,8 +146,41 @@ class Deployment:
             plan = self._maker.provisional(examples, schedule, num_pipelines)
         if plan is None:
             return False
+        self._follow(plan, [graph for graph in self.graphs if graph.step != examples.name], final, schedule.relays)
+        return True
+
+    @property
+    def graphs(self) -> list[CallGraph]:
+        """Of the step functions that can be run."""
+        return [self.pipeline.graph(name) for name in self.pipeline.steps]
+
+    def why_not_given(self) -> str:
+        """Why other processes could not go on from :attr:`plan` and :attr:`graphs`; empty if they could."""
+        if self.plan is None or not self._final or "training_step" not in self.pipeline.steps:
+            return "no step of training has been followed yet"
+        if self.replans or self._arrangement.has_changed:
+            return "the stages have changed since training began, or are about to"
+        if self.pipeline.kept is not None:
+            return "outputs of frozen layers are kept"
+        kept = [name for graph in self.graphs for name in graph.carried]
+        kept += [f"{path}.{name}".lstrip(".") for graph in self.graphs for path, name in graph.written]
+        if kept:
+            return f"steps keep '{kept[0]}' for the next time, which is not given along"
+        copies = any(copy() is not None for copy in self.holdings.copies)
+        return "weights are averaged in a copy of the module" if copies else ""
+
+    def adopt(self, plan: Plan, graphs: Sequence[CallGraph]) -> None:
+        """Before the first step: divide the module as other groups have theirs. Every process of the group calls it.
+
+        Args:
+            plan: theirs.
+            graphs: of the steps that they run.
+        """
+        self._follow(plan, [graph for graph in graphs if graph.step != plan.graph.step], True)
+
+    def _follow(self, plan: Plan, others: Sequence[CallGraph], final: bool, relays: Collection[int] = ()) -> None:
+        """Divide the module by a plan, and make its step runnable, and others."""
         self._arrange_for(plan)
-        others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != examples.name]
         begins_alike = not self._final
         self.pipeline.unload()
         self.plan, self._final, self.replans = plan, final, False
@@ -155,11 +188,10 @@ class Deployment:
         self._place()
         if begins_alike:
             self.holdings.begin_alike(plan.copied)
-        self.pipeline.load(plan.graph, plan.cuts, plan.frozen, schedule.relays)
+        self.pipeline.load(plan.graph, plan.cuts, plan.frozen, relays)
         if not plan.frozen:
             self._forget_kept()
         self._load_others(plan, others)
-        return True
 
     def _arrange_for(self, plan: Plan) -> None:
         """The processes get the stages that a plan gives them."""

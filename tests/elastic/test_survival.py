@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lightning_avgpipe.errors import ConfigurationError
 from tests.commands import LIMIT_S, started
-from tests.processes import free_port, results
-from tests.survival import Death, check, happen, start_anew
+from tests.survival import Death, check
 from tests.trainers import pipeline
 
 SCRIPT = Path(__file__).parents[1] / "script.py"
@@ -28,21 +26,6 @@ def test_the_other_group_trains_as_if_it_had_been_alone_from_there_on(rank: int,
 @pytest.mark.slow
 def test_what_was_stopped_while_it_wrote_does_not_replace_what_others_have_written_since(tmp_path: Path) -> None:
     check(Death(0, "writing", "SIGSTOP"), tmp_path, pipelines=2, timeout_s=8.0)
-
-
-@pytest.mark.slow
-def test_a_group_that_is_started_anew_is_told_so_and_the_others_go_on_without_it(tmp_path: Path) -> None:
-    death, port = Death(3, "forward"), free_port()
-    with ThreadPoolExecutor(1) as waiting:
-        anew = waiting.submit(start_anew, death, tmp_path, port)
-        others = results(happen(death, tmp_path, port=port)[:2])
-        outcomes = anew.result()
-    assert [found["iterations"][-1][1] for found in others] == [1, 1]
-    for rank, outcome in zip((2, 3), outcomes, strict=True):
-        said = rf"ConfigurationError: rank {rank} was started anew: process \d+ on .* came before it"
-        assert outcome.exit_code == 1
-        assert re.search(said, str(outcome.error)), outcome.error
-        assert not outcome.threads
 
 
 @pytest.mark.slow
