@@ -78,7 +78,7 @@ def _record(
     batch = [(leaf, version_of(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
-    with untouched(module), Objects(args).restored(), recorder.visiting(), recorder.state.changes:
+    with untouched(module), Objects(args, opaque=True).restored(), recorder.visiting(), recorder.state.changes:
         with recorder.assignments.watched(), recorder.shared.watched(), recorder.following(), watching(recorder.calls):
             result = run(*args)
         attributes, carried = recorder.finish(result)
@@ -109,7 +109,7 @@ def _record(
         opened=tuple(recorder.calls.ended),
         trained=trained,
         finite=loss is None or bool(loss.isfinite().all()),
-        idle_generators=recorder.mutations.idle_generators(),
+        generators=recorder.generators.uses(),
         uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(recorder.watch.calls),
         beside=tuple(neighbours(module, recorder.watch.calls)),
     )
@@ -125,16 +125,20 @@ def _lasting(
     """Of the attributes that the step changes those that it changes again, and those that units change."""
     of_units = set(recorder.mutations.of_units()).difference(attributes)
     lasts = recorder.assignments.created() or recorder.mutations.holders() or of_units or recorder.hidden.keeps
+    lasts = lasts or recorder.freely or recorder.generators.in_use
     again = _once_more(recorder, make, run, spare) if lasts else None
     recorder.pinned += recorder.hidden.settle(None if again is None else again.hidden)
     if again is not None:
         with contextlib.closing(again):
             of_units &= set(again.mutations.of_units())
+            attributes += tuple(sorted(recorder.freely & again.freely))
             made = recorder.assignments.created() - again.assignments.assigned()
             attributes = tuple(key for key in attributes if key not in made)
             recorder.mutations.keep(again.mutations.found())
+            recorder.pinned += recorder.generators.settle(again.generators)
     recorder.pinned += recorder.mutations.pinned(recorder.assignments)
-    recorder.pinned += recorder.shared.pinned(recorder.mutations.once, recorder.mutations.often())
+    recorder.pinned += recorder.shared.pinned(recorder.mutations.once)
+    recorder.pinned += recorder.generators.pinned(recorder.nodes)
     return attributes, of_units
 
 

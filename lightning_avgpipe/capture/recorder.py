@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.attributes import Assignments, Mutations
+from lightning_avgpipe.capture.attributes import Assignments, Key, Mutations
 from lightning_avgpipe.capture.batch_use import BatchUse
 from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.flop_counter import Flops, recurrent_flops
+from lightning_avgpipe.capture.generator_use import GeneratorWatch
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import ANYWHERE, HiddenTensors
 from lightning_avgpipe.capture.named_state import NamedState
@@ -96,6 +97,8 @@ class Recorder(StepTracer):
         self.assignments = Assignments(
             module, lambda: None if self._inside else len(self.nodes), ignore, self.shared.was_read
         )
+        self.generators = GeneratorWatch(self.mutations.attributes)
+        self.freely: set[Key] = set()  # attributes that units assign which every stage runs that comes so far
         self._readers = set(foresight.readers)
         super().__init__({}, owned_tensors(module, foresight.glue_states), device)
         # a unit that is not called itself may have buffers that glue changes
@@ -131,7 +134,9 @@ class Recorder(StepTracer):
                 (0, ANYWHERE, f"at {source_line()} unit '{path}' has tensors of the step as its weights")
             )
         exports = path in self.hidden.exports
-        objects = Objects((args, kwargs), module.modules() if exports else ())
+        exporting = module.modules() if exports else ()
+        generators = self.generators.given(Objects((args, kwargs), exporting, opaque="generators"), path)
+        objects = Objects((args, kwargs), module.modules() if exports else (), generators=generators)
         visible = tree.tensors((args, kwargs))
         tensors = [*visible, *objects.tensors]
         versions, calls = [version_of(t) for t in tensors], len(self.watch.calls)
@@ -152,6 +157,9 @@ class Recorder(StepTracer):
             self.assignments.computed([*visible, *used], result, len(self.nodes))
             self._provenance.forget()
             self.shared.was_free()
+            self.mutations.between(objects_changed)
+            self.freely |= self.mutations.assigned_in(module)
+            self.generators.look(len(self.nodes))
             return result
         elif not self.values.of(visible):
             self._readers.add(path)
@@ -160,12 +168,14 @@ class Recorder(StepTracer):
         self._pin_handed_out([t for t in tensors if id(t) in own], f"unit '{path}'")
         node = Node(
             len(self.nodes), "call", path, source_line(), inputs, parameters=parameters, states=states,
-            changes=tuple(changes), draws=draws, drawn=tuple(self.watch.calls[calls:]),
+            changes=tuple(changes), draws=draws, drawn=tuple(self.watch.calls[calls:]), generators=generators,
             flops=flops + sum(t.numel() for t in tree.tensors(result)),
         )  # fmt: skip
         self._taken([*visible, *used])
         changed = {id(t) for t, version in zip(tensors, versions, strict=True) if version_of(t) != version}
-        node, given = self._opened(node, result, objects, exports, not changed <= set(map(id, visible)))
+        self.generators.drew(node.index)
+        writes = bool(generators) or not changed <= set(map(id, visible))
+        node, given = self._opened(node, result, objects, exports, writes)
         self.shared.wrote(node.index, path, objects_changed, set(map(id, objects.owners)))
         self.hidden.wrote(node, [self.state.buffer(name) for name in changes], changed)
         self._add(node, given, tensors if node.opens else visible, versions)
@@ -176,6 +186,7 @@ class Recorder(StepTracer):
     ) -> tuple[Any, _Effects]:
         """The result of a unit, and what it did besides."""
         random_before = random_bits(self._device)
+        self.generators.look(len(self.nodes))
         with self._visit(module):
             before = self.state.of(path)
             self.state.changes.begin()
@@ -212,6 +223,8 @@ class Recorder(StepTracer):
         tensors = tensor_arguments(args, kwargs)
         versions, calls = [version_of(t) for t in tensors], len(self.watch.calls)
         outer = Outermost(self.watch, self._visit, self.state.of)
+        made = self._made_generators(args, kwargs)
+        self.generators.look(len(self.nodes))
         random_before = random_bits(self._device)
         self.state.changes.begin()
         provenance = self._provenance.at(len(self.nodes), args, kwargs)
@@ -229,8 +242,18 @@ class Recorder(StepTracer):
             flops=float(counter.get_total_flops()) + sum(t.numel() for t in given),
         )  # fmt: skip
         self._taken([*tensors, *used])
+        self.generators.drew(node.index)
+        if made.changed():
+            what = f"{node} draws random numbers from a generator that the step makes"
+            self.pinned.append((node.index + 1, ANYWHERE, what))
         self._add(node, given, tensors, versions)
         return result
+
+    def _made_generators(self, args: Any, kwargs: Any) -> Objects:
+        """Those of random numbers among arguments that do not outlive the step."""
+        found = Objects((args, kwargs), opaque="generators")
+        chosen = self.generators.given(found, "")
+        return found.among([id(one) for i, one in enumerate(found.generators) if i in chosen])
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
         begin = len(self.nodes)
@@ -251,6 +274,7 @@ class Recorder(StepTracer):
         self.pinned += self.hidden.find(tensors, f"{name}()", True)
         versions = [version_of(t) for t in tensors]
         self.mutations.look()
+        self.generators.look(len(self.nodes))
         free = not inputs and not any(id(t) in self._owned for t in tensors)
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
         random_before = random_bits(self._device)
@@ -269,6 +293,8 @@ class Recorder(StepTracer):
         if free:
             self.assignments.computed(tensors, result, len(self.nodes))
             return result
+        self.generators.drew(len(self.nodes))
+        self.mutations.pass_over()
         states, parameters = self.uses.of_glue(tensors, changed), self.uses.parameters(tensors)
         draws = random_before != random_bits(self._device)
         if any(map(is_transformed, [*tensors, *tree.tensors(result)])):
@@ -311,8 +337,11 @@ class Recorder(StepTracer):
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()
         self.keep(tree.tensors((args, kwargs)))
+        self.generators.look(len(self.nodes))
         with self.mutations.elsewhere():
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
+        self.generators.pass_over()
+        return result
 
     def _add(self, node: Node, given: list[Tensor], tensors: list[Tensor], versions: list[int]) -> None:
         """Note a node that gave these tensors and may have written into those that it took."""
@@ -363,6 +392,8 @@ class Recorder(StepTracer):
         self.assignments.settle()
         attributes, carried = tuple(self.assignments.changed()), tuple(self.assignments.carried())
         self.mutations.look()
+        self.generators.look(len(self.nodes))
+        self.generators.kept(vars(self.module.get_submodule(path)).get(name) for path, name in attributes)
         self.mutable |= self.mutations.found()
         self.watch.look()
         self.keep(tree.tensors(result))

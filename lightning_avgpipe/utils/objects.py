@@ -10,6 +10,7 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -73,11 +74,13 @@ class _State(NamedTuple):
     attributes: dict[str, Any]
 
     def children(self) -> Iterator[Any]:
-        if self.items is not None:
+        if self.items is not None and self.attributes is not _OF_GENERATOR:
             yield from self.items.values() if isinstance(self.items, dict) else self.items
         yield from self.attributes.values()
 
     def is_same(self, other: _State) -> bool:
+        if self.attributes is _OF_GENERATOR:
+            return bool(self.items == other.items)
         return _same(self.items, other.items) and _same(self.attributes, other.attributes)
 
 
@@ -110,6 +113,7 @@ class Objects:
         modules: whose attributes are looked at nevertheless.
         contents: whether the numbers in tensors are kept as well, except for parameters.
         opaque: whether what is in arrays and generators of random numbers is kept as well, or in generators only.
+        generators: those of random numbers that are owners, by their numbers among all that are reached.
 
     Attributes:
         tensors: that the objects hold, each once, in the order in which they are reached.
@@ -122,6 +126,7 @@ class Objects:
         modules: Iterable[nn.Module] = (),
         contents: bool = False,
         opaque: bool | Literal["generators"] = False,
+        generators: Collection[int] = (),
     ) -> None:
         self.tensors: list[Tensor] = []
         self.owners: list[Any] = []
@@ -129,8 +134,10 @@ class Objects:
         self._indices: dict[int, int] = {}
         self._opaque: list[tuple[Any, Any]] = []
         opened = {id(module): module for module in modules}
-        is_opaque = opaque_contents.is_generator if opaque == "generators" else opaque_contents.is_opaque
+        is_generator = opaque_contents.is_generator
+        is_opaque = is_generator if opaque == "generators" else opaque_contents.is_opaque
         seen: set[int] = set()
+        numbering = count()
         waiting = [*opened.values(), *roots][::-1]
         while waiting:
             obj = waiting.pop()
@@ -142,7 +149,7 @@ class Objects:
                 self.tensors.append(obj)
             elif opaque and is_opaque(obj):
                 self._opaque.append((obj, opaque_contents.contents(obj)))
-            elif is_open(cls) or id(obj) in opened:
+            elif is_open(cls) or id(obj) in opened or (is_generator(obj) and next(numbering) in generators):
                 state = _state(obj)
                 self._states.append((obj, state))
                 if cls not in _FIXED:
@@ -330,7 +337,7 @@ _OPENED: dict[type, bool] = {}
 
 
 def _opens(cls: type) -> bool:
-    if issubclass(cls, (Tensor, nn.Module, type, types.ModuleType)):
+    if issubclass(cls, (Tensor, nn.Module, type, types.ModuleType, *opaque_contents.GENERATORS)):
         return False
     if cls in (types.FunctionType, types.MethodType, types.CellType, Variable):
         return True
@@ -346,6 +353,7 @@ def _opens(cls: type) -> bool:
     return True
 
 
+_OF_GENERATOR: dict[str, Any] = {}  # the attributes of one, whose items are its contents
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _ITEMS = (list, dict, set, deque)
 # What holds others for ever.
@@ -355,6 +363,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 def _state(obj: Any) -> _State:
     cls: Any = type(obj)
+    if opaque_contents.is_generator(obj):
+        return _State(opaque_contents.contents(obj), _OF_GENERATOR)
     if cls is Variable:
         return _State(None, obj.state())
     if cls is types.CellType:
@@ -389,6 +399,9 @@ def _state(obj: Any) -> _State:
 
 def _put(obj: Any, state: _State) -> None:
     cls: Any = type(obj)
+    if opaque_contents.is_generator(obj):
+        opaque_contents.put(obj, state.items)
+        return
     if cls is Variable:
         obj.put(state.attributes)
         return
