@@ -31,6 +31,7 @@ class CommonGradients:
         self._weights = weights
         self._adding: set[int] = set()  # micro-batches that have run a backward since all have met
         self._reading: set[int] = set()  # those that have read gradients since then
+        self._within: set[int] = set()  # those within a backward, which may run others: those of checkpoints
 
     def meet(self, what: str, action: Callable[[], Any], given: Any = ()) -> Any:
         """As of :class:`Abreast`."""
@@ -61,26 +62,29 @@ class CommonGradients:
         else:
             self.abreast.first(what, action)
 
-    def _weight(self) -> float:
-        """A backward begins: what its loss counts."""
-        i = self.abreast.index
-        if i is None:
-            return 1.0
-        if i in self._reading:
-            self.meet("a backward after gradients were read", _nothing)
-        self._adding.add(i)
-        return self._weights[i]
-
     @contextlib.contextmanager
     def weighted(self) -> Iterator[None]:
         """Within this context backwards begin at losses times their weight."""
         own = torch.autograd.backward
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            weight = self._weight()
+            i = self.abreast.index
+            if i is None or i in self._within:
+                own(tensors, *args, **kwargs)
+                return
+            if i in self._reading:
+                self.meet("a backward after gradients were read", _nothing)
+            self._adding.add(i)
+            weight = self._weights[i]
+            if not weight:  # a mean over nothing is no number
+                return
             if weight != 1.0:
                 tensors = tensors * weight if isinstance(tensors, Tensor) else [t * weight for t in tensors]
-            own(tensors, *args, **kwargs)
+            self._within.add(i)
+            try:
+                own(tensors, *args, **kwargs)
+            finally:
+                self._within.discard(i)
 
         torch.autograd.backward = backward
         try:

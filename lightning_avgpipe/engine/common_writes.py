@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_avgpipe.capture.tracer import function_name, tensor_arguments
+from lightning_avgpipe.capture.tracer import CallWatcher, function_name, tensor_arguments, watching
 from lightning_avgpipe.engine.common_gradients import CommonGradients
-from lightning_avgpipe.utils.torch_compat import address
+from lightning_avgpipe.engine.common_tensors import CommonTensors
 
 _Tensor: Any = Tensor  # whose descriptors are not typed
 _READ = _Tensor.grad.__get__
@@ -21,21 +22,36 @@ _WRITES = frozenset((
 ))  # fmt: skip
 
 
-class CommonWrites(TorchFunctionMode):
-    """Within this context, in the thread of a micro-batch, writes to parameters and their gradients are meetings.
+class CommonWrites(TorchFunctionMode, CallWatcher):
+    """In the thread of a micro-batch writes to common tensors are meetings.
 
-    So a gradient is read when it is that of the whole batch, and a target network follows once. Buffers are each
-    micro-batch's to change, as statistics are.
+    So a gradient is read when it is that of the whole batch, and a target network follows once. What submodules do to
+    their buffers when they are called each micro-batch does for itself, as statistics are.
 
     Args:
         common: gradients.
-        module: whose parameters they are.
+        tensors: that micro-batches have in common.
+        root: the module whose step runs; its calls are no submodule's.
     """
 
-    def __init__(self, common: CommonGradients, module: nn.Module) -> None:
+    def __init__(self, common: CommonGradients, tensors: CommonTensors, root: nn.Module) -> None:
         super().__init__()
         self._common = common
-        self._parameters = {id(p): (p, name) for name, p in module.named_parameters()}
+        self._tensors = tensors
+        self._root = root
+        self._depth = 0  # of calls of submodules
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within this context, of the thread."""
+        with watching(self), self:
+            yield
+
+    def enter(self, module: nn.Module) -> None:
+        self._depth += module is not self._root
+
+    def leave(self, module: nn.Module) -> None:
+        self._depth -= module is not self._root
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -46,23 +62,19 @@ class CommonWrites(TorchFunctionMode):
         if self._common.abreast.index is None:
             return run()
         if func == _READ or func in _WRITES:
-            known = self._parameters.get(id(args[0]))
+            known = self._tensors.parameters.get(id(args[0]))
             if known is None:
                 return run()
-            what = f"{function_name(func).partition('.')[0]} of '{known[1]}'"
-            return self._common.read(what, run) if func == _READ else self._common.meet(what, run, args[1:])
-        names = self._names(tensor_arguments(*_written(func, args, kwargs)))
-        if not names:
+            what = f"{function_name(func).partition('.')[0]} of {known[1]}"
+            if func == _READ:
+                return self._common.read(what, run)
+            written = self._common.meet(what, run, args[1:])
+            self._tensors.moved()
+            return written
+        name = self._tensors.name(tensor_arguments(*_written(func, args, kwargs)), parameters_only=self._depth > 0)
+        if name is None:
             return run()
-        return self._common.meet(f"{function_name(func)} of {names[0]}", run, (args, kwargs))
-
-    def _names(self, tensors: Sequence[Tensor]) -> list[str]:
-        if not tensors:
-            return []
-        places = {address(tensor) for tensor in tensors}
-        found = [f"'{name}'" for p, name in self._parameters.values() if address(p) in places]
-        gradients = [(p.grad, name) for p, name in self._parameters.values() if p.grad is not None]
-        return found + [f"the gradient of '{name}'" for g, name in gradients if address(g) in places]
+        return self._common.meet(f"{function_name(func)} of {name}", run, (args, kwargs))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -75,6 +87,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def _is_in_place(func: Any) -> bool:
     name = function_name(func)
-    if name.startswith("__") and name.endswith("__"):
+    if name.endswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__invert__", "__int__"))
     return name.endswith("_")

@@ -11,10 +11,12 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_avgpipe.capture.tracer import uncompiled
 from lightning_avgpipe.engine.abreast import Abreast
 from lightning_avgpipe.engine.common_gradients import CommonGradients
+from lightning_avgpipe.engine.common_tensors import CommonTensors
 from lightning_avgpipe.engine.common_writes import CommonWrites
 from lightning_avgpipe.engine.microbatch import MicroBatch, merge
 from lightning_avgpipe.engine.own_variables import OwnVariables
@@ -99,17 +101,18 @@ class AbreastRun(PassthroughRun):
         streams = Streams(RandomKey(self._seed, number), len(parts), self._cluster.device)
         abreast = Abreast(len(parts), lambda i: self._turn(parts, variables, streams, i))
         common = CommonGradients(abreast, [part.weight if averages else 1.0 for part in parts])
+        tensors = CommonTensors(module)
         grad, context = torch.is_grad_enabled(), self._trainer.precision_plugin.train_step_context
 
         def work(i: int) -> Any:
-            with torch.set_grad_enabled(grad), uncompiled(), CommonWrites(common, module):
+            with torch.set_grad_enabled(grad), uncompiled(), CommonWrites(common, tensors, module).watched():
                 result = own(parts[i].data, *rest, **kwargs)
             return tree.map_tensors(Tensor.detach, result)
 
         self._log.begin(len(parts))
         self._common = common
         try:
-            with context(), common.weighted():
+            with context(), common.weighted(), self._only_known_optimizers():
                 results = abreast.run(work)
         finally:
             self._common = None
@@ -163,6 +166,21 @@ class AbreastRun(PassthroughRun):
             return self._meet(what, lambda: step(*args, **kwargs))
 
         return run
+
+    @contextlib.contextmanager
+    def _only_known_optimizers(self) -> Iterator[None]:
+        """Within this context others that step are noticed."""
+
+        def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if self._common is not None and self._common.abreast.index is not None:
+                what = f"steps a {type(optimizer).__name__} that configure_optimizers has not returned"
+                raise self._refusal(f"{what}, which each micro-batch would do; return it")
+
+        handle = register_optimizer_step_pre_hook(look)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _clearing(self, optimizer: Any, what: str) -> Callable[..., Any]:
         clear = optimizer.zero_grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import BinaryAccuracy
 
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, StepChangedError
@@ -331,6 +334,24 @@ class Closure(Simple):
         self.optimizers().step(closure=lambda: None)
 
 
+class Unknown(Simple):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9)
+
+    def behind(self, loss: Tensor) -> None:
+        self.own.step()
+
+
+class Queue(Simple):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(16, 8))
+
+    def before(self, batch: Any) -> None:
+        self.queue[: len(batch[0])] = batch[0]
+
+
 REFUSED: list[tuple[type[Any], type[AvgPipeError], str]] = [
     (LeavesOut, StepChangedError, r"comes to step\(\) of optimizer 0 at .* in micro-batch 0, and to zero_grad"),
     (StepsLess, StepChangedError, r"comes to step\(\) of optimizer 0 at .* in micro-batch 0, and to its end in .* 2"),
@@ -339,6 +360,8 @@ REFUSED: list[tuple[type[Any], type[AvgPipeError], str]] = [
     (Renormalises, StepChangedError, "embedding of 'table.weight' .* is given a tensor"),
     (Decays, ConfigurationError, "changes 'lr' of optimizer 0 anew in each micro-batch"),
     (Plateau, StepChangedError, r"step\(\) of scheduler 0 at .* is given"),
+    (Unknown, ConfigurationError, "steps a SGD that configure_optimizers has not returned"),
+    (Queue, StepChangedError, "__setitem__ of 'queue' .* is given"),
     (Closure, ConfigurationError, r"gives step\(\) of optimizer 0 a closure"),
 ]
 
@@ -351,6 +374,89 @@ def test_what_micro_batches_cannot_do_together_is_refused_by_name(
     with pytest.raises(kind, match=message):
         fitted(model(), abreast())
     assert threading.active_count() == 1
+
+
+class Follows(Manual):
+    """Losses whose backwards micro-batches have, and something behind the step; written once for both ways."""
+
+    by_hand = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        for part in zip(*(tensor.tensor_split(M) for tensor in batch), strict=True) if self.by_hand else [batch]:
+            weight = len(part[0]) / len(batch[0])
+            torch.autograd.backward([loss * weight for loss in self.losses(part)])
+        optimizer.step()
+        self.behind()
+
+    def losses(self, batch: Any) -> list[Tensor]:
+        return [F.mse_loss(self.net(batch[0]), batch[1]), self.net[2].weight.square().mean()]
+
+    @torch.no_grad()
+    def behind(self) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), 1e-2)
+
+
+class Averages(Follows):
+    """A model that counts its updates in a buffer, and tensors in a list that follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.net)
+        self.shadows = [p.detach().clone() for p in self.net.parameters()]
+
+    @torch.no_grad()
+    def behind(self) -> None:
+        self.average.update_parameters(self.net)
+        for shadow, parameter in zip(self.shadows, self.net.parameters(), strict=True):
+            shadow.lerp_(parameter, 0.1)
+        self.seen += [float(shadow.sum()) for shadow in self.shadows]
+
+
+class SeesPowers(Follows):
+    """A buffer that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+
+class Checkpoints(Follows):
+    """Backwards within a backward."""
+
+    def losses(self, batch: Any) -> list[Tensor]:
+        inputs = batch[0].clone().requires_grad_()
+        return [F.mse_loss(checkpoint(self.net, inputs, use_reentrant=True), batch[1])]
+
+
+class ByItself(Follows):
+    """Gradients that are scaled and used without an optimizer."""
+
+    def behind(self) -> None:
+        for parameter in self.net.parameters():
+            parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+            parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("model", [Averages, SeesPowers, Checkpoints, ByItself])
+def test_what_follows_a_step_happens_once_and_what_a_forward_does_for_each(model: type[Follows]) -> None:
+    torch.manual_seed(3)
+    one = model()
+    other = copy.deepcopy(one)
+    one.by_hand = True
+    fitted(one, trainer())
+    fitted(other, abreast())
+    assert_same_parameters(one, other)
+    buffers = dict(other.named_buffers())
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in one.named_buffers())
+    assert other.seen[-4:] == one.seen[-4:]  # each micro-batch notes them
 
 
 class Fails(Simple):
