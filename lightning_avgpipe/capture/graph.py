@@ -125,6 +125,13 @@ class Leaf:
     kept: bool = False
 
 
+def _instead(first: Node, last: Node) -> str:
+    """What to do where calls of one unit must be on one stage."""
+    if first.kind != "call" or first.name != last.name:
+        return ""
+    return "; a stage is a stretch of the step, so call each layer for all inputs before the next layer is called"
+
+
 class GeneratorUse(NamedTuple):
     """Who draws from a generator of random numbers of the model's own.
 
@@ -350,11 +357,8 @@ class CallGraph:
                 forbid(alive, f"'{value.name}' is a sparse or nested tensor, which does not travel between stages")
         for span in self._spans:
             first, last = self.nodes[span.first], self.nodes[span.last]
-            forbid(
-                range(span.first + 1, span.last + 1),
-                f"'{span.name}', which the step changes, is used by {first} and by {last}, which a cut here would put "
-                "on two stages",
-            )
+            what = f"'{span.name}', which the step changes, is used by {first} and by {last}, which a cut here would "
+            forbid(range(span.first + 1, span.last + 1), f"{what}put on two stages{_instead(first, last)}")
         for group in self._aliases:
             written = [n.index for n in self.nodes for _, v, _ in n.writes if v in group]
             if not written:
