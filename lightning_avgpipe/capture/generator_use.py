@@ -28,6 +28,7 @@ class GeneratorWatch:
         self._given: dict[int, set[str]] = defaultdict(set)
         self._nodes: dict[int, list[int]] = defaultdict(list)
         self._between: dict[int, int] = {}
+        self._last: dict[int, int] = {}
         self._made: dict[int, Any] = {}
         self._renewed: set[int] = set()
         self._begun = Objects(self._lasting.values(), opaque="generators")
@@ -51,6 +52,7 @@ class GeneratorWatch:
         """Code that every stage runs has come to this position."""
         for key in self._changed():
             self._between.setdefault(key, position)
+            self._last[key] = position
 
     def drew(self, node: int) -> None:
         """A node has run."""
@@ -107,6 +109,8 @@ class GeneratorWatch:
         for key, drawing in self._nodes.items():
             first, unit = drawing[0], nodes[drawing[0]]
             between = self._between.get(key)
+            if key in self._renewed and self._last.get(key, 0) <= first:
+                between = None  # seeded where every stage comes, and then not drawn from
             if between is not None:
                 what = f"{unit} and code between units draw from one generator of random numbers"
                 yield max(1, min(between, first + 1)), ANYWHERE, what

@@ -41,6 +41,7 @@ class OwnGenerators:
         self._units = [_reaching(use, program, module) for use in self._uses]
         self._found: dict[int, tuple[Any, int]] = {}  # a generator, and which use is of it
         self._before = Objects(())
+        self._position = -1  # up to which code between nodes has been looked at
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -49,6 +50,7 @@ class OwnGenerators:
         Raises:
             StepChangedError: a stage has drawn what others know nothing of.
         """
+        self._position = -1
         if self._uses:
             for number, use in enumerate(self._uses):
                 one = self._generator(use)
@@ -106,19 +108,19 @@ class OwnGenerators:
 
     def _look(self, position: int) -> None:
         """Code between nodes has run up to this one."""
-        program = self._program
+        program, before, self._position = self._program, self._position, position
         for number in self._changed():
             use = self._uses[number]
-            if use.nodes:
+            if use.renewed and (not use.nodes or before < program.start):
+                allowed = True
+            elif use.nodes:
                 allowed = program.is_last and use.nodes[0] >= program.start
             elif use.between is None:
                 allowed = program.is_last and self._units[number] <= self._own
-            elif use.renewed:
-                allowed = True
             elif program.is_first or use.between > program.start:  # no stage before comes to it
                 allowed = program.is_last or use.between <= program.end
             else:
-                allowed = position <= program.start
+                allowed = before < program.start
             if not allowed:
                 self._refuse(f"{self._name(use)} between submodules")
 

@@ -127,6 +127,13 @@ class SeededByTheStep(Noisy):
         return self.noisy(x) if late else x
 
 
+class SeededForALayer(Model):
+    def given(self, n: int, late: bool) -> Any:
+        if n == 0:
+            self.generator.manual_seed(5 + late)
+        return self.generator if n in (2, 3) else None
+
+
 class InFront(Noisy):
     def forward(self, x: Tensor, late: bool) -> Tensor:
         return super().forward(self.noisy(x), late)
@@ -160,7 +167,8 @@ class Bits(Model):
 
 
 RIGHT = [
-    OneMadeByTheStep, ObjectMadeByTheStep, Assigned, SeededByTheStep, InFront, Augmented, OneLayerLate, Bits,
+    OneMadeByTheStep, ObjectMadeByTheStep, Assigned, SeededByTheStep, SeededForALayer, InFront, Augmented,
+    OneLayerLate, Bits,
 ]  # fmt: skip
 
 
