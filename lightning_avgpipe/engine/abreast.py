@@ -60,11 +60,18 @@ class Abreast:
     Args:
         count: M, of micro-batches.
         turn: context within which micro-batch i runs until it comes to a meeting.
+        common: context of what one does for all.
     """
 
-    def __init__(self, count: int, turn: Callable[[int], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        count: int,
+        turn: Callable[[int], AbstractContextManager[None]],
+        common: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self._count = count
         self._turn = turn
+        self._common = common
         self._gates = [threading.Semaphore(0) for _ in range(count)]
         self._over = threading.Semaphore(0)
         self._places: list[_Place | None] = [None] * count
@@ -163,7 +170,7 @@ class Abreast:
 
     def _do(self, action: Callable[[], Any]) -> None:
         try:
-            with self.together():
+            with self.together(), self._common():
                 self._outcome = action()
         except BaseException as error:  # the function may catch it, but the others cannot go on
             self._error = error
@@ -179,7 +186,7 @@ class Abreast:
         if i is not None:
             self._before[i].append(what)
         if not i:
-            with self.together():
+            with self.together(), self._common():
                 action()
 
     @contextlib.contextmanager

@@ -3,57 +3,101 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
 _MISSING = object()
-Key = tuple[int, str]  # number of a module, name of the attribute
+Key = tuple[Any, ...]  # number of a module, name of the attribute, and a key if that holds a dict
 
 
 class OwnVariables:
-    """Attributes of modules, of which each micro-batch has those that it has assigned.
+    """Attributes of modules, of which each micro-batch has those that it has assigned, and items of dicts there.
 
-    One that it has not yet assigned is as the one before it has left it, so a counter counts micro-batches; but all of
-    them begin in the same mode of training.
+    Whole numbers, names and modes are for each as they were when the step began, so a counter counts steps; others are
+    as the micro-batch before has left them until it assigns them, so all of them add to a sum.
 
     Args:
         module: with its submodules.
         count: M, of micro-batches.
+        ignore: modules of which all have the same (metrics).
     """
 
-    def __init__(self, module: nn.Module, count: int) -> None:
-        self._modules = list(module.modules())
-        modes: dict[Key, Any] = {(n, "training"): m.training for n, m in enumerate(self._modules)}
-        self._own = [dict(modes) for _ in range(count)]
+    def __init__(self, module: nn.Module, count: int, ignore: Collection[nn.Module] = ()) -> None:
+        ignored = {id(inner) for one in ignore for inner in one.modules()}
+        self._modules = [(path, m) for path, m in module.named_modules() if id(m) not in ignored]
+        begun = {key: value for key, value in self._held().items() if isinstance(value, (int, str, type(None)))}
+        self._own = [dict(begun) for _ in range(count)]
+        self._assigned: list[set[Key]] = [set() for _ in range(count)]
 
     @contextlib.contextmanager
     def placed(self, i: int) -> Iterator[None]:
-        """Within this context micro-batch i runs."""
-        own = self._own[i]
-        for (n, name), value in own.items():
-            held = vars(self._modules[n])
-            if value is not _MISSING:
-                held[name] = value
-            else:
-                held.pop(name, None)
+        """Within this context micro-batch i runs.
+
+        Raises:
+            StepChangedError: it adds to a number to which it has added before, and others have meanwhile.
+        """
+        for key, value in self._own[i].items():
+            self._put(key, value)
         before = self._held()
         try:
             yield
         finally:
-            now = self._held()
-            for key in before.keys() | now.keys() | own.keys():
-                value = now.get(key, _MISSING)
-                if key in own or value is not before.get(key, _MISSING):
-                    own[key] = value
+            changed = self._changed(before)
+            again = [key for key in changed.keys() & self._assigned[i] if _adds(changed[key])]
+            self._own[i] |= changed
+            self._assigned[i] |= changed.keys()
+        if again and len(self._own) > 1:
+            raise StepChangedError(
+                f"training_step assigns '{self._name(again[0])}' once more after micro-batches have met, and it is not "
+                "known whether it adds to it; use a local variable, a list or a metric, or num_microbatches=1"
+            )
+
+    @contextlib.contextmanager
+    def common(self) -> Iterator[None]:
+        """What is assigned within this context all micro-batches find."""
+        before = self._held()
+        try:
+            yield
+        finally:
+            changed = self._changed(before)
+            for own in self._own:
+                own |= changed
+
+    def _changed(self, before: dict[Key, Any]) -> dict[Key, Any]:
+        now = self._held()
+        values = ((key, now.get(key, _MISSING)) for key in before.keys() | now.keys())
+        return {key: value for key, value in values if value is not before.get(key, _MISSING)}
+
+    def _put(self, key: Key, value: Any) -> None:
+        space: Any = vars(self._modules[key[0]][1])
+        for name in key[1:-1]:
+            space = space.get(name)
+        if not isinstance(space, dict):
+            return
+        if value is not _MISSING:
+            space[key[-1]] = value
+        else:
+            space.pop(key[-1], None)
 
     def _held(self) -> dict[Key, Any]:
-        return {
-            (n, name): value
-            for n, module in enumerate(self._modules)
-            for name, value in vars(module).items()
-            if name not in REGISTRIES
-        }
+        found: dict[Key, Any] = {}
+        for n, (_, module) in enumerate(self._modules):
+            for name, value in vars(module).items():
+                if name in REGISTRIES:
+                    continue
+                found[n, name] = value
+                if isinstance(value, dict) and not name.startswith("_"):
+                    found |= {(n, name, key): item for key, item in value.items()}
+        return found
+
+    def _name(self, key: Key) -> str:
+        return ".".join(str(part) for part in (self._modules[key[0]][0], *key[1:]) if part != "")
+
+
+def _adds(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.ndim == 0)

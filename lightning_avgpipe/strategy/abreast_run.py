@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torchmetrics import Metric
 
 from lightning_avgpipe.capture.tracer import uncompiled
 from lightning_avgpipe.engine.abreast import Abreast
@@ -96,10 +97,11 @@ class AbreastRun(PassthroughRun):
         batch, *rest = args
         parts, module = self._splitter.split(batch), self._trainer.lightning_module
         averages = self._configuration.options.loss_reduction == "mean"
-        variables = OwnVariables(module, len(parts))
+        metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        variables = OwnVariables(module, len(parts), metrics)
         number = 1 + int(self._trainer.fit_loop.epoch_loop.batch_progress.total.completed)
         streams = Streams(RandomKey(self._seed, number), len(parts), self._cluster.device)
-        abreast = Abreast(len(parts), lambda i: self._turn(parts, variables, streams, i))
+        abreast = Abreast(len(parts), lambda i: self._turn(parts, variables, streams, i), variables.common)
         common = CommonGradients(abreast, [part.weight if averages else 1.0 for part in parts])
         tensors = CommonTensors(module)
         grad, context = torch.is_grad_enabled(), self._trainer.precision_plugin.train_step_context

@@ -170,12 +170,13 @@ class Kept(Manual):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)), nn.Linear(8, 8)
-        self.accuracy, self.calls = BinaryAccuracy(), 0
+        self.accuracy, self.calls, self.updates = BinaryAccuracy(), 0, 0
+        self.kept: dict[str, Tensor] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         one, two = self.optimizers()
         self.calls += 1
-        self.middle = self.first(batch[0])
+        self.middle = self.kept["middle"] = self.first(batch[0])
         loss = F.mse_loss(self.second(self.middle), batch[1])
         self.manual_backward(loss)
         one.step()
@@ -183,7 +184,7 @@ class Kept(Manual):
         self.first.eval()
         for parameter in self.first.parameters():
             parameter.requires_grad = False
-        self.manual_backward(F.mse_loss(self.second(self.first(self.middle.detach())), batch[1]))
+        self.manual_backward(F.mse_loss(self.second(self.first(self.kept["middle"].detach())), batch[1]))
         two.step()
         two.zero_grad()
         for parameter in self.first.parameters():
@@ -192,6 +193,9 @@ class Kept(Manual):
         self.accuracy(self.middle.sigmoid(), (batch[1] > 0).int())
         self.log("accuracy", self.accuracy)
         return loss.detach()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.updates += 1
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append(float(outputs["loss"]))
@@ -205,8 +209,8 @@ class KeptByHand(ByHand, Kept):
         self.begin(batch)
         one, two = self.optimizers()
         middle, losses = [torch.empty(0)] * M, []
+        self.calls += 1
         for (inputs, targets), weight, i in self.parts():
-            self.calls += 1
             middle[i] = self.first(inputs)
             loss = F.mse_loss(self.second(middle[i]), targets)
             losses.append(loss.detach() * weight)
@@ -252,7 +256,7 @@ def test_it_equals_accumulating_by_hand(model: type[Any], by_hand: type[Any]) ->
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in one.named_buffers())
     assert found == pytest.approx(expected, rel=1e-6)
     assert other.seen == pytest.approx(one.seen, rel=1e-6)
-    assert getattr(one, "calls", None) == getattr(other, "calls", None)
+    assert all(getattr(one, name, None) == getattr(other, name, None) for name in ("calls", "updates"))
     assert threading.active_count() == 1
 
 
@@ -292,13 +296,12 @@ class LeavesOut(Simple):
 
 
 class StepsLess(Simple):
-    def behind(self, loss: Tensor) -> None:
-        if loss > 0.0 and self.trainer._results is not None and self.place() < 2:
-            self.optimizers().step()
+    def before(self, batch: Any) -> None:
+        self.is_last = len(batch[0]) == 2
 
-    def place(self) -> int:
-        self.count = getattr(self, "count", -1) + 1
-        return self.count % M
+    def behind(self, loss: Tensor) -> None:
+        if not self.is_last:
+            self.optimizers().step()
 
 
 class AssignsGradients(Simple):
@@ -317,6 +320,16 @@ class Renormalises(Simple):
     def before(self, batch: Any) -> None:
         self.table.max_norm = 0.1
         self.table(batch[0].sum(1).long() % 4)
+
+
+class Sums(Simple):
+    total = 0.0
+
+    def before(self, batch: Any) -> None:
+        self.total += float(batch[0].sum())
+
+    def behind(self, loss: Tensor) -> None:
+        self.total += float(loss)
 
 
 class Decays(Simple):
@@ -358,6 +371,7 @@ REFUSED: list[tuple[type[Any], type[AvgPipeError], str]] = [
     (AssignsGradients, StepChangedError, "grad of 'net.weight' .* is given a tensor"),
     (Centers, StepChangedError, "lerp_ of 'center' .* is given a tensor"),
     (Renormalises, StepChangedError, "embedding of 'table.weight' .* is given a tensor"),
+    (Sums, StepChangedError, "assigns 'total' once more after micro-batches have met"),
     (Decays, ConfigurationError, "changes 'lr' of optimizer 0 anew in each micro-batch"),
     (Plateau, StepChangedError, r"step\(\) of scheduler 0 at .* is given"),
     (Unknown, ConfigurationError, "steps a SGD that configure_optimizers has not returned"),
@@ -462,13 +476,14 @@ def test_what_follows_a_step_happens_once_and_what_a_forward_does_for_each(model
 class Fails(Simple):
     def __init__(self, fails: Callable[[int], None], where: str) -> None:
         super().__init__()
-        self.fails, self.where, self.ended = fails, where, 0
+        self.fails, self.where = fails, where
+        self.ended: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         try:
             super().training_step(batch, batch_idx)
         finally:
-            self.ended += 1
+            self.ended.append(batch_idx)
 
     def before(self, batch: Any) -> None:
         if self.where == "before" and len(batch[0]) == 2:
@@ -493,14 +508,14 @@ def test_an_error_in_one_micro_batch_ends_all(where: str) -> None:
     with pytest.raises(ValueError, match="broken on purpose") as caught:
         fitted(module, abreast())
     assert any(f"of {M} of a step that optimizes manually" in note for note in caught.value.__notes__)
-    assert module.ended == M and threading.active_count() == 1
+    assert len(module.ended) == M and threading.active_count() == 1
 
 
 def test_an_interrupt_ends_all() -> None:
     module = Fails(lambda _: signal.raise_signal(signal.SIGINT), "before")
     with pytest.raises(SystemExit):
         fitted(module, abreast())
-    assert module.ended == M and threading.active_count() == 1
+    assert len(module.ended) == M and threading.active_count() == 1
 
 
 class Measures(Simple):
