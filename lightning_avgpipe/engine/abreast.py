@@ -88,6 +88,11 @@ class Abreast:
         """The micro-batch of this thread, while it runs for itself; None elsewhere and for what all do together."""
         return None if self._together else getattr(self._running, "index", None)
 
+    @property
+    def is_for_all(self) -> bool:
+        """Whether what runs now all do together."""
+        return self._together
+
     def run(self, work: Callable[[int], T]) -> list[T]:
         """What the function returns for each micro-batch.
 

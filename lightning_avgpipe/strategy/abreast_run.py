@@ -32,6 +32,7 @@ from lightning_avgpipe.strategy.data import Distributor
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.strategy.run import Own, PassthroughRun
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import RandomKey, Streams
 
@@ -103,18 +104,21 @@ class AbreastRun(PassthroughRun):
         streams = Streams(RandomKey(self._seed, number), len(parts), self._cluster.device)
         abreast = Abreast(len(parts), lambda i: self._turn(parts, variables, streams, i), variables.common)
         common = CommonGradients(abreast, [part.weight if averages else 1.0 for part in parts])
-        tensors = CommonTensors(module)
+        tensors, port = CommonTensors(module), port_of(self._cluster.device)
+        stream = port.current_stream()
         grad, context = torch.is_grad_enabled(), self._trainer.precision_plugin.train_step_context
 
         def work(i: int) -> Any:
-            with torch.set_grad_enabled(grad), uncompiled(), CommonWrites(common, tensors, module).watched():
+            port.enter_thread()
+            writes = CommonWrites(common, tensors, module)
+            with port.on_stream(stream), torch.set_grad_enabled(grad), writes.watched():
                 result = own(parts[i].data, *rest, **kwargs)
             return tree.map_tensors(Tensor.detach, result)
 
         self._log.begin(len(parts))
         self._common = common
         try:
-            with context(), common.weighted(), self._only_known_optimizers():
+            with context(), uncompiled(), common.weighted(), self._only_known_optimizers():
                 results = abreast.run(work)
         finally:
             self._common = None
@@ -174,7 +178,7 @@ class AbreastRun(PassthroughRun):
         """Within this context others that step are noticed."""
 
         def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self._common is not None and self._common.abreast.index is not None:
+            if self._common is not None and not self._common.abreast.is_for_all:  # a hook may run in another thread
                 what = f"steps a {type(optimizer).__name__} that configure_optimizers has not returned"
                 raise self._refusal(f"{what}, which each micro-batch would do; return it")
 
