@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
@@ -15,14 +15,17 @@ class CommonTensors:
 
     Args:
         module: whose they are, as a step begins.
+        ignore: modules to which each micro-batch adds what it sees (metrics).
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ignore: Collection[nn.Module] = ()) -> None:
+        ignored = {id(inner) for one in ignore for inner in one.modules()}
         self.parameters = {id(p): (p, f"'{name}'") for name, p in module.named_parameters()}
         self._buffers = dict(module.named_buffers())
         self._attributes = [
             (f"'{path}.{name}'" if path else f"'{name}'", held)
             for path, part in module.named_modules()
+            if id(part) not in ignored
             for name, held in vars(part).items()
             if name not in REGISTRIES
         ]

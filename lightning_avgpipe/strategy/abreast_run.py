@@ -104,7 +104,7 @@ class AbreastRun(PassthroughRun):
         streams = Streams(RandomKey(self._seed, number), len(parts), self._cluster.device)
         abreast = Abreast(len(parts), lambda i: self._turn(parts, variables, streams, i), variables.common)
         common = CommonGradients(abreast, [part.weight if averages else 1.0 for part in parts])
-        tensors, port = CommonTensors(module), port_of(self._cluster.device)
+        tensors, port = CommonTensors(module, metrics), port_of(self._cluster.device)
         stream = port.current_stream()
         grad, context = torch.is_grad_enabled(), self._trainer.precision_plugin.train_step_context
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanSquaredError
 from torchmetrics.classification import BinaryAccuracy
 
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, StepChangedError
@@ -172,12 +173,14 @@ class Kept(Manual):
         self.first, self.second = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)), nn.Linear(8, 8)
         self.accuracy, self.calls, self.updates = BinaryAccuracy(), 0, 0
         self.kept: dict[str, Tensor] = {}
+        self.error = MeanSquaredError()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         one, two = self.optimizers()
         self.calls += 1
         self.middle = self.kept["middle"] = self.first(batch[0])
         loss = F.mse_loss(self.second(self.middle), batch[1])
+        self.error.update(self.middle, batch[1])
         self.manual_backward(loss)
         one.step()
         self.zero_grad()
@@ -190,8 +193,10 @@ class Kept(Manual):
         for parameter in self.first.parameters():
             parameter.requires_grad = True
         self.first.train()
+        self.error.update(self.second(self.middle), batch[1])
         self.accuracy(self.middle.sigmoid(), (batch[1] > 0).int())
         self.log("accuracy", self.accuracy)
+        self.log("error", self.error, on_step=False, on_epoch=True)
         return loss.detach()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -214,6 +219,7 @@ class KeptByHand(ByHand, Kept):
             middle[i] = self.first(inputs)
             loss = F.mse_loss(self.second(middle[i]), targets)
             losses.append(loss.detach() * weight)
+            self.error.update(middle[i], targets)
             self.manual_backward(loss * weight)
         one.step()
         self.zero_grad()
@@ -225,8 +231,11 @@ class KeptByHand(ByHand, Kept):
         two.zero_grad()
         self.first.requires_grad_(True)
         self.first.train()
+        for (_, targets), _, i in self.parts():
+            self.error.update(self.second(middle[i]), targets)
         self.accuracy(torch.cat(middle).sigmoid(), (batch[1] > 0).int())
         self.log("accuracy", self.accuracy)
+        self.log("error", self.error, on_step=False, on_epoch=True)
         return torch.stack(losses).sum()
 
 
