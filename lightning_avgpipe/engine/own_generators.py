@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from lightning_avgpipe.capture.outside import outside, variable
 from lightning_avgpipe.engine.operation import Operation
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.utils import opaque
+from lightning_avgpipe.utils import opaque, tree
 from lightning_avgpipe.utils.objects import Objects
 
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str))
@@ -136,6 +136,12 @@ class OwnGenerators:
             "too, so that no cut lies before the last draw, or draw from torch's, Python's or NumPy's common "
             "generator, which gives all stages the same"
         )
+
+
+def unmoved(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """After this context generators in a micro-batch are as they were: stages of one process share it."""
+    found = [leaf for leaf in tree.flatten(tuple(args))[0] if opaque.is_generator(leaf)]
+    return Objects(found, opaque="generators").restored() if found else contextlib.nullcontext()
 
 
 def _reaching(use: GeneratorUse, program: StageProgram, module: nn.Module) -> frozenset[str]:

@@ -15,7 +15,7 @@ from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.engine.constants import Constants
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
 from lightning_avgpipe.engine.operation import Repeat
-from lightning_avgpipe.engine.own_generators import OwnGenerators
+from lightning_avgpipe.engine.own_generators import OwnGenerators, unmoved
 from lightning_avgpipe.engine.path import Entry, Path
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import Ground, Observe, Replayed, replay
@@ -74,7 +74,7 @@ class StageStep:
         Others are as for :func:`replay`.
         """
         with self._inspected(task) as inspection, self.rewritten.saved(task.trains), self._constants.checked():
-            with watch, self._generators.watched():
+            with watch, self._generators.watched(), unmoved(task.args[micro_batch]):
                 replayed = replay(
                     program,
                     self._ground_now(copies),

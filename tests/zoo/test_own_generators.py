@@ -157,6 +157,22 @@ class OneLayerLate(Model):
         return super().forward(x, late)
 
 
+class InTheBatch(Model):
+    """The batch has a generator for each micro-batch, from which layers and code between them draw."""
+
+    def split_batch(self, batch: Any, count: int) -> list[Any]:
+        x, late = batch
+        return [(part, late, torch.Generator().manual_seed(i)) for i, part in enumerate(x.tensor_split(count))]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _, generator = batch
+        for n, layer in enumerate(self.layers):
+            x = layer(x * number(generator), generator if n > 2 else None)
+        return x.square().mean()
+
+    validation_step = training_step
+
+
 class Bits(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +184,7 @@ class Bits(Model):
 
 RIGHT = [
     OneMadeByTheStep, ObjectMadeByTheStep, Assigned, SeededByTheStep, SeededForALayer, InFront, Augmented,
-    OneLayerLate, Bits,
+    OneLayerLate, InTheBatch, Bits,
 ]  # fmt: skip
 
 
