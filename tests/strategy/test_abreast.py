@@ -28,6 +28,13 @@ from tests.trainers import pipeline, trainer
 M = 3  # of 8 samples: 3, 3 and 2
 
 
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
 class ByHand:
     """What an author writes who accumulates: pieces, each a loop over micro-batches that have their random numbers."""
 
@@ -266,7 +273,6 @@ def test_it_equals_accumulating_by_hand(model: type[Any], by_hand: type[Any]) ->
     assert found == pytest.approx(expected, rel=1e-6)
     assert other.seen == pytest.approx(one.seen, rel=1e-6)
     assert all(getattr(one, name, None) == getattr(other, name, None) for name in ("calls", "updates"))
-    assert threading.active_count() == 1
 
 
 class Simple(Manual):
@@ -396,7 +402,6 @@ def test_what_micro_batches_cannot_do_together_is_refused_by_name(
     fitted(model(), trainer())
     with pytest.raises(kind, match=message):
         fitted(model(), abreast())
-    assert threading.active_count() == 1
 
 
 class Follows(Manual):
@@ -517,14 +522,14 @@ def test_an_error_in_one_micro_batch_ends_all(where: str) -> None:
     with pytest.raises(ValueError, match="broken on purpose") as caught:
         fitted(module, abreast())
     assert any(f"of {M} of a step that optimizes manually" in note for note in caught.value.__notes__)
-    assert len(module.ended) == M and threading.active_count() == 1
+    assert len(module.ended) == M
 
 
 def test_an_interrupt_ends_all() -> None:
     module = Fails(lambda _: signal.raise_signal(signal.SIGINT), "before")
     with pytest.raises(SystemExit):
         fitted(module, abreast())
-    assert len(module.ended) == M and threading.active_count() == 1
+    assert len(module.ended) == M
 
 
 class Measures(Simple):
