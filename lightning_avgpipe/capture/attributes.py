@@ -6,7 +6,7 @@ import contextlib
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -282,15 +282,19 @@ class Mutations:
     def look(self) -> None:
         """Code between units has run."""
         differences = self.chosen.differences()
+        self.between(differences)
+        if differences:
+            self.chosen.follow(obj for obj, _ in differences)
+            self.chosen.adopt(Objects([obj for obj, _ in differences], opaque=True), self.objects)
+
+    def between(self, differences: Iterable[tuple[Any, Names]]) -> None:
+        """Code that every stage runs has changed these objects."""
         for obj, names in differences:
             self._first.setdefault(id(obj), (obj, self._position()))
             last = self._last.setdefault(id(obj), {})
             last |= dict.fromkeys((ALL, *((None,) if names is None else names)), self._position())
             known = self._names.get(id(obj), frozenset())
             self._names[id(obj)] = None if names is None or known is None else known | names
-        if differences:
-            self.chosen.follow(obj for obj, _ in differences)
-            self.chosen.adopt(Objects([obj for obj, _ in differences], opaque=True), self.objects)
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[list[tuple[Any, Names]]]:
@@ -300,6 +304,12 @@ class Mutations:
         yield changed
         changed += self.chosen.differences()
         self.chosen.follow(obj for obj, _ in changed)
+
+    def assigned_in(self, module: nn.Module) -> set[Key]:
+        """Attributes of a unit that are something else than when the step began."""
+        inner = {id(m) for m in module.modules()}
+        now = _held({path: m for path, m in self._modules.items() if id(m) in inner})
+        return {key for key, held in now.items() if self.attributes.get(key) is not held}
 
     def pass_over(self) -> None:
         """What has changed until now was not changed by the code between units."""
@@ -321,10 +331,6 @@ class Mutations:
         self.once = {key: (first[1], self._names[key]) for key, first in self._first.items() if key not in changing}
         self._first = {key: first for key, first in self._first.items() if key in changing}
 
-    def often(self) -> dict[int, tuple[int, int]]:
-        """Ids of the objects that code between units changes in every step, and where it first and last does."""
-        return {key: (position, self._last[key][ALL]) for key, (_, position) in self._first.items()}
-
     def holders(self) -> dict[Key, int]:
         """Attributes that lead to what code between units has changed, and where it first did."""
         found = {}
@@ -334,15 +340,6 @@ class Mutations:
             if first:
                 found[key] = min(first)
         return found
-
-    def idle_generators(self) -> tuple[tuple[str, str, int], ...]:
-        """Attributes and variables that lead to generators of random numbers from which nobody has drawn; and which."""
-        drawn = self.found() | self._first.keys()
-        if drawn.issuperset(map(id, self.objects.generators)):
-            return ()
-        reached = ((key, Objects([h], opaque="generators").generators) for key, h in self.attributes.items())
-        found = [(*key, n) for key, held in reached for n, one in enumerate(held) if id(one) not in drawn]
-        return tuple(sorted(found, key=lambda key: (key[1].startswith("_"), key)))  # as the user knows them
 
     def of_units(self) -> tuple[Key, ...]:
         """Attributes that units have assigned, or whose objects they have changed; also those that glue assigned."""

@@ -79,7 +79,7 @@ def _record(
     batch = [(leaf, version_of(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
-    with untouched(module), Objects(args).restored(), recorder.visiting(module), recorder.state.changes:
+    with untouched(module), Objects(args, opaque=True).restored(), recorder.visiting(module), recorder.state.changes:
         with recorder.unnamed.watched(), recorder.following(), watching(recorder.calls):
             result = run(*args)
         recorder.finish(result)
@@ -113,7 +113,7 @@ def _record(
         opened=tuple(recorder.calls.ended),
         trained=trained,
         finite=loss is None or bool(loss.isfinite().all()),
-        idle_generators=unnamed.mutations.idle_generators(),
+        generators=unnamed.generators.uses(),
         uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(draws.calls),
         beside=tuple(neighbours(module, draws.calls)),
     )
@@ -140,7 +140,7 @@ def _find_what_lasts(
         recorder.draft.pinned += recorder.hidden.settle(None if again is None else again.hidden)
         if again is not None:
             recorder.unnamed.repeated(again.unnamed)
-    recorder.draft.pinned += recorder.unnamed.pinned()
+    recorder.draft.pinned += recorder.unnamed.pinned(recorder.draft.nodes)
 
 
 def _loss(result: Any) -> Tensor:

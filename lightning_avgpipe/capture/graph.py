@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lightning_avgpipe.capture.upkeep import Span, spans
 from lightning_avgpipe.utils.placeholder import Description
@@ -74,6 +74,8 @@ class Node:
             arguments are then followed by those in objects there, and its outputs are those of a parcel.
         exports: whether attributes of the unit's modules count as such objects.
         lasting: the objects that it writes into and that were there before the step, by their numbers.
+        generators: those of random numbers that count as such objects, since the step has made them, by their numbers
+            among all in its arguments.
         asks: whether the step learns numbers of values from it, so that what it does next may depend on them.
     """
 
@@ -94,6 +96,7 @@ class Node:
     opens: bool = False
     exports: bool = False
     lasting: tuple[int, ...] = ()
+    generators: tuple[int, ...] = ()
     asks: bool = False
 
     def __str__(self) -> str:
@@ -120,6 +123,32 @@ class Leaf:
     free_use: int | None = None
     nodes: tuple[int, ...] = ()
     kept: bool = False
+
+
+def _instead(first: Node, last: Node) -> str:
+    """What to do where calls of one unit must be on one stage."""
+    if first.kind != "call" or first.name != last.name:
+        return ""
+    return "; a stage is a stretch of the step, so call each layer for all inputs before the next layer is called"
+
+
+class GeneratorUse(NamedTuple):
+    """Who draws from a generator of random numbers of the model's own.
+
+    Attributes:
+        leads: path of a module and name of an attribute, or nothing and the name of a variable, that lead to it; and
+            which of the generators that they lead to it is.
+        given: paths of the units to which the step gave it.
+        nodes: that drew from it.
+        between: before which node code between them first drew from it; None: it did not.
+        renewed: whether each step seeds it before it draws, so that it is the same on every stage that comes so far.
+    """
+
+    leads: tuple[tuple[str, str, int], ...]
+    given: frozenset[str]
+    nodes: tuple[int, ...]
+    between: int | None
+    renewed: bool
 
 
 @dataclass(frozen=True)
@@ -172,8 +201,7 @@ class CallGraph:
         opened: calls of modules that hold units, in the order in which they ended.
         trained: full names of the parameters that were trained when the step was captured.
         finite: whether its loss was, if it has one.
-        idle_generators: path and name of attributes, or nothing and the name of a variable, that lead to generators of
-            random numbers from which the step did not draw; and which of those that they lead to.
+        generators: who draws from the generators of random numbers that outlive the step.
         uncalled: paths of the modules that the step did not call.
         beside: full names of such modules and of their parameters, each with the path of a neighbour that it called.
     """
@@ -201,7 +229,7 @@ class CallGraph:
     opened: tuple[Opened, ...] = ()
     trained: frozenset[str] = frozenset()
     finite: bool = True
-    idle_generators: tuple[tuple[str, str, int], ...] = ()
+    generators: tuple[GeneratorUse, ...] = ()
     uncalled: frozenset[str] = frozenset()
     beside: tuple[tuple[str, str], ...] = ()
 
@@ -329,11 +357,8 @@ class CallGraph:
                 forbid(alive, f"'{value.name}' is a sparse or nested tensor, which does not travel between stages")
         for span in self._spans:
             first, last = self.nodes[span.first], self.nodes[span.last]
-            forbid(
-                range(span.first + 1, span.last + 1),
-                f"'{span.name}', which the step changes, is used by {first} and by {last}, which a cut here would put "
-                "on two stages",
-            )
+            what = f"'{span.name}', which the step changes, is used by {first} and by {last}, which a cut here would "
+            forbid(range(span.first + 1, span.last + 1), f"{what}put on two stages{_instead(first, last)}")
         for group in self._aliases:
             written = [n.index for n in self.nodes for _, v, _ in n.writes if v in group]
             if not written:

@@ -86,7 +86,7 @@ def measure(
             sampling, first = Sampling(kinds, samples, deadline), saved is None
             timer = _Timer(graph, module, device, trial, sampling, batch, first, bar)
             following = timer.following(compiled=not graph.drawing)
-            with untouched(module, graph.changed), Objects(batch).restored(), timer.visiting(), following:
+            with untouched(module, graph.changed), Objects(batch, opaque=True).restored(), timer.visiting(), following:
                 run(*batch)
             timer.check_finished()
             saved = timer.saved if saved is None else saved

@@ -46,7 +46,8 @@ class Execution:
         if not self.node.opens:
             return None
         module = self.module if self.node.exports else None
-        return Objects((args, kwargs), () if module is None else module.modules())
+        modules = () if module is None else module.modules()
+        return Objects((args, kwargs), modules, generators=self.node.generators)
 
     @property
     def changing(self) -> set[str]:
@@ -86,7 +87,7 @@ class NodeTrial:
         """
         copies = _Copies(clones=bool(execution.node.writes))
         args, kwargs = execution.arguments(copies)
-        objects, module = Objects((args, kwargs)), execution.module
+        objects, module = Objects((args, kwargs), opaque=True), execution.module
         with untouched(module, execution.changing) if module is not None else random_state(), objects.restored():
             objects.replace_tensors(copies)  # what units collect in them has a history, which is not this node's
             written = execution.objects(args, kwargs)

@@ -109,7 +109,9 @@ class Recorder(StepTracer):
         if self.state.foreign(module):
             draft.pin(0, ANYWHERE, f"at {source_line()} unit '{path}' has tensors of the step as its weights")
         exports = path in self.hidden.exports
-        objects = Objects((args, kwargs), module.modules() if exports else ())
+        exporting = module.modules() if exports else ()
+        generators = unnamed.generators.given(Objects((args, kwargs), exporting, opaque="generators"), path)
+        objects = Objects((args, kwargs), module.modules() if exports else (), generators=generators)
         visible = tree.tensors((args, kwargs))
         tensors = [*visible, *objects.tensors]
         versions = [version_of(t) for t in tensors]
@@ -130,7 +132,7 @@ class Recorder(StepTracer):
             self.batch.computed([*visible, *used], index)
             unnamed.assignments.held.computed([*visible, *used], result, index)
             provenance.forget()
-            unnamed.shared.was_free()
+            unnamed.ran_freely(module, effects.objects_changed)
             return result
         elif not draft.values.of(visible):
             draft.readers.add(path)
@@ -138,12 +140,14 @@ class Recorder(StepTracer):
         self._pin_handed_out([t for t in tensors if id(t) in own], f"unit '{path}'")
         node = Node(
             index, "call", path, source_line(), inputs, parameters=parameters, states=states,
-            changes=tuple(effects.changes), draws=effects.draws, drawn=effects.drawn,
+            changes=tuple(effects.changes), draws=effects.draws, drawn=effects.drawn, generators=generators,
             flops=(effects.flops or recurrent_flops(module, result)) + sum(t.numel() for t in tree.tensors(result)),
         )  # fmt: skip
         self._taken([*visible, *used])
         changed = {id(t) for t, version in zip(tensors, versions, strict=True) if version_of(t) != version}
-        node, given = self._openings.opened(node, result, objects, exports, not changed <= set(map(id, visible)))
+        unnamed.generators.drew(index)
+        writes = bool(generators) or not changed <= set(map(id, visible))
+        node, given = self._openings.opened(node, result, objects, exports, writes)
         unnamed.shared.wrote(index, path, effects.objects_changed, set(map(id, objects.owners)))
         self.hidden.wrote(node, [self.state.buffer(name) for name in effects.changes], changed)
         self._add(node, given, tensors if node.opens else visible, versions)
@@ -152,6 +156,7 @@ class Recorder(StepTracer):
     def _executed(self, before: Before, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, _Effects]:
         """The result of a unit or a region, and what it did besides; its state may be noted while it runs."""
         watch = self.calls.watch
+        self.unnamed.generators.look(self.draft.position())
         random_before, calls = watch.bits(), len(watch.calls)
         self.state.changes.begin()
         provenance = self.hidden.provenance.at(self.draft.position(), args, kwargs)
@@ -166,6 +171,7 @@ class Recorder(StepTracer):
         tensors = tensor_arguments(args, kwargs)
         versions = [version_of(t) for t in tensors]
         outer = Outermost(self.calls.watch, lambda module: self.state.visiting(tensors_of(module)), self.state.of)
+        made = self._made_generators(args, kwargs)
         with watching(outer):
             result, effects = self._executed(outer.state, run, args, kwargs)
         used, given = self.hidden.provenance.used, tree.tensors(result)
@@ -178,8 +184,18 @@ class Recorder(StepTracer):
             draws=effects.draws, drawn=effects.drawn, flops=effects.flops + sum(t.numel() for t in given),
         )  # fmt: skip
         self._taken([*tensors, *used])
+        self.unnamed.generators.drew(node.index)
+        if made.changed():
+            what = f"{node} draws random numbers from a generator that the step makes"
+            draft.pin(node.index + 1, ANYWHERE, what)
         self._add(node, given, tensors, versions)
         return result
+
+    def _made_generators(self, args: Any, kwargs: Any) -> Objects:
+        """Those of random numbers among arguments that do not outlive the step."""
+        found = Objects((args, kwargs), opaque="generators")
+        chosen = self.unnamed.generators.given(found, "")
+        return found.among([id(one) for i, one in enumerate(found.generators) if i in chosen])
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
         begin = self.draft.position()
@@ -195,6 +211,7 @@ class Recorder(StepTracer):
         draft.pinned += self.hidden.find(tensors, f"{name}()", True)
         versions = [version_of(t) for t in tensors]
         self.unnamed.mutations.look()
+        self.unnamed.generators.look(index)
         free = not inputs and not any(id(t) in self._owned for t in tensors)
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
         random_before = watch.bits()
@@ -213,6 +230,8 @@ class Recorder(StepTracer):
         if free:
             self.unnamed.assignments.held.computed(tensors, result, index)
             return result
+        self.unnamed.generators.drew(index)
+        self.unnamed.mutations.pass_over()
         states, parameters = self.uses.of_glue(tensors, changed), self.uses.parameters(tensors)
         draws = random_before != watch.bits()
         self._pin_glue(name, tensors, result)
@@ -271,8 +290,11 @@ class Recorder(StepTracer):
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()
         self._keep(tree.tensors((args, kwargs)))
+        self.unnamed.generators.look(self.draft.position())
         with self.unnamed.mutations.elsewhere():
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
+        self.unnamed.generators.pass_over()
+        return result
 
     def unit(self, module: nn.Module) -> str | None:
         return self.units.path(module)

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lightning_avgpipe.capture.draft import ANYWHERE
 from lightning_avgpipe.utils.objects import Objects
-from lightning_avgpipe.utils.opaque import is_generator
 from lightning_avgpipe.utils.source import source_line
 
 _HEAP_TYPE = 1 << 9  # of a class's flags: it was made by Python code, and its methods can be replaced
-
-_STATE = "()"  # in the place of an attribute, the state of a generator
 
 Names = frozenset[str] | None  # of attributes of an object; None: all that it holds
 Key = tuple[str, str]  # path of a module, name of the attribute
@@ -119,29 +116,17 @@ class SharedObjects:
         for obj, names in changed:
             if id(obj) not in followed:
                 self._writes[id(obj)].append((node, names, name))
-                if is_generator(obj):  # what is drawn depends on what was drawn before
-                    self._reads[id(obj)][_STATE].add(_Read(node, True, source_line()))
 
-    def pinned(
-        self, once: Mapping[int, tuple[int, Names]], often: Mapping[int, Sequence[int]]
-    ) -> Iterator[tuple[int, int, str]]:
+    def pinned(self, once: Mapping[int, tuple[int, Names]]) -> Iterator[tuple[int, int, str]]:
         """Where no cut may lie.
 
         Args:
             once: ids of objects that the code between units changes once and for all, where it does, and what.
-            often: ids of those that it changes in every step, and where.
         """
-        for found, places in often.items():
-            drawn = [(node, unit) for node, _, unit in self._writes[found] if _STATE in self._reads[found]]
-            for node, unit in drawn:
-                what = f"unit '{unit}' and code between units draw from one generator of random numbers"
-                yield min(node, *places) + 1, max(node, *places), what
         for found, writes in self._writes.items():
             for node, names, unit in writes:
                 for name, read in self._reads_of(found, names):
                     what = f"{_described(name)} is read at {read.source}, and unit '{unit}' changes it"
-                    if name == _STATE:
-                        what = f"unit '{unit}' and others draw from one generator of random numbers; give each its own"
                     if not read.in_unit:  # every stage reads it that comes so far
                         yield max(1, min(read.position, node + 1)), ANYWHERE, what
                     elif read.position != node:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
 from lightning_avgpipe.capture.attributes import Assignments, Mutations
+from lightning_avgpipe.capture.generator_use import GeneratorWatch
+from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.held_tensors import Key
-from lightning_avgpipe.capture.shared_objects import SharedObjects
+from lightning_avgpipe.capture.shared_objects import Names, SharedObjects
 
 
 class UnnamedState:
@@ -27,6 +30,7 @@ class UnnamedState:
         mutations: of objects, in place.
         shared: objects that several modules hold.
         assignments: of attributes.
+        generators: of random numbers, the model's own: who draws from them.
         assigned: attributes that code between units assigns in every step, once the step has run.
         of_units: those that units assign in every step, or that lead to objects which they change.
     """
@@ -43,6 +47,11 @@ class UnnamedState:
         self.mutations = Mutations(module, mutable, position, ignore)
         self.shared = SharedObjects(self.mutations.attributes, self.mutations.chosen, position, in_unit)
         self.assignments = Assignments(module, lambda: None if in_unit() else position(), ignore, self.shared.was_read)
+        self.generators = GeneratorWatch(self.mutations.attributes)
+        self._module = module
+        self._position = position
+        self._freely: set[Key] = set()  # attributes that units assign which every stage runs that comes so far
+        self._made_once: list[tuple[int, int, str]] = []  # where no cut may lie because of such generators
         self.assigned: tuple[Key, ...] = ()
         self.of_units: set[Key] = set()
 
@@ -52,27 +61,41 @@ class UnnamedState:
         with self.assignments.watched(), self.shared.watched():
             yield
 
+    def ran_freely(self, module: nn.Module, changed: Iterable[tuple[Any, Names]]) -> None:
+        """A unit has run that every stage runs which comes so far, and has changed these objects."""
+        self.shared.was_free()
+        self.mutations.between(changed)
+        self._freely |= self.mutations.assigned_in(module)
+        self.generators.look(self._position())
+
     def finish(self) -> None:
         """The step has returned."""
         self.assignments.settle()
-        self.mutations.look()
-        self.mutable |= self.mutations.found()
         self.assigned = tuple(self.assignments.changed())
+        self.mutations.look()
+        self.generators.look(self._position())
+        self.generators.kept(vars(self._module.get_submodule(path)).get(name) for path, name in self.assigned)
+        self.mutable |= self.mutations.found()
         self.of_units = set(self.mutations.of_units()).difference(self.assigned)
 
     @property
     def may_last(self) -> bool:
         """Whether it must be seen what of it the step does again when it runs once more."""
-        return bool(self.of_units or self.assignments.created() or self.mutations.holders())
+        lasts = self.of_units or self.assignments.created() or self.mutations.holders()
+        return bool(lasts or self._freely or self.generators.in_use)
 
     def repeated(self, again: UnnamedState) -> None:
         """The step has run once more: what it did not do again, it has done for good."""
         self.of_units &= set(again.mutations.of_units())
+        self.assigned += tuple(sorted(self._freely & again._freely))
         made = self.assignments.created() - again.assignments.assigned()
         self.assigned = tuple(key for key in self.assigned if key not in made)
         self.mutations.keep(again.mutations.found())
+        self._made_once += self.generators.settle(again.generators)
 
-    def pinned(self) -> Iterator[tuple[int, int, str]]:
-        """Where no cut may lie, because of objects that change."""
+    def pinned(self, nodes: list[Node]) -> Iterator[tuple[int, int, str]]:
+        """Where no cut may lie among these nodes, because of objects that change."""
+        yield from self._made_once
         yield from self.mutations.pinned(self.assignments)
-        yield from self.shared.pinned(self.mutations.once, self.mutations.often())
+        yield from self.shared.pinned(self.mutations.once)
+        yield from self.generators.pinned(nodes)

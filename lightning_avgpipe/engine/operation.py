@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,10 @@ from lightning_avgpipe.utils.parcel import Packer, Parcel
 from lightning_avgpipe.utils.placeholder import described
 
 Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
+Around = Callable[["Operation", Node], contextlib.AbstractContextManager[None]]
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Operation(NamedTuple):
@@ -54,7 +59,7 @@ class Operation(NamedTuple):
         if not node.opens:
             return self.tensors, None
         modules = self.module.modules() if self.module is not None and node.exports else ()
-        objects = Objects((self.args, self.kwargs), modules)
+        objects = Objects((self.args, self.kwargs), modules, generators=node.generators)
         return [*self.tensors, *objects.tensors], objects
 
 
@@ -113,7 +118,7 @@ class Runner:
         draws: random numbers for what draws; None: nothing does.
         repeat: makes what executes a unit into what keeps less for the backward.
         packer: of the module; None if no unit writes into objects.
-        after_unit: called after each unit.
+        around: context within which each operation runs.
         compiler: of units; None: they run as they are.
     """
 
@@ -122,17 +127,25 @@ class Runner:
         draws: Draws | None,
         repeat: Repeat | None,
         packer: Packer | None,
-        after_unit: Callable[[], None],
+        around: Around | None = None,
         compiler: Compiler | None = None,
     ) -> None:
         self._draws = draws
         self._repeat = repeat
         self._packer = packer
-        self._after_unit = after_unit
+        self._around = around
         self._compiler = compiler
 
     def run(self, operation: Operation, node: Node, objects: Objects | None) -> Outcome:
         """Execute what stands at a node and may write into these objects."""
+        with _NOTHING if self._around is None else self._around(operation, node):
+            result = self._result(operation, node)
+        if objects is not None and self._packer is not None:
+            parcel, tensors = self._packer.pack(result, objects)
+            return Outcome(result, tensors, parcel)
+        return Outcome(result, [result] if type(result) is Tensor else tree.tensors(result))
+
+    def _result(self, operation: Operation, node: Node) -> Any:
         run = operation.run
         compiled = self._compiler is not None and operation.module is not None
         if compiled:
@@ -140,18 +153,11 @@ class Runner:
         if self._repeat is not None and node.kind == "call":
             run = self._repeat(node, run)
         if self._draws is None or node.kind == "glue" or compiled:
-            result = run(*operation.args, **operation.kwargs)
-        else:
-            # a region is code of the step itself, whose path is ""
-            inside = "" if node.kind == "region" else node.name
-            with self._draws.functions(inside, node.drawn):
-                result = run(*operation.args, **operation.kwargs)
-        if node.kind == "call":
-            self._after_unit()
-        if objects is not None and self._packer is not None:
-            parcel, tensors = self._packer.pack(result, objects)
-            return Outcome(result, tensors, parcel)
-        return Outcome(result, [result] if type(result) is Tensor else tree.tensors(result))
+            return run(*operation.args, **operation.kwargs)
+        # a region is code of the step itself, whose path is ""
+        inside = "" if node.kind == "region" else node.name
+        with self._draws.functions(inside, node.drawn):
+            return run(*operation.args, **operation.kwargs)
 
     def _compiled(self, operation: Operation, node: Node) -> Callable[..., Any]:
         """What executes a unit that is compiled: whatever it draws, it draws from one stream."""

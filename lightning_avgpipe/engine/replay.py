@@ -28,7 +28,7 @@ from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.engine.compiling import Compiler
 from lightning_avgpipe.engine.detour import Detour
-from lightning_avgpipe.engine.operation import Operation, Repeat, Runner
+from lightning_avgpipe.engine.operation import Around, Operation, Repeat, Runner
 from lightning_avgpipe.engine.path import Entry, Path, Step
 from lightning_avgpipe.engine.randomness import Drawing, Draws
 from lightning_avgpipe.engine.stand_ins import StandIns
@@ -36,7 +36,6 @@ from lightning_avgpipe.errors import AbsentValueError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
-from lightning_avgpipe.utils.patching import nothing
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 from lightning_avgpipe.utils.random_streams import RandomKey, host_stream, stream
 from lightning_avgpipe.utils.source import source_line
@@ -104,7 +103,7 @@ def replay(
     observe: Observe | None = None,
     repeat: Repeat | None = None,
     taps: frozenset[int] = frozenset(),
-    after_unit: Callable[[], None] = nothing,
+    around: Around | None = None,
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
 
@@ -120,14 +119,14 @@ def replay(
         observe: calls ``self.log`` and metrics on the last stage; None: as they are.
         repeat: makes what executes a unit into what keeps less for the backward.
         taps: positions where values are copied, those behind the start of the program.
-        after_unit: called after each unit.
+        around: context within which each node runs.
     Raises:
         StepChangedError: the step did something else than when it was captured.
         AbsentValueError: the step needs a value that was not sent.
     """
     key, drawing, device = key or RandomKey(0), ground.drawing, ground.device
     draws = None if drawing is None else Draws(drawing, key, device)
-    runner = Runner(draws, repeat, ground.packer, after_unit, ground.compiler)
+    runner = Runner(draws, repeat, ground.packer, around, ground.compiler)
     replayer = _Replayer(program, ground, received, entries, draws, observe, runner, taps)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.engine.compiling import Compiler
 from lightning_avgpipe.engine.constants import Constants
-from lightning_avgpipe.engine.idle_generators import IdleGenerators
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
 from lightning_avgpipe.engine.operation import Repeat
+from lightning_avgpipe.engine.own_generators import OwnGenerators, unmoved
 from lightning_avgpipe.engine.path import Entry, Path
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import Ground, Observe, Replayed, replay
@@ -58,7 +58,7 @@ class StageStep:
         self._ground = Ground(units, owned_tensors(module, ()), Drawing.of(module, graph), device, packer, compiler)
         self.rewritten = Rewritten.of(program, module)
         self._constants = Constants.of(program, module)
-        self._idle = IdleGenerators(program, module)
+        self._generators = OwnGenerators(program, module)
 
     def run(
         self,
@@ -81,8 +81,7 @@ class StageStep:
         Others are as for :func:`replay`.
         """
         with self._inspected(task) as inspection, self.rewritten.saved(task.trains), self._constants.checked():
-            self._idle.begin()
-            with watch:
+            with watch, self._generators.watched(), unmoved(task.args[micro_batch]):
                 replayed = replay(
                     program,
                     self._ground_now(copies),
@@ -94,9 +93,8 @@ class StageStep:
                     observe,
                     repeat,
                     taps,
-                    self._idle.pass_over,
+                    self._generators.node if program.num_stages > 1 else None,
                 )
-            self._idle.check()
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
         return replayed

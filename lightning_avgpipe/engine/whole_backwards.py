@@ -62,7 +62,7 @@ def whole_backwards(
     drawing = Drawing.of(module, graph)
     repeat = UnitRepeater(module, recompute, device) if recompute.modules else None
     batch, message = tree.map_tensors(torch.clone, tuple(args)), Message(0, ())
-    with untouched(module, graph.changed), Objects(batch).restored(), uncompiled():
+    with untouched(module, graph.changed), Objects(batch, opaque=True).restored(), uncompiled():
         for program in stage_programs(graph, plan.cuts):
             gates, values = entered(message, program.receives, True, frozenset())
             ground = Ground(units, owned_tensors(module, graph.glue_states), drawing, device, Packer(module))

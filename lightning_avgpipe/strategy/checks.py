@@ -198,11 +198,16 @@ def backend(name: str, device: torch.device) -> None:
             )
 
 
-def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int) -> None:
-    """Check what was asked of steps that run whole, in so many groups of processes."""
+def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int, abreast: bool) -> None:
+    """Check what was asked of steps that run whole, in so many groups of processes.
+
+    Args:
+        abreast: whether they may run on micro-batches that step optimizers together.
+    """
     name = type(model).__name__
+    alone = "a batch is split only where training_step optimizes manually, in one process"
     asked = {
-        "num_microbatches": (given.splits, "a batch is not split; use num_microbatches='auto', and a smaller batch"),
+        "num_microbatches": (given.splits and not abreast, f"{alone}; use 'auto', and a smaller batch"),
         "num_pipelines": (given.num_pipelines > 1, "there is one model; use num_pipelines=1"),
         "replicas": (given.replicas != 1, "there is one copy of the model; use replicas=1, or strategy='ddp'"),
         "processes_per_device": (given.processes_per_device > 1, "there is one model; use processes_per_device=1"),

@@ -32,6 +32,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule.versions import PipeOptim
 from lightning_avgpipe.strategy import checks, combinations, compat, launch, regrouping, rolling_choice
+from lightning_avgpipe.strategy.abreast_run import AbreastRun
 from lightning_avgpipe.strategy.bundles import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
@@ -44,7 +45,7 @@ from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.reconfiguration import check_changes
 from lightning_avgpipe.strategy.run import PassthroughRun, Run
 from lightning_avgpipe.strategy.signals import ending_together, saving_what_is_whole
-from lightning_avgpipe.strategy.whole import why_whole
+from lightning_avgpipe.strategy.whole import optimizes_manually, why_whole
 from lightning_avgpipe.strategy.whole_run import WholeRun
 from lightning_avgpipe.utils import packages
 from lightning_avgpipe.utils.allowed import documented
@@ -561,9 +562,12 @@ class AvgPipeStrategy(ParallelStrategy):
         assert module is not None and self._before is not None
         why = self.whole
         if why is not None:
-            checks.whole(module, why, options, self.num_groups)
+            abreast = optimizes_manually(module) and self.world_size == 1
+            checks.whole(module, why, options, self.num_groups, abreast)
             if not self.undivided:
-                rank_zero_info(f"{type(module).__name__} {why}: its steps run whole, not in micro-batches")
+                how = "its training_step runs on micro-batches, which step optimizers together"
+                whole = "its steps run whole, not in micro-batches"
+                rank_zero_info(f"{type(module).__name__} {why}: {how if options.splits else whole}")
         if fitting and self.num_models == 1 and self.tuner is None:
             combinations.without_effect(options)
         parts = trainer, self._connection, self._configuration, self._before
@@ -585,6 +589,8 @@ class AvgPipeStrategy(ParallelStrategy):
                 checks.survival(options, tuned=self.tuner is not None)
             return PipelineRun(*parts, self._distributor)
         request.refuse(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
+        if options.splits:
+            return AbreastRun(*parts, self._distributor)
         return WholeRun(*parts, self._distributor)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

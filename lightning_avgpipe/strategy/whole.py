@@ -58,9 +58,19 @@ def why_whole(module: pl.LightningModule) -> str | None:
         return "overrides backward()"
     for name in _STEPS:
         step = getattr(module, name)
-        if callable(step) and _takes_iterator(getattr(step, "__func__", step)):
+        if callable(step) and _takes_iterator(_own(step)):
             return f"takes dataloader_iter in {name}, which reads batches itself"
     return None
+
+
+def optimizes_manually(module: pl.LightningModule) -> bool:
+    """Whether that is the only reason why the steps of a module run whole."""
+    iterates = any(callable(step := getattr(module, name)) and _takes_iterator(_own(step)) for name in _STEPS)
+    return not (module.automatic_optimization or is_overridden("backward", module) or iterates)
+
+
+def _own(step: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(step, "__func__", step)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,6 +11,7 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -74,11 +75,13 @@ class _State(NamedTuple):
     attributes: dict[str, Any]
 
     def children(self) -> list[Any]:
-        if self.items is None:
+        if self.items is None or self.attributes is _OF_GENERATOR:
             return list(self.attributes.values())
         return [*(self.items.values() if type(self.items) is dict else self.items), *self.attributes.values()]
 
     def is_same(self, other: _State) -> bool:
+        if self.attributes is _OF_GENERATOR:
+            return bool(self.items == other.items)
         if self.items is not other.items and not same_items(self.items, other.items):
             return False
         return (not self.attributes and not other.attributes) or same_items(self.attributes, other.attributes)
@@ -113,6 +116,7 @@ class Objects:
         modules: whose attributes are looked at nevertheless.
         contents: whether the numbers in tensors are kept as well, except for parameters.
         opaque: whether what is in arrays and generators of random numbers is kept as well, or in generators only.
+        generators: those of random numbers that are owners, by their numbers among all that are reached.
 
     Attributes:
         tensors: that the objects hold, each once, in the order in which they are reached.
@@ -125,6 +129,7 @@ class Objects:
         modules: Iterable[nn.Module] = (),
         contents: bool = False,
         opaque: bool | Literal["generators"] = False,
+        generators: Collection[int] = (),
     ) -> None:
         self.tensors: list[Tensor] = []
         self.owners: list[Any] = []
@@ -132,8 +137,10 @@ class Objects:
         self._indices: dict[int, int] = {}
         self._opaque: list[tuple[Any, Any]] = []
         opened = {id(module): module for module in modules}
-        is_opaque = opaque_contents.is_generator if opaque == "generators" else opaque_contents.is_opaque
+        is_generator = opaque_contents.is_generator
+        is_opaque = is_generator if opaque == "generators" else opaque_contents.is_opaque
         seen: set[int] = set()
+        numbering = count()
         waiting = [*opened.values(), *roots][::-1]
         while waiting:
             obj = waiting.pop()
@@ -145,7 +152,7 @@ class Objects:
                 self.tensors.append(obj)
             elif opaque and is_opaque(obj):
                 self._opaque.append((obj, opaque_contents.contents(obj)))
-            elif is_open(cls) or id(obj) in opened:
+            elif is_open(cls) or id(obj) in opened or (is_generator(obj) and next(numbering) in generators):
                 state = _state(obj)
                 self._states.append((obj, state))
                 if cls not in _FIXED:
@@ -323,7 +330,7 @@ def led_to(roots: Iterable[Any], most: int) -> list[Any]:
 
 def _opens(cls: type) -> bool:
     """Whether objects of a type are looked into."""
-    if issubclass(cls, (Tensor, nn.Module, type, types.ModuleType)):
+    if issubclass(cls, (Tensor, nn.Module, type, types.ModuleType, *opaque_contents.GENERATORS)):
         return False
     if cls in (types.FunctionType, types.MethodType, types.CellType, Variable):
         return True
@@ -338,6 +345,7 @@ def _opens(cls: type) -> bool:
 
 is_open: Callable[[type], bool] = functools.cache(_opens)
 
+_OF_GENERATOR: dict[str, Any] = {}  # the attributes of one, whose items are its contents
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _ITEMS = (list, dict, set, deque)
 # What holds others for ever.
@@ -362,6 +370,8 @@ def _reader(cls: Any) -> Callable[[Any], _State]:
         )
     if issubclass(cls, functools.partial):
         return lambda obj: _State((obj.func, *obj.args, *obj.keywords.values()), {})
+    if issubclass(cls, opaque_contents.GENERATORS):
+        return lambda obj: _State(opaque_contents.contents(obj), _OF_GENERATOR)
     items = _items_reader(cls)
     slots = _slots(cls)
     if not slots and cls.__dictoffset__ == 0:  # a list, a dict, ...
@@ -408,6 +418,9 @@ _READERS: dict[type, Callable[[Any], _State]] = {
 
 def _put(obj: Any, state: _State) -> None:
     cls: Any = type(obj)
+    if opaque_contents.is_generator(obj):
+        opaque_contents.put(obj, state.items)
+        return
     if cls is Variable:
         obj.put(state.attributes)
         return

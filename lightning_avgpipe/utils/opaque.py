@@ -21,7 +21,7 @@ def is_opaque(obj: Any) -> bool:
 
 def is_generator(obj: Any) -> bool:
     """Whether random numbers are drawn from it."""
-    return isinstance(obj, _GENERATORS)
+    return isinstance(obj, GENERATORS)
 
 
 def contents(obj: Any) -> Any:
@@ -32,7 +32,9 @@ def contents(obj: Any) -> Any:
         return obj.get_state().numpy().tobytes()
     if isinstance(obj, random.Random):
         return obj.getstate()
-    return pickle.dumps(obj.bit_generator.state if isinstance(obj, np.random.Generator) else obj.get_state())
+    if isinstance(obj, np.random.RandomState):
+        return pickle.dumps(obj.get_state())
+    return pickle.dumps(_bits(obj).state)
 
 
 def is_same(obj: Any, copy: Any) -> bool:
@@ -50,10 +52,14 @@ def put(obj: Any, copy: Any) -> None:
         obj.set_state(torch.frombuffer(bytearray(copy), dtype=torch.uint8))
     elif isinstance(obj, random.Random):
         obj.setstate(copy)
-    elif isinstance(obj, np.random.Generator):
-        obj.bit_generator.state = pickle.loads(copy)
-    else:
+    elif isinstance(obj, np.random.RandomState):
         obj.set_state(pickle.loads(copy))
+    else:
+        _bits(obj).state = pickle.loads(copy)
 
 
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+def _bits(obj: Any) -> Any:
+    return obj.bit_generator if isinstance(obj, np.random.Generator) else obj
+
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)

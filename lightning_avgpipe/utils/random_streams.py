@@ -6,12 +6,12 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from lightning_avgpipe.utils.device import port_of
-from lightning_avgpipe.utils.host_random import host_state, seed_host, set_host_state
+from lightning_avgpipe.utils.host_random import HostState, host_state, seed_host, set_host_state
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,34 @@ def host_stream(seed: int) -> Iterator[None]:
         yield
     finally:
         set_host_state(state)
+
+
+class Streams:
+    """A stream of random numbers for each of several takers, torch's, Python's and NumPy's; each goes on with its own.
+
+    Args:
+        key: names the first; the others are of further micro-batches.
+        count: of takers.
+        device: on which they draw.
+    """
+
+    def __init__(self, key: RandomKey, count: int, device: torch.device) -> None:
+        self._seeds = [replace(key, micro_batch=i).derive("step") for i in range(count)]
+        self._device = device
+        self._states: dict[int, tuple[list[torch.Tensor], HostState]] = {}
+
+    @contextlib.contextmanager
+    def drawing(self, i: int) -> Iterator[None]:
+        """Within this context taker i draws."""
+        with restored(self._device), host_stream(self._seeds[i]):
+            if i not in self._states:
+                seed_all(self._seeds[i], self._device)
+            else:
+                torch_states, on_host = self._states[i]
+                for generator, state in zip(generators(self._device), torch_states, strict=True):
+                    generator.set_state(state)
+                set_host_state(on_host)
+            try:
+                yield
+            finally:
+                self._states[i] = [one.get_state() for one in generators(self._device)], host_state()

@@ -152,6 +152,20 @@ def test_a_buffer_that_is_changed_on_both_sides_of_a_cut_forbids_it() -> None:
     module = Normed()
     graph = graph_of(module, lambda x: module.norm(F.relu(module.norm(x))), torch.randn(3, 4))
     assert all("which the step changes, is used by unit 'norm'" in str(graph.obstacles[p]) for p in (1, 2))
+    assert "call each layer for all inputs before the next layer is called" in str(graph.obstacles[1])
+
+
+def test_an_encoder_that_is_called_layer_by_layer_for_both_inputs_may_be_cut_inside() -> None:
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
+
+    def step(one: Tensor, other: Tensor) -> Tensor:
+        for layer in layers:
+            one, other = layer(one), layer(other)
+        return (one - other).square().mean()
+
+    graph = graph_of(layers, step, torch.randn(3, 4), torch.randn(3, 4))
+    begins = [names(graph).index(f"{n}.0") for n in (1, 2)]
+    assert [graph.obstacles[position] for position in begins] == [None, None]
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -481,5 +481,5 @@ def test_units_of_several_stages_that_begin_to_draw_from_one_generator_are_refus
     model = OfUnits(num_drawing)
     trained(model, 1)
     trained(model, 2, split_points=["head"])
-    with pytest.raises(StepChangedError, match=r"several stages hold \('drops.0.generator', 'drops.1.generator'\)"):
+    with pytest.raises(StepChangedError, match=r"'drops.0.generator' in unit 'drops.0' .* too \('drops.1'\)"):
         trained(model, 2, split_points=["blocks.1"])

@@ -1,0 +1,119 @@
+"""Who draws from the model's own generators of random numbers: found out while a step is captured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from lightning_avgpipe.capture.graph import GeneratorUse, Node
+from lightning_avgpipe.capture.hidden import ANYWHERE
+from lightning_avgpipe.utils.objects import Objects
+
+
+class GeneratorWatch:
+    """Watches the generators that attributes and variables lead to.
+
+    Each process has a copy. What is drawn next depends on all that was drawn before, in other micro-batches too, so
+    whoever draws must be on one stage. A generator that the step makes is another matter: it goes with the micro-batch.
+
+    Args:
+        attributes: of modules, by path and name, and variables.
+    """
+
+    def __init__(self, attributes: Mapping[tuple[str, str], Any]) -> None:
+        self._attributes = attributes
+        self._objects = Objects(attributes.values(), opaque="generators")
+        self._lasting = {id(one): one for one in self._objects.generators}
+        self._given: dict[int, set[str]] = defaultdict(set)
+        self._nodes: dict[int, list[int]] = defaultdict(list)
+        self._between: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        self._made: dict[int, Any] = {}
+        self._renewed: set[int] = set()
+        self._begun = Objects(self._lasting.values(), opaque="generators")
+
+    def given(self, objects: Objects, path: str) -> tuple[int, ...]:
+        """A unit is called with the generators among these objects; returns the numbers of those that the step made."""
+        found = objects.generators
+        for one in found:
+            if id(one) in self._lasting:
+                self._given[id(one)].add(path)
+            else:
+                self._made[id(one)] = one
+        return tuple(i for i, one in enumerate(found) if id(one) not in self._lasting)
+
+    def kept(self, held: Iterable[Any]) -> None:
+        """The step has ended, and keeps what it has made."""
+        found = Objects(held, opaque="generators").generators
+        self._made |= {id(one): one for one in found if id(one) not in self._lasting}
+
+    def look(self, position: int) -> None:
+        """Code that every stage runs has come to this position."""
+        for key in self._changed():
+            self._between.setdefault(key, position)
+            self._last[key] = position
+
+    def drew(self, node: int) -> None:
+        """A node has run."""
+        for key in self._changed():
+            self._nodes[key].append(node)
+
+    def pass_over(self) -> None:
+        """What has run is none of them, and runs once."""
+        self._changed()
+
+    def _changed(self) -> list[int]:
+        changed = self._objects.changed() if self._lasting else []
+        self._objects.follow(changed)
+        return [id(one) for one in changed if id(one) in self._lasting]
+
+    @property
+    def in_use(self) -> bool:
+        """Whether there are any, also such as the step makes."""
+        return bool(self._made or self._used)
+
+    @property
+    def _used(self) -> set[int]:
+        return {*self._given, *self._nodes, *self._between}
+
+    def settle(self, again: GeneratorWatch) -> Iterator[tuple[int, int, str]]:
+        """The step has run once more, watched by another one; gives where no cut may lie."""
+        changed = set(map(id, again._begun.changed()))
+        known = {lead for leads in self._leads().values() for lead in leads}
+        self._renewed = {key for key in again._nodes.keys() | again._between.keys() if key not in changed}
+        for use in again.uses():
+            if use.leads[0] not in known and (use.between is not None or len(use.nodes) > 1 or use.given):
+                name = ".".join(part for part in use.leads[0][:2] if part)
+                yield 0, ANYWHERE, f"the step makes '{name}', a generator of random numbers, once; do so in __init__"
+
+    def uses(self) -> tuple[GeneratorUse, ...]:
+        """Of all generators, as the user knows them."""
+        return tuple(
+            GeneratorUse(
+                tuple(leads), frozenset(self._given[key]), tuple(self._nodes[key]), self._between.get(key),
+                key in self._renewed,
+            )
+            for key, leads in self._leads().items()
+        )  # fmt: skip
+
+    def _leads(self) -> dict[int, list[tuple[str, str, int]]]:
+        leads: dict[int, list[tuple[str, str, int]]] = defaultdict(list)
+        for (path, name), held in self._attributes.items() if self._lasting else ():
+            for number, one in enumerate(Objects([held], opaque="generators").generators):
+                leads[id(one)].append((path, name, number))
+        return {key: sorted(found, key=lambda lead: (lead[1].startswith("_"), lead)) for key, found in leads.items()}
+
+    def pinned(self, nodes: list[Node]) -> Iterator[tuple[int, int, str]]:
+        """Where no cut may lie: between nodes that draw, and where a stage that draws would not do it all."""
+        for key, drawing in self._nodes.items():
+            first, unit = drawing[0], nodes[drawing[0]]
+            between = self._between.get(key)
+            if key in self._renewed and self._last.get(key, 0) <= first:
+                between = None  # seeded where every stage comes, and then not drawn from
+            if between is not None:
+                what = f"{unit} and code between units draw from one generator of random numbers"
+                yield max(1, min(between, first + 1)), ANYWHERE, what
+            elif drawing[-1] > first:
+                what = f"{unit} and others draw from one generator of random numbers; give each its own"
+                yield first + 1, drawing[-1], what

@@ -1,0 +1,159 @@
+"""Generators of random numbers that are no common ones: a stage must not draw from a copy that others draw from too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.graph import GeneratorUse, Node
+from lightning_avgpipe.capture.outside import outside, variable
+from lightning_avgpipe.engine.operation import Operation
+from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.utils import opaque, tree
+from lightning_avgpipe.utils.objects import Objects
+
+_PLAIN = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str))
+
+
+class OwnGenerators:
+    """Notices when stages begin to draw from one generator of the model's own, of which each process has a copy.
+
+    What was drawn when the step was captured is known, and cuts suit it. Code between units runs on every stage up to
+    the stage's own end, so what it begins to draw later would be drawn by some; on the last stage that is all of it. A
+    unit runs on one stage and may begin to draw, unless others may draw from the same generator.
+
+    Args:
+        program: of the stage.
+        module: the whole module.
+    """
+
+    def __init__(self, program: StageProgram, module: nn.Module) -> None:
+        self._program = program
+        self._module = module
+        self._uses = program.graph.generators if program.num_stages > 1 else ()
+        nodes = program.graph.nodes
+        called = {node.name for node in (*nodes[: program.start], *nodes[program.end :]) if node.kind == "call"}
+        self._own = program.own - called
+        self._units = [_reaching(use, program, module) for use in self._uses]
+        self._found: dict[int, tuple[Any, int]] = {}  # a generator, and which use is of it
+        self._before = Objects(())
+        self._position = -1  # up to which code between nodes has been looked at
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """A forward runs within this context.
+
+        Raises:
+            StepChangedError: a stage has drawn what others know nothing of.
+        """
+        self._position = -1
+        if self._uses:
+            for number, use in enumerate(self._uses):
+                one = self._generator(use)
+                if one is not None:
+                    self._found[id(one)] = one, number
+            self._before = Objects((one for one, _ in self._found.values()), opaque="generators")
+        yield
+        self._look(self._program.end)
+        self._found = {}
+
+    def _generator(self, use: GeneratorUse) -> Any:
+        """The one that a use is of; None where only rank 0 has what leads to it, and draws nowhere else."""
+        for path, name, number in use.leads:
+            with contextlib.suppress(KeyError, IndexError, AttributeError):
+                return Objects([variable(self._module, path, name)], opaque="generators").generators[number]
+        return None
+
+    @contextlib.contextmanager
+    def node(self, operation: Operation, node: Node) -> Iterator[None]:
+        """A node of this stage runs within this context."""
+        self._look(node.index)
+        made = self._made(operation, node)
+        yield
+        for one in self._changed():
+            self._check_node(self._uses[one], self._units[one], node)
+        if made is not None and any(id(one) not in self._found for one in made.changed() if opaque.is_generator(one)):
+            self._refuse(f"a generator that the step makes, in {node}")
+
+    def _made(self, operation: Operation, node: Node) -> Objects | None:
+        """Generators that the step may have made, if what they become does not go with the micro-batch."""
+        given = (*operation.args, *operation.kwargs.values())
+        if self._program.is_last or node.generators or _PLAIN.issuperset(map(type, given)):
+            return None
+        return Objects(given, opaque="generators")
+
+    def _changed(self) -> list[int]:
+        """Numbers of the uses of those that have drawn since this was last asked."""
+        changed = self._before.changed() if self._found else []
+        self._before.follow(changed)
+        return [self._found[id(one)][1] for one in changed if id(one) in self._found]
+
+    def _check_node(self, use: GeneratorUse, units: frozenset[str], node: Node) -> None:
+        """A node of this stage has drawn; whoever else does must be on this stage."""
+        program = self._program
+        if use.nodes:
+            allowed = program.start <= use.nodes[0] < program.end
+        elif use.between is not None:
+            allowed = program.is_last and use.between > program.start
+        else:
+            allowed = units <= self._own and node.name in units
+        if not allowed:
+            others = [path for path in sorted(units) if path != node.name]
+            beside = f", which others may draw from too ({_listed(others)})" if others else ""
+            self._refuse(f"{self._name(use)} in {node}{beside}")
+
+    def _look(self, position: int) -> None:
+        """Code between nodes has run up to this one."""
+        program, before, self._position = self._program, self._position, position
+        for number in self._changed():
+            use = self._uses[number]
+            if use.renewed and (not use.nodes or before < program.start):
+                allowed = True
+            elif use.nodes:
+                allowed = program.is_last and use.nodes[0] >= program.start
+            elif use.between is None:
+                allowed = program.is_last and self._units[number] <= self._own
+            elif program.stage == 0 or use.between > program.start:  # no stage before comes to it
+                allowed = program.is_last or use.between <= program.end
+            else:
+                allowed = before < program.start
+            if not allowed:
+                self._refuse(f"{self._name(use)} between submodules")
+
+    def _name(self, use: GeneratorUse) -> str:
+        path, name, _ = use.leads[0]
+        held, full = variable(self._module, path, name).state().get("value"), f"{path}.{name}" if path else name
+        return f"'{full}'" if opaque.is_generator(held) else f"a generator in '{full}'"
+
+    def _refuse(self, where: str) -> None:
+        raise StepChangedError(
+            f"{self._program.graph.step} draws random numbers from {where}, and did not when it was followed to be "
+            f"divided, so each stage would draw its own (stage {self._program.stage}); draw from it in the first step "
+            "too, so that no cut lies before the last draw, or draw from torch's, Python's or NumPy's common "
+            "generator, which gives all stages the same"
+        )
+
+
+def unmoved(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """After this context generators in a micro-batch are as they were: stages of one process share it."""
+    found = [leaf for leaf in tree.flatten(tuple(args))[0] if opaque.is_generator(leaf)]
+    return Objects(found, opaque="generators").restored() if found else contextlib.nullcontext()
+
+
+def _reaching(use: GeneratorUse, program: StageProgram, module: nn.Module) -> frozenset[str]:
+    """Units that may draw from a generator: those that hold it, name it, or were given it."""
+    found = set(use.given)
+    for path, name, _ in use.leads:
+        for unit in program.graph.units:
+            holds = bool(path) and f"{path}.".startswith(f"{unit}.")
+            if holds or (not path and " " in name and name in outside(module.get_submodule(unit))):
+                found.add(unit)
+    return frozenset(found)
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    return ", ".join(f"'{name}'" for name in names[:most]) + (", ..." if len(names) > most else "")
