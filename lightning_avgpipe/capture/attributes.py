@@ -18,7 +18,8 @@ from lightning_avgpipe.capture.outside import outside, places
 from lightning_avgpipe.capture.shared_objects import Names
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import joined
-from lightning_avgpipe.utils.objects import Objects, Variable
+from lightning_avgpipe.utils.object_state import Variable
+from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, address
 

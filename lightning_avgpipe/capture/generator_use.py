@@ -27,10 +27,10 @@ class GeneratorWatch:
         self._lasting = {id(one): one for one in self._objects.generators}
         self._given: dict[int, set[str]] = defaultdict(set)
         self._nodes: dict[int, list[int]] = defaultdict(list)
-        self._between: dict[int, int] = {}
-        self._last: dict[int, int] = {}
+        self._between: dict[int, tuple[int, int]] = {}  # first and last position
         self._made: dict[int, Any] = {}
         self._renewed: set[int] = set()
+        self._pinned: list[tuple[int, int, str]] = []
         self._begun = Objects(self._lasting.values(), opaque="generators")
 
     def given(self, objects: Objects, path: str) -> tuple[int, ...]:
@@ -51,8 +51,7 @@ class GeneratorWatch:
     def look(self, position: int) -> None:
         """Code that every stage runs has come to this position."""
         for key in self._changed():
-            self._between.setdefault(key, position)
-            self._last[key] = position
+            self._between[key] = self._between.get(key, (position,))[0], position
 
     def drew(self, node: int) -> None:
         """A node has run."""
@@ -77,21 +76,22 @@ class GeneratorWatch:
     def _used(self) -> set[int]:
         return {*self._given, *self._nodes, *self._between}
 
-    def settle(self, again: GeneratorWatch) -> Iterator[tuple[int, int, str]]:
-        """The step has run once more, watched by another one; gives where no cut may lie."""
+    def settle(self, again: GeneratorWatch) -> None:
+        """The step has run once more, watched by another one."""
         changed = set(map(id, again._begun.changed()))
         known = {lead for leads in self._leads().values() for lead in leads}
         self._renewed = {key for key in again._nodes.keys() | again._between.keys() if key not in changed}
         for use in again.uses():
             if use.leads[0] not in known and (use.between is not None or len(use.nodes) > 1 or use.given):
                 name = ".".join(part for part in use.leads[0][:2] if part)
-                yield 0, ANYWHERE, f"the step makes '{name}', a generator of random numbers, once; do so in __init__"
+                what = f"the step makes '{name}', a generator of random numbers, once; do so in __init__"
+                self._pinned.append((0, ANYWHERE, what))
 
     def uses(self) -> tuple[GeneratorUse, ...]:
         """Of all generators, as the user knows them."""
         return tuple(
             GeneratorUse(
-                tuple(leads), frozenset(self._given[key]), tuple(self._nodes[key]), self._between.get(key),
+                tuple(leads), frozenset(self._given[key]), tuple(self._nodes[key]), self._between.get(key, (None,))[0],
                 key in self._renewed,
             )
             for key, leads in self._leads().items()
@@ -106,10 +106,11 @@ class GeneratorWatch:
 
     def pinned(self, nodes: list[Node]) -> Iterator[tuple[int, int, str]]:
         """Where no cut may lie: between nodes that draw, and where a stage that draws would not do it all."""
+        yield from self._pinned
         for key, drawing in self._nodes.items():
             first, unit = drawing[0], nodes[drawing[0]]
-            between = self._between.get(key)
-            if key in self._renewed and self._last.get(key, 0) <= first:
+            between, last = self._between.get(key, (None, 0))
+            if key in self._renewed and last <= first:
                 between = None  # seeded where every stage comes, and then not drawn from
             if between is not None:
                 what = f"{unit} and code between units draw from one generator of random numbers"

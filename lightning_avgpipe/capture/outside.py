@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.utils.objects import Variable, is_open, led_to
+from lightning_avgpipe.utils.object_state import Variable
+from lightning_avgpipe.utils.objects import is_open, led_to
 from lightning_avgpipe.utils.opaque import is_opaque
 from lightning_avgpipe.utils.torch_compat import REGISTRIES
 

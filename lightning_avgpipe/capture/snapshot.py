@@ -14,7 +14,8 @@ from lightning_avgpipe.capture.changes import put_back
 from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.utils.device import all_generators
 from lightning_avgpipe.utils.host_random import host_state, set_host_state
-from lightning_avgpipe.utils.objects import Objects, same_items
+from lightning_avgpipe.utils.object_state import same_items
+from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced, version_of

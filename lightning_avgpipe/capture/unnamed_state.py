@@ -51,7 +51,6 @@ class UnnamedState:
         self._module = module
         self._position = position
         self._freely: set[Key] = set()  # attributes that units assign which every stage runs that comes so far
-        self._made_once: list[tuple[int, int, str]] = []  # where no cut may lie because of such generators
         self.assigned: tuple[Key, ...] = ()
         self.of_units: set[Key] = set()
 
@@ -91,11 +90,10 @@ class UnnamedState:
         made = self.assignments.created() - again.assignments.assigned()
         self.assigned = tuple(key for key in self.assigned if key not in made)
         self.mutations.keep(again.mutations.found())
-        self._made_once += self.generators.settle(again.generators)
+        self.generators.settle(again.generators)
 
     def pinned(self, nodes: list[Node]) -> Iterator[tuple[int, int, str]]:
         """Where no cut may lie among these nodes, because of objects that change."""
-        yield from self._made_once
         yield from self.mutations.pinned(self.assignments)
         yield from self.shared.pinned(self.mutations.once)
         yield from self.generators.pinned(nodes)

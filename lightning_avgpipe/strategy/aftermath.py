@@ -26,7 +26,8 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.codec import as_bytes
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.utils.objects import Objects, Variable
+from lightning_avgpipe.utils.object_state import Variable
+from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.tensors import is_strided

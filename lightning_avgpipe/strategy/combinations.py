@@ -14,6 +14,7 @@ from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule.broadcast import Broadcast
 from lightning_avgpipe.schedule.builders import NAMES
+from lightning_avgpipe.utils.device import TUNED_WITHOUT_GRAPHS, keeps_graphs
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.options import Options
@@ -152,11 +153,10 @@ def _compiled(given: Options) -> None:
     }
     _refuse(given, refused, lambda option, why: f"compile={given.compile!r} with {option}: {why}")
     if isinstance(given.compile, Mapping):
-        graphs = (given.compile.get("options") or {}).get("triton.cudagraphs")
-        if given.compile.get("mode") in ("reduce-overhead", "max-autotune") or graphs:
+        if keeps_graphs(given.compile):
             raise ConfigurationError(
                 f"compile={given.compile!r}: its CUDA graphs keep the values of one call, and a pipeline has several "
-                "micro-batches under way; use {'mode': 'max-autotune-no-cudagraphs'}, or compile=True"
+                f"micro-batches under way; use {{'mode': '{TUNED_WITHOUT_GRAPHS}'}}, or compile=True"
             )
         try:
             torch.compile(lambda: None, **given.compile)

@@ -13,7 +13,8 @@ from torch import nn
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.outside import outside, variable
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.utils.objects import Objects, Variable
+from lightning_avgpipe.utils.object_state import Variable
+from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.patching import replaced
 
 # What is known of the trainer only when the batch before has ended.

@@ -7,7 +7,7 @@ import functools
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,6 +20,15 @@ _HOST_BACKEND = "gloo"
 _HOST_ALLOCATOR = "DefaultCPUAllocator"  # of torch, which raises a RuntimeError
 
 T = TypeVar("T")
+
+
+TUNED_WITHOUT_GRAPHS = "max-autotune-no-cudagraphs"  # a mode of torch.compile
+
+
+def keeps_graphs(options: Mapping[str, Any]) -> bool:
+    """Whether ``torch.compile`` with these arguments makes graphs of kernels, which keep the values of one call."""
+    asked = (options.get("options") or {}).get("triton.cudagraphs", False)
+    return bool(asked or options.get("mode") in ("reduce-overhead", "max-autotune"))
 
 
 class Event(Protocol):
