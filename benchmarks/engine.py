@@ -5,7 +5,8 @@
 - the simulator, which is given this run's own times of those hand-written stages, measured anew in every round with
   both processes at work, and of the links: a bound.
 
-And in one process: a replayed stage beside the hand-written one, forward and backward of a micro-batch.
+And in one process: a replayed stage beside the hand-written one, forward and backward of a micro-batch; with
+``--parts compiled`` also with its units compiled, where a C++ compiler works for minutes first.
 
     python benchmarks/engine.py                          # two to four minutes on two cores; limited links need root
     python benchmarks/engine.py --json engine.json
@@ -47,6 +48,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.engine.compiling import Compiler, Execution
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stage import Stage
@@ -71,18 +73,20 @@ from lightning_avgpipe.weights.tied import TiedParameters
 
 NUM_STAGES = 2
 STEP = "training_step"
-PARTS = ["replay", "free", "limited"]  # in one process; in two on free links, and on limited ones
+PARTS = ["replay", "compiled", "free", "limited"]  # two in one process; in two on free links, and on limited ones
+_DEFAULT = ["replay", "free", "limited"]
 _PROBES = 7
 _CLOSE = 1e-4  # relative; losses of two engines that add in another order
 
 # -- one process: replay beside the hand-written stage ---------------------------------------------------------------
 
 
-def replay_overhead(size: Size, fine: bool, rounds: int) -> list[dict[str, Any]]:
+def replay_overhead(size: Size, fine: bool, rounds: int, compiled: bool = False) -> list[dict[str, Any]]:
     """A row per stage; CPU seconds of this thread, medians over rounds of a forward and a backward each.
 
     Args:
         fine: whether every leaf is a unit, or the planner chooses the units for this cut.
+        compiled: whether units are compiled.
     """
     model = make_model(size)
     batch = example(size, 1)
@@ -97,8 +101,9 @@ def replay_overhead(size: Size, fine: bool, rounds: int) -> list[dict[str, Any]]
         graph, cut = plan.graph, plan.cuts
     device = torch.device("cpu")
     cluster = Cluster(StageMap(NUM_STAGES), 0, device, TIMEOUT, ProcessGroups(0, device, TIMEOUT))
+    execution = Execution(compiler=Compiler({}) if compiled else None)
     first, last = (
-        Stage(program, model, cluster.device, TiedParameters(model, cluster, {}))
+        Stage(program, model, cluster.device, TiedParameters(model, cluster, {}), execution)
         for program in stage_programs(graph, cut)
     )
     task = Task(lambda i, *args: model.training_step(*args), [(batch, 0)], lambda i, loss: loss)
@@ -352,10 +357,10 @@ def table(found: dict[str, Any]) -> str:
 
 def replay_table(rows: Sequence[dict[str, Any]]) -> str:
     """One line per stage; CPU time of a micro-batch, forward and backward."""
-    lines = ["model  units   stage   by hand     replayed    more      overhead"]
+    lines = ["model  units    stage   by hand     replayed    more      overhead"]
     for row in rows:
         lines.append(
-            f"{row['size']:6s} {row['units']:7s} {row['stage']:4d} {row['written_s'] * 1e3:9.2f} ms "
+            f"{row['size']:6s} {row['units']:8s} {row['stage']:4d} {row['written_s'] * 1e3:9.2f} ms "
             f"{row['replayed_s'] * 1e3:9.2f} ms {row['difference_s'] * 1e3:7.2f} ms {row['overhead']:+8.1%}"
         )
     return "\n".join(lines)
@@ -367,7 +372,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rounds", type=int, default=7, help="of all sides, in two processes")
     result.add_argument("--megabits", type=int, default=100, help="per second, of the limited links")
     result.add_argument("--replay-rounds", type=int, default=30)
-    result.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS, help="what to measure")
+    result.add_argument("--parts", choices=PARTS, nargs="+", default=_DEFAULT, help="what to measure")
     result.add_argument("--quick", action="store_true", help="the small model, and few rounds")
     add_options(result, 600.0, "pair of processes")
     return result
@@ -391,6 +396,13 @@ def main(arguments: Sequence[str]) -> None:
             for row in replay_overhead(SIZES[size], fine, options.replay_rounds)
         ]
         print(f"replay in one process, CPU time per micro-batch\n{replay_table(found['replay'])}", flush=True)
+    if "compiled" in options.parts:
+        found["compiled"] = [
+            {"size": size, "units": "compiled", **row}
+            for size in (["small"] if options.quick else SIZES)
+            for row in replay_overhead(SIZES[size], False, options.replay_rounds, compiled=True)
+        ]
+        print(f"the same with compiled units\n{replay_table(found['compiled'])}", flush=True)
     for part, megabits in (("free", None), ("limited", options.megabits)):
         if part not in options.parts:
             continue
