@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.draft import ANYWHERE
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.iterators import Iterators
 from lightning_avgpipe.capture.named_state import trained_parameters
 from lightning_avgpipe.capture.neighbours import neighbours
 from lightning_avgpipe.capture.recorder import Foresight, Recorder
@@ -79,10 +81,16 @@ def _record(
     batch = [(leaf, version_of(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
+    iterators = Iterators(recorder.unnamed.mutations.attributes)
     with untouched(module), Objects(args, opaque=True).restored(), recorder.visiting(module), recorder.state.changes:
         with recorder.unnamed.watched(), recorder.following(), watching(recorder.calls):
             result = run(*args)
         recorder.finish(result)
+        if taken := iterators.advanced():
+            recorder.draft.pin(
+                0, ANYWHERE, f"{step} takes items from the iterator '{taken}', which nobody can put back: each stage "
+                "would take others. Make it a part of the batch (CombinedLoader), or count in an attribute",
+            )  # fmt: skip
         carried = tuple(recorder.unnamed.assignments.carried())
         loss = _loss(result) if step == "training_step" else None
         _find_what_lasts(recorder, make, run, spare)

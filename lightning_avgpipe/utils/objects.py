@@ -59,7 +59,8 @@ class Objects:
         roots: where to begin.
         modules: whose attributes are looked at nevertheless.
         contents: whether the numbers in tensors are kept as well, except for parameters.
-        opaque: whether what is in arrays and generators of random numbers is kept as well, or in generators only.
+        opaque: whether what is in arrays and generators of random numbers is kept as well, or in generators only, or
+            how far iterators have come only.
         generators: those of random numbers that are owners, by their numbers among all that are reached.
 
     Attributes:
@@ -72,7 +73,7 @@ class Objects:
         roots: Iterable[Any],
         modules: Iterable[nn.Module] = (),
         contents: bool = False,
-        opaque: bool | Literal["generators"] = False,
+        opaque: bool | Literal["generators", "iterators"] = False,
         generators: Collection[int] = (),
     ) -> None:
         self.tensors: list[Tensor] = []
@@ -82,7 +83,8 @@ class Objects:
         self._opaque: list[tuple[Any, Any]] = []
         opened = {id(module): module for module in modules}
         is_generator = opaque_contents.is_generator
-        is_opaque = is_generator if opaque == "generators" else opaque_contents.is_opaque
+        chosen = {"generators": is_generator, "iterators": opaque_contents.is_iterator}
+        is_opaque = chosen.get(str(opaque), opaque_contents.is_opaque)
         seen: set[int] = set()
         numbering = count()
         waiting = [*opened.values(), *roots][::-1]

@@ -112,13 +112,17 @@ _DISTRIBUTED = (
     Private("torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner", "some of them", "keys"),
 )  # fmt: skip
 
+_DATA = (
+    Private("torch.utils.data.dataloader._BaseDataLoaderIter", "whether a step takes batches by itself", "loader"),
+)
+
 _COMPILER = (
     Private("torch._dynamo.OptimizedModule._orig_mod", "whether a module is compiled"),
     Private("torch._dynamo.utils.counters", "whether anything was compiled"),
     Private("torch._dynamo.exc.TorchDynamoException", "whether an error is the compiler's or the user's"),
 )
 
-NAMES = (*_TENSORS, *_MODULES, *_STEPS, *_BACKWARDS, *_OPTIMIZERS, *_DISTRIBUTED, *_COMPILER)
+NAMES = (*_TENSORS, *_MODULES, *_STEPS, *_BACKWARDS, *_OPTIMIZERS, *_DISTRIBUTED, *_DATA, *_COMPILER)
 
 _COALESCED = torch.ops.aten._coalesced_.default  # says of a sparse tensor that each of its indices is there once
 

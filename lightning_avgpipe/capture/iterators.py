@@ -1,0 +1,31 @@
+"""Iterators that outlive a step: nobody can put back what a step has taken from one.
+
+Following a step, measuring it, and each stage of a process would take items, and what is left would be other items on
+each process. So no step that is divided may take any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_avgpipe.utils.objects import Objects
+
+
+class Iterators:
+    """Those that attributes and variables lead to, as far as they have come.
+
+    Args:
+        attributes: of modules, by path and name, and variables.
+    """
+
+    def __init__(self, attributes: Mapping[tuple[str, str], Any]) -> None:
+        self._attributes = attributes
+        self._objects = Objects(attributes.values(), opaque="iterators")
+
+    def advanced(self) -> str:
+        """The full name, as the user knows it, of what leads to one from which something was taken; empty: none."""
+        changed = set(map(id, self._objects.changed()))
+        leading = (key for key, held in self._attributes.items() if Objects([held], opaque="iterators").reach(changed))
+        path, name = min(leading, key=lambda key: (key[1].startswith("_"), key)) if changed else ("", "")
+        return f"{path}.{name}" if path else name

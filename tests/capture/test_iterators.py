@@ -1,0 +1,88 @@
+"""Iterators: a step that takes items from one that outlives it is not divided, since nobody can put them back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_avgpipe.capture.iterators import Iterators
+from lightning_avgpipe.errors import AvgPipeError
+from tests.models import MLP, loader
+from tests.trainers import pipeline
+
+
+def numbers() -> Iterator[int]:
+    n = 0
+    while True:
+        yield n
+        n += 1
+
+
+MAKE = {
+    "count": itertools.count,
+    "cycle": lambda: itertools.cycle([1, 2]),
+    "list": lambda: iter([1, 2, 3, 4]),
+    "dict": lambda: iter({1: 2, 3: 4}),
+    "enumerate": lambda: enumerate([5, 5, 5]),
+    "zip": lambda: zip([5, 5, 5], [6, 6, 6], strict=True),
+    "map": lambda: map(abs, [5, 5, 5]),
+    "islice": lambda: itertools.islice(itertools.count(), 1, 9),
+    "generator": numbers,
+    "expression": lambda: (5 for _ in range(3)),
+    "loader": lambda: iter(DataLoader([1, 2, 3])),
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_it_is_known_whether_an_iterator_was_advanced_and_looking_takes_nothing(make: Any) -> None:
+    one, other = make(), make()
+    held = {("layers.0", "others"): [1], ("layers.0", "items"): {"deep": [one]}}
+    iterators = Iterators(held)
+    assert iterators.advanced() == ""
+    first = next(one)
+    assert iterators.advanced() == "layers.0.items"
+    assert first == next(other)
+
+
+class Taking(MLP):
+    """A step, or a submodule, that takes an item each time."""
+
+    def __init__(self, items: Any, inside: bool) -> None:
+        super().__init__()
+        self.items = items
+        if inside:
+            self.layers.append(Scaled(items))
+
+    def loss(self, batch: Any) -> Tensor:
+        scale = 1.0 if isinstance(self.layers[-1], Scaled) else float(next(self.items))
+        return super().loss(batch) * scale
+
+
+class Scaled(nn.Module):
+    def __init__(self, items: Any) -> None:
+        super().__init__()
+        self.items = items
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * float(next(self.items))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_step_that_takes_items_is_refused_by_name(inside: bool) -> None:
+    model = Taking(itertools.count(1), inside)
+    with pytest.raises(AvgPipeError, match="takes items from the iterator 'items', which nobody can put back"):
+        pipeline(2, max_epochs=1).fit(model, loader(MLP, 16, 8))
+
+
+def test_an_iterator_that_nobody_advances_is_no_obstacle() -> None:
+    model = Taking(itertools.repeat(1.0), False)
+    model.others = iter([1, 2, 3])
+    pipeline(2, max_epochs=1).fit(model, loader(MLP, 16, 8))
+    assert next(model.others) == 1
