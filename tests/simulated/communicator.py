@@ -25,6 +25,8 @@ from torch import Tensor
 from tests.simulated import device
 
 NAME = "simccl"
+# how torch calls a gather into one tensor, which has changed
+_GATHERS = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
 _FIRST_TAG = 1000  # others are of transfers on the host
 
 
@@ -107,6 +109,23 @@ class Communicator(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, *opts: Any) -> Any:
         """On the host only."""
         return self._host.allgather(outputs, inputs, *opts)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, *opts: Any) -> Any:
+        if tensor.is_cpu:
+            return getattr(self._host, _GATHERS)(output, tensor, *opts)
+        parts = output.view(self._host.size(), -1)
+        parts[self._rank].copy_(tensor.flatten())
+
+        def exchange(data: Tensor) -> None:
+            rows = list(data.view(self._host.size(), -1))
+            gathered = [torch.empty_like(row) for row in rows]
+            self._beside.allgather([gathered], [rows[self._rank].clone()]).wait()
+            for row, found in zip(rows, gathered, strict=True):
+                row.copy_(found)
+
+        return self._put("allgather", output, exchange, reads=True, writes=True)
+
+    _allgather_base = all_gather_single  # as older versions of torch call it
 
     def barrier(self, opts: Any) -> Any:
         return self._host.barrier(opts)
