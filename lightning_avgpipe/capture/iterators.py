@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.opaque import is_iterator
 
 
 class Iterators:
@@ -25,7 +26,7 @@ class Iterators:
 
     def advanced(self) -> str:
         """The full name, as the user knows it, of what leads to one from which something was taken; empty: none."""
-        changed = set(map(id, self._objects.changed()))
+        changed = {id(one) for one in self._objects.changed() if is_iterator(one)}
         leading = (key for key, held in self._attributes.items() if Objects([held], opaque="iterators").reach(changed))
         path, name = min(leading, key=lambda key: (key[1].startswith("_"), key)) if changed else ("", "")
         return f"{path}.{name}" if path else name

@@ -81,8 +81,16 @@ def test_a_step_that_takes_items_is_refused_by_name(inside: bool) -> None:
         pipeline(2, max_epochs=1).fit(model, loader(MLP, 16, 8))
 
 
+class Noting(Taking):
+    """Beside an iterator that nobody advances the step changes a list."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.others[1].append(len(batch))
+        return super().loss(batch)
+
+
 def test_an_iterator_that_nobody_advances_is_no_obstacle() -> None:
-    model = Taking(itertools.repeat(1.0), False)
-    model.others = iter([1, 2, 3])
+    model = Noting(itertools.repeat(1.0), False)
+    model.others = iter([1, 2, 3]), [0]
     pipeline(2, max_epochs=1).fit(model, loader(MLP, 16, 8))
-    assert next(model.others) == 1
+    assert next(model.others[0]) == 1
