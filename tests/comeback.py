@@ -199,7 +199,7 @@ def start(
     try:
         return processes.run(
             plan.world_size, train, folder, death, plan, group is not None,
-            folder=folder, ranks=ranks, port=port, pids=pids,
+            folder=folder, ranks=ranks, port=port, pids=pids, fresh=True,
         )  # fmt: skip
     finally:
         (folder / "ended").touch()

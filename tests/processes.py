@@ -45,6 +45,7 @@ def run(
     pids: list[int] | None = None,
     ranks: Sequence[int] | None = None,
     port: int | None = None,
+    fresh: bool = False,
 ) -> list[Outcome]:
     """Call ``function(rank, *args)`` in each of ``world_size`` processes, as a launcher such as torchrun would.
 
@@ -58,9 +59,12 @@ def run(
         pids: their numbers are added.
         ranks: of those that are started here; None: all.
         port: at which they find each other; None: one that is free.
+        fresh: whether they know nothing of what this process has done before, such as how often it has trained.
     """
     port = port or free_port()
-    context = mp.get_context("fork")
+    context: Any = mp.get_context("forkserver" if fresh else "fork")
+    if fresh:
+        context.set_forkserver_preload([function.__module__])
     started = range(world_size) if ranks is None else ranks
     processes = [
         context.Process(target=_work, args=(rank, world_size, port, function, args, folder)) for rank in started
