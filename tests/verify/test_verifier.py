@@ -276,10 +276,10 @@ class Remembering(MLP):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = itertools.count(1)
+        self.calls = itertools.count(1).__next__  # whose state nobody sees
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x * (1 + 0.1 * next(self.calls)))
+        return self.layers(x * (1 + 0.1 * self.calls()))
 
 
 class Halved(MLP):
@@ -308,7 +308,7 @@ def test_a_hook_on_a_gradient_that_no_stage_has_whole_is_refused() -> None:
         fit(module)
 
 
-def test_state_in_an_iterator_is_found() -> None:
+def test_state_that_nobody_sees_is_found() -> None:
     with pytest.raises(VerificationError, match="the loss of 'micro-batch"):
         fit(Remembering())
 
