@@ -129,7 +129,7 @@ class Abreast:
                 self._open.close()
                 self._come_to("", (), "")
         except _GivenUp:
-            pass
+            pass  # the micro-batch that failed has said why
         except BaseException as error:
             error.add_note(f"in micro-batch {i} of {self._count} of a step that optimizes manually")
             self._error = self._error or error
