@@ -17,6 +17,7 @@ from lightning_avgpipe.utils import opaque, tree
 from lightning_avgpipe.utils.objects import Objects
 
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str))
+_NOTHING = contextlib.nullcontext()
 
 
 class OwnGenerators:
@@ -43,20 +44,22 @@ class OwnGenerators:
         self._before = Objects(())
         self._position = -1  # up to which code between nodes has been looked at
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> contextlib.AbstractContextManager[None]:
         """A forward runs within this context.
 
         Raises:
             StepChangedError: a stage has drawn what others know nothing of.
         """
+        return self._watched() if self._uses else _NOTHING
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
         self._position = -1
-        if self._uses:
-            for number, use in enumerate(self._uses):
-                one = self._generator(use)
-                if one is not None:
-                    self._found[id(one)] = one, number
-            self._before = Objects((one for one, _ in self._found.values()), opaque="generators")
+        for number, use in enumerate(self._uses):
+            one = self._generator(use)
+            if one is not None:
+                self._found[id(one)] = one, number
+        self._before = Objects((one for one, _ in self._found.values()), opaque="generators")
         yield
         self._look(self._program.end)
         self._found = {}
@@ -68,11 +71,14 @@ class OwnGenerators:
                 return Objects([variable(self._module, path, name)], opaque="generators").generators[number]
         return None
 
-    @contextlib.contextmanager
-    def node(self, operation: Operation, node: Node) -> Iterator[None]:
+    def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:
         """A node of this stage runs within this context."""
-        self._look(node.index)
         made = self._made(operation, node)
+        return _NOTHING if made is None and not self._uses else self._node(node, made)
+
+    @contextlib.contextmanager
+    def _node(self, node: Node, made: Objects | None) -> Iterator[None]:
+        self._look(node.index)
         yield
         for one in self._changed():
             self._check_node(self._uses[one], self._units[one], node)
@@ -140,8 +146,8 @@ class OwnGenerators:
 
 def unmoved(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """After this context generators in a micro-batch are as they were: stages of one process share it."""
-    found = [leaf for leaf in tree.flatten(tuple(args))[0] if opaque.is_generator(leaf)]
-    return Objects(found, opaque="generators").restored() if found else contextlib.nullcontext()
+    found = [leaf for leaf in tree.leaves(tuple(args)) if opaque.is_generator(leaf)]
+    return Objects(found, opaque="generators").restored() if found else _NOTHING
 
 
 def _reaching(use: GeneratorUse, program: StageProgram, module: nn.Module) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -99,12 +99,13 @@ class StageStep:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
         return replayed
 
-    @contextmanager
-    def _inspected(self, task: Task) -> Iterator[Inspection | None]:
+    def _inspected(self, task: Task) -> AbstractContextManager[Inspection | None]:
         """A forward runs within this context; the first of training is inspected."""
-        if self._foreign_tensors is None or not task.trains:
-            yield None
-            return
+        return nullcontext() if self._foreign_tensors is None or not task.trains else self._inspection(task)
+
+    @contextmanager
+    def _inspection(self, task: Task) -> Iterator[Inspection]:
+        assert self._foreign_tensors is not None
         inspection, self._foreign_tensors = Inspection(self._foreign_tensors(self._graph.changed)), None
         try:
             with inspection:

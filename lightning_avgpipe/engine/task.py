@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -37,4 +37,5 @@ class Task:
 
     def key_of(self, micro_batch: int) -> RandomKey:
         """Random numbers of micro-batch i."""
-        return replace(self.key, micro_batch=self.key.micro_batch + micro_batch)
+        key = self.key
+        return RandomKey(key.seed, key.iteration, key.pipeline, key.micro_batch + micro_batch)

@@ -32,8 +32,12 @@ class RandomKey:
 
     def derive(self, name: str, occurrence: int = 0, function: int = 0) -> int:
         """A 63-bit seed for one draw of this execution: of a module's n-th call the n-th function."""
-        text = f"{self.seed}/{self.iteration}/{self.pipeline}/{self.micro_batch}/{name}/{occurrence}/{function}"
+        text = f"{self._prefix}{name}/{occurrence}/{function}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    @functools.cached_property
+    def _prefix(self) -> str:
+        return f"{self.seed}/{self.iteration}/{self.pipeline}/{self.micro_batch}/"
 
 
 @functools.cache
@@ -66,15 +70,20 @@ def restored(device: torch.device) -> Iterator[None]:
             generator.set_state(state)
 
 
-@contextlib.contextmanager
-def host_stream(seed: int) -> Iterator[None]:
-    """The same for the generators of Python and NumPy."""
-    state = host_state()
-    seed_host(seed)
-    try:
-        yield
-    finally:
-        set_host_state(state)
+class host_stream:
+    """The same for the generators of Python and NumPy. A class, as it is entered at every unit that may use them."""
+
+    __slots__ = ("_seed", "_state")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        self._state = host_state()
+        seed_host(self._seed)
+
+    def __exit__(self, *error: object) -> None:
+        set_host_state(self._state)
 
 
 class Streams:

@@ -90,7 +90,12 @@ def flatten_with_names(
 
 def tensors(obj: Any) -> list[Tensor]:
     """Return the tensors of a tree, in order."""
-    found: list[Tensor] = []
+    return [obj] if type(obj) in _TENSOR_TYPES else [leaf for leaf in leaves(obj) if isinstance(leaf, Tensor)]
+
+
+def leaves(obj: Any) -> list[Any]:
+    """Return the leaves of a tree, in order."""
+    found: list[Any] = []
     try:
         _collect(obj, found)
     except RecursionError:
@@ -98,10 +103,10 @@ def tensors(obj: Any) -> list[Tensor]:
     return found
 
 
-def _collect(obj: Any, found: list[Tensor]) -> None:
+def _collect(obj: Any, found: list[Any]) -> None:
     """Without specs, and without pytree for what most trees are made of: a step's every call asks for its tensors."""
     cls = type(obj)
-    if cls in _TENSOR_TYPES:
+    if cls in _LEAF_TYPES:
         found.append(obj)
     elif cls is tuple or cls is list:
         for child in obj:
@@ -109,10 +114,8 @@ def _collect(obj: Any, found: list[Tensor]) -> None:
     elif cls is dict:
         for child in obj.values():
             _collect(child, found)
-    elif cls not in _LEAF_TYPES:
-        found.extend(leaf for leaf in flatten(obj)[0] if isinstance(leaf, Tensor))
-    elif issubclass(cls, Tensor):
-        found.append(obj)
+    else:
+        found += flatten(obj)[0]
 
 
 def map_tensors(fn: Callable[[Tensor], Any], obj: Any) -> Any:
