@@ -1,8 +1,8 @@
 """The common generators of Python and NumPy, whose states are read and written at every stage's forward.
 
 ``getstate`` and ``setstate`` of either take 5 to 30 us, longer than a small unit. What a Mersenne Twister knows is
-memory: that of NumPy's lies where NumPy says, that of Python's behind the head of its object. Where it is found there it
-is copied, and elsewhere the generators are asked.
+memory: that of NumPy's lies where NumPy says, that of Python's behind the head of its object. Where it is found there
+it is copied, and elsewhere the generators are asked.
 """
 
 from __future__ import annotations
