@@ -10,12 +10,22 @@ from typing import Any
 
 import pytest
 
-from benchmarks import parallel_pipelines, scale, spp, statistical_efficiency, trained, tuning, weight_policies
+from benchmarks import (
+    parallel_pipelines,
+    scale,
+    spp,
+    statistical_efficiency,
+    time_to_target,
+    trained,
+    tuning,
+    weight_policies,
+)
 from benchmarks.engine import summary
 from benchmarks.paper.results import Results
 from benchmarks.predictors import random_profile
 from benchmarks.schedules import table
 from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.elastic.staggered import DEFAULT
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Span, StageCosts, Timeline, Transfer, build, simulate
 from lightning_avgpipe.tuning import Profile, Setting, Simulator, candidates
 from tests.commands import ROOT, run
@@ -266,6 +276,29 @@ def test_time_to_the_goal_is_samples_times_seconds() -> None:
     assert weight_policies.table(rows).splitlines()[-1] == (
         "| 100 Mbit/s | stash | 0.200 (0.250) | 2.00x | 1.10 (0.90 - inf) | 1.82x sooner |"
     )
+
+
+def test_elastic_averaging_is_sooner_at_a_goal_by_its_speed_over_its_samples() -> None:
+    seconds = {"GPipe": 0.5, "1F1B": 0.4, "advance": 0.4, "N=2": 0.3, "rolling N=2": 0.2}
+    needed = {side: [0.9, 1.0, 1.2] for side in time_to_target.ONE}
+    needed |= {"N=2": [1.2, 1.3, math.inf], "rolling N=2": [1.5, 1.25, 1.2]}
+    samples = {("digits", "adam"): needed}
+    ratios = time_to_target.sooner(seconds, samples)
+    assert ratios["digits", "adam"] == pytest.approx(
+        {"GPipe": 0.8, "1F1B": 1.0, "advance": 1.0, "N=2": 4 / 3 / 1.3, "rolling N=2": 1.6}
+    )
+    assert time_to_target.best(ratios) == (
+        "digits, adam: rolling N=2 is at the goal 1.60x sooner than 1F1B, 2.00x sooner than GPipe"
+    )
+    last = time_to_target.table(seconds, seconds, samples).splitlines()[-1]
+    assert last.endswith("| 1.03x (1.20 - inf) | 1.60x (1.20 - 1.50) |")
+
+
+def test_models_that_roll_are_trained_by_the_rule_that_a_strategy_uses_then() -> None:
+    trials = {side: time_to_target.trial_of(side, "digits", "adam", 3) for side in ("1F1B", "N=4", "rolling N=4")}
+    assert [(trial.method, trial.num_models, trial.outer_lr) for trial in trials.values()] == [
+        ("single", 1, 1.0), ("elastic", 4, 2.0), (DEFAULT, 4, 2.0),
+    ]  # fmt: skip
 
 
 def test_every_side_is_simulated() -> None:
