@@ -344,3 +344,14 @@ def test_a_policy_trains_to_the_goal_and_stops_there() -> None:
     found = [weight_policies.train(side, "digits", "momentum", 4, 0, 6_000) for side in ("flush", "stash")]
     assert all(samples is not None and 500 < samples < 6_000 for samples in found)
     assert found[0] != found[1]
+
+
+@pytest.mark.slow
+def test_a_trainer_is_measured_beside_ddp_and_the_simulator(tmp_path: Path) -> None:
+    run(tmp_path, ROOT / "benchmarks" / "trainer.py", "--quick", "--limit-s", "120", "--json", tmp_path / "t.json")
+    found = json.loads((tmp_path / "t.json").read_text())
+    assert [*found] == ["ddp", "N=1", "N=2", "rolling N=2"]
+    for name, ((seconds, recorded, simulated),) in found.items():
+        assert seconds > 0
+        assert (simulated is not None) == (name in ("N=1", "N=2"))
+        assert simulated is None or recorded > simulated > 0
