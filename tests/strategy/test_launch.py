@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -239,25 +241,38 @@ def kill(trainer, *_):
     if trainer.global_step == 3 and os.environ["LOCAL_RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
 
-saving = ModelCheckpoint(".", save_last=True, every_n_train_steps=2, save_top_k=-1)
+every_epoch = ModelCheckpoint(".", save_last=True)
+often = ModelCheckpoint(sys.argv[1], save_last="link", every_n_train_steps=2)
 trainer = L.Trainer(
     strategy=AvgPipeStrategy(timeout="30s"), accelerator="cpu", devices=2, max_steps=4, logger=False,
-    enable_progress_bar=False, enable_model_summary=False, callbacks=[LambdaCallback(on_train_batch_end=kill), saving],
+    enable_progress_bar=False, enable_model_summary=False,
+    callbacks=[LambdaCallback(on_train_batch_end=kill), every_epoch, often],
 )
 torch.manual_seed(0)
 model = MLP()
 trainer.fit(model, loader(model, 64, 8), ckpt_path="last")
 if trainer.is_global_zero:
     print("ended at", trainer.global_step, "after", trainer.fit_loop.epoch_loop.batch_progress.total.completed)
+    print("began at", trainer.ckpt_path)
 """
+
+
+@pytest.fixture
+def in_memory() -> Iterator[str]:
+    """A folder of a file system that is none of a disk's."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("has no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield folder
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_torchrun_starts_again_and_training_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+def test_torchrun_starts_again_and_training_goes_on_from_the_last_checkpoint(tmp_path: Path, in_memory: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(_RESTARTED)
     module = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=1")
-    with started(((*module, script), {}), folder=tmp_path) as (process,):
+    with started(((*module, script, in_memory), {}), folder=tmp_path) as (process,):
         printed, errors = process.communicate(timeout=280)
     assert "ended at 4 after 4" in printed, errors
+    assert f"began at {in_memory}" in printed
