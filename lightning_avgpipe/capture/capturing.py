@@ -122,6 +122,7 @@ def _record(
         trained=trained,
         finite=loss is None or bool(loss.isfinite().all()),
         generators=unnamed.generators.uses(),
+        iterators=iterators.leads(),
         uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(draws.calls),
         beside=tuple(neighbours(module, draws.calls)),
     )

@@ -202,6 +202,7 @@ class CallGraph:
         trained: full names of the parameters that were trained when the step was captured.
         finite: whether its loss was, if it has one.
         generators: who draws from the generators of random numbers that outlive the step.
+        iterators: path of a module and name, of what leads to iterators from which the step took nothing.
         uncalled: paths of the modules that the step did not call.
         beside: full names of such modules and of their parameters, each with the path of a neighbour that it called.
     """
@@ -230,6 +231,7 @@ class CallGraph:
     trained: frozenset[str] = frozenset()
     finite: bool = True
     generators: tuple[GeneratorUse, ...] = ()
+    iterators: tuple[tuple[str, str], ...] = ()
     uncalled: frozenset[str] = frozenset()
     beside: tuple[tuple[str, str], ...] = ()
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.engine.compiling import Compiler
 from lightning_avgpipe.engine.constants import Constants
+from lightning_avgpipe.engine.idle_iterators import IdleIterators
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
 from lightning_avgpipe.engine.operation import Repeat
 from lightning_avgpipe.engine.own_generators import OwnGenerators, unmoved
@@ -59,6 +60,7 @@ class StageStep:
         self.rewritten = Rewritten.of(program, module)
         self._constants = Constants.of(program, module)
         self._generators = OwnGenerators(program, module)
+        self._iterators = IdleIterators(program, module)
 
     def run(
         self,
@@ -81,7 +83,7 @@ class StageStep:
         Others are as for :func:`replay`.
         """
         with self._inspected(task) as inspection, self.rewritten.saved(task.trains), self._constants.checked():
-            with watch, self._generators.watched(), unmoved(task.args[micro_batch]):
+            with watch, self._iterators.untouched(), self._generators.watched(), unmoved(task.args[micro_batch]):
                 replayed = replay(
                     program,
                     self._ground_now(copies),

@@ -181,6 +181,11 @@ class Objects:
         """Those of random numbers among them, in the order in which they are reached."""
         return [obj for obj, _ in self._opaque if opaque_contents.is_generator(obj)]
 
+    @property
+    def iterators(self) -> list[Any]:
+        """Those among them."""
+        return [obj for obj, _ in self._opaque if opaque_contents.is_iterator(obj)]
+
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Each object with the items that it held; None for one that has none."""
         return ((obj, state.items) for obj, state in self._states)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_avgpipe.capture.iterators import Iterators
-from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.errors import AvgPipeError, StepChangedError
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
@@ -69,9 +69,10 @@ class Scaled(nn.Module):
         super().__init__()
         self.items = items
         self.weight = nn.Parameter(torch.ones(()))
+        self.takes = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight * float(next(self.items))
+        return x * self.weight * (float(next(self.items)) if self.takes else 1.0)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -87,6 +88,24 @@ class Noting(Taking):
     def loss(self, batch: Any) -> Tensor:
         self.others[1].append(len(batch))
         return super().loss(batch)
+
+
+class Later(Taking):
+    """A step, or a submodule, that takes an item from the second step on."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if isinstance(self.layers[-1], Scaled):
+            self.layers[-1].takes = self.global_step > 0
+        return super().loss(batch) if self.global_step else MLP.loss(self, batch)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_step_that_begins_later_to_take_items_ends_by_name(inside: bool) -> None:
+    model = Later(itertools.count(1), inside)
+    with pytest.raises(
+        StepChangedError, match="takes items from the iterator 'items', and did not when it was followed"
+    ):
+        pipeline(2, max_epochs=1).fit(model, loader(MLP, 16, 8))
 
 
 def test_an_iterator_that_nobody_advances_is_no_obstacle() -> None:
