@@ -192,7 +192,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--megabits", type=int, default=100, help="per second, of the links")
     result.add_argument("--forward-ms", type=float, default=20.0)
     result.add_argument("--backward-ms", type=float, default=40.0)
-    result.add_argument("--message-bytes", type=int, default=250_000, help="of a micro-batch")
+    result.add_argument("--message-bytes", type=int, default=500_000, help="of a micro-batch")
     result.add_argument("--steps", type=int, default=28, help="of an epoch that is timed")
     result.add_argument("--rounds", type=int, default=3, help="of all sides; medians count")
     result.add_argument("--limit-s", type=float, default=900.0, help="for each round")
