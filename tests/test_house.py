@@ -48,7 +48,6 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "strategy/schedule_control.py:ScheduleControl": (10, 18, "the schedule, and all that decides it"),
     "strategy/strategy.py:AvgPipeStrategy": (58, 14, "Lightning's hooks and properties, a line or two each"),
     "strategy/whole_run.py:WholeRun": (9, 12, "the protocol of runs, with all that a run has"),
-    "utils/objects.py:Objects": (17, 7, "one walk through objects, and the questions about what it met"),
 }
 LONG_FILES = {
     "strategy/strategy.py": "Lightning's hooks, a line or two each, and the docstring of every option",
