@@ -38,7 +38,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network
-from benchmarks.models import SIZES, HandWritten, Size, begin, by_hand, example, loss_of, make_model
+from benchmarks.models import SIZES, HandWritten, LanguageModel, Size, begin, by_hand, example, loss_of, make_model
 from benchmarks.partition import leaves
 from benchmarks.processes import TIMEOUT, add_options, connected, launch
 from benchmarks.rounds import in_turns
@@ -88,24 +88,8 @@ def replay_overhead(size: Size, fine: bool, rounds: int, compiled: bool = False)
         fine: whether every leaf is a unit, or the planner chooses the units for this cut.
         compiled: whether units are compiled.
     """
-    model = make_model(size)
-    batch = example(size, 1)
-    units = leaves(model)
-    split_point = f"blocks.{size.layers // 2}"
-    graph = capture(STEP, model.training_step, (batch, 0), model, units)
-    cut = cut_at(graph, [split_point], NUM_STAGES)
-    if not fine:  # the planner closes again what the cut does not divide
-        plan = Planner(Divisible(model), NUM_STAGES, [split_point]).plan(
-            Step(STEP, model.training_step, (batch, 0)), units
-        )
-        graph, cut = plan.graph, plan.cuts
-    device = torch.device("cpu")
-    cluster = Cluster(StageMap(NUM_STAGES), 0, device, TIMEOUT, ProcessGroups(0, device, TIMEOUT))
-    execution = Execution(compiler=Compiler({}) if compiled else None)
-    first, last = (
-        Stage(program, model, cluster.device, TiedParameters(model, cluster, {}), execution)
-        for program in stage_programs(graph, cut)
-    )
+    model, batch = make_model(size), example(size, 1)
+    first, last = replaying(model, batch, f"blocks.{size.layers // 2}", fine, compiled)
     task = Task(lambda i, *args: model.training_step(*args), [(batch, 0)], lambda i, loss: loss)
     forward, backward = Action(FORWARD, 0), Action(BACKWARD, 0)
     with intercepting():
@@ -125,27 +109,52 @@ def replay_overhead(size: Size, fine: bool, rounds: int, compiled: bool = False)
             last.perform(backward, task, None)
             last.clear()
 
-        sides: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
-            (replay_first, partial(HandWritten(by_hand(model, 0), False), batch[0], gradient)),
-            (replay_last, partial(HandWritten(by_hand(model, 1), True), hidden, batch[1])),
+        written_first = partial(HandWritten(by_hand(model, 0), False), batch[0], gradient)
+        written_last = partial(HandWritten(by_hand(model, 1), True), hidden, batch[1])
+        return [
+            {"stage": 0, **compared(model, replay_first, written_first, rounds)},
+            {"stage": 1, **compared(model, replay_last, written_last, rounds)},
         ]
-        rows = []
-        for stage, (replayed, written) in enumerate(sides):
-            seconds: dict[Any, list[float]] = {replayed: [], written: []}
-            for i in range(rounds + 2):
-                for side in (replayed, written) if i % 2 else (written, replayed):
-                    begin(model)
-                    before = time.thread_time()
-                    side()
-                    if i >= 2:
-                        seconds[side].append(time.thread_time() - before)
-            overhead = statistics.median(a / b for a, b in zip(seconds[replayed], seconds[written], strict=True)) - 1
-            replayed_s, written_s = (statistics.median(seconds[side]) for side in (replayed, written))
-            rows.append(
-                {"stage": stage, "replayed_s": replayed_s, "written_s": written_s, "overhead": overhead,
-                 "difference_s": replayed_s - written_s}
-            )  # fmt: skip
-    return rows
+
+
+def replaying(
+    model: LanguageModel, batch: tuple[Tensor, Tensor], split_point: str, fine: bool, compiled: bool
+) -> tuple[Stage, Stage]:
+    """Both stages of the model, in this process."""
+    units = leaves(model)
+    graph = capture(STEP, model.training_step, (batch, 0), model, units)
+    cut = cut_at(graph, [split_point], NUM_STAGES)
+    if not fine:  # the planner closes again what the cut does not divide
+        plan = Planner(Divisible(model), NUM_STAGES, [split_point]).plan(
+            Step(STEP, model.training_step, (batch, 0)), units
+        )
+        graph, cut = plan.graph, plan.cuts
+    device = torch.device("cpu")
+    cluster = Cluster(StageMap(NUM_STAGES), 0, device, TIMEOUT, ProcessGroups(0, device, TIMEOUT))
+    execution = Execution(compiler=Compiler({}) if compiled else None)
+    first, last = (
+        Stage(program, model, cluster.device, TiedParameters(model, cluster, {}), execution)
+        for program in stage_programs(graph, cut)
+    )
+    return first, last
+
+
+def compared(
+    model: LanguageModel, replayed: Callable[[], Any], written: Callable[[], Any], rounds: int
+) -> dict[str, float]:
+    """Both in turns; the first two rounds do not count."""
+    seconds: dict[Any, list[float]] = {replayed: [], written: []}
+    for i in range(rounds + 2):
+        for side in (replayed, written) if i % 2 else (written, replayed):
+            begin(model)
+            before = time.thread_time()
+            side()
+            if i >= 2:
+                seconds[side].append(time.thread_time() - before)
+    overhead = statistics.median(a / b for a, b in zip(seconds[replayed], seconds[written], strict=True)) - 1
+    replayed_s, written_s = (statistics.median(seconds[side]) for side in (replayed, written))
+    return {"replayed_s": replayed_s, "written_s": written_s, "overhead": overhead,
+            "difference_s": replayed_s - written_s}  # fmt: skip
 
 
 # -- two processes ---------------------------------------------------------------------------------------------------

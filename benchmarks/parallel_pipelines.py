@@ -34,32 +34,26 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network, trained
-from benchmarks.models import SIZES, LanguageModel, Size, example, make_model
+from benchmarks.models import SIZES, Size
+from benchmarks.parallel_models import NUM_STAGES, Bench, transformer
 from benchmarks.processes import add_options, connected, launch
 from benchmarks.resident import MIB, Resident
-from benchmarks.rounds import in_turns, record
+from benchmarks.rounds import in_turns
 from benchmarks.schedules import Blocks, ThrottledGroups, calibrate, goodput
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.engine.accounting import HostMeter
-from lightning_avgpipe.engine.observer import Observers
-from lightning_avgpipe.engine.pipeline import run_together
-from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Link
-from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.model_memory import Holding
-from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import (
     BACKWARD,
     FORWARD,
@@ -71,14 +65,9 @@ from lightning_avgpipe.schedule import (
     picture,
     uneven_steps,
 )
-from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.plan_maker import Examples
 from lightning_avgpipe.tuning import Curve, Device, HopProfile, Profile, Setting, Simulator, StageMemory, StageProfile
 from lightning_avgpipe.tuning.memory import memory_at
-from lightning_avgpipe.utils.random_streams import RandomKey
 
-NUM_STAGES = 2
-STEP = "training_step"
 PARTS = ["time", "memory", "rolling"]
 _NO_MEMORY = StageMemory(0, 0, 0, 0)
 _MEASURED_SIZE = Size(width=384, layers=8, samples=2, length=64)  # of the model whose memory is measured
@@ -88,100 +77,12 @@ _STEPPING, _AVERAGING = 1, 3
 _FLOAT_BYTES = 4
 
 
-# -- one process per stage -------------------------------------------------------------------------------------------
-
-
-class Bench:
-    """Trains parallel models as the strategy does, without a trainer around it.
-
-    Args:
-        cluster: open.
-        model: the same on every rank; its step takes what ``args`` has.
-        args: of one micro-batch; all micro-batches are alike.
-        split_point: unit at which the last stage begins.
-    """
-
-    def __init__(self, cluster: Cluster, model: nn.Module, args: Sequence[Any], split_point: str) -> None:
-        self.cluster = cluster
-        self.observers = Observers()
-        self.model = model
-        self.args = args
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.deployment = Deployment(
-            model, cluster, Planner(Divisible(model), NUM_STAGES, [split_point]), lambda: [self.optimizer]
-        )
-        self.deployment.prepare(Examples(STEP, self._step, [args]), True, build("1f1b", NUM_STAGES, 1))
-        self.pipelines = self.deployment.models.train(1)
-        self.iterations = 0
-
-    def _step(self, *args: Any) -> Any:
-        return self.model.training_step(*args)  # type: ignore[operator]
-
-    @property
-    def message_bytes(self) -> int:
-        """Of the values of a micro-batch, and of their gradients."""
-        assert self.deployment.plan is not None
-        return self.deployment.plan.stages[0].boundary_bytes
-
-    def resize(self, num_pipelines: int) -> None:
-        """Have so many pipelines from now on."""
-        self.pipelines = self.deployment.models.train(num_pipelines)
-
-    def iterate(self, schedule: Schedule) -> None:
-        """A batch for each pipeline, their optimizers' steps, and the averaging."""
-        self.iterations += 1
-        count, ensemble = len(self.pipelines), self.deployment.models.ensemble
-        self.optimizer.zero_grad()
-        if ensemble is not None:
-            ensemble.models.clear_gradients()
-        tasks = [
-            Task(
-                lambda i, *args: self._step(*args),
-                [self.args] * schedule.num_microbatches,
-                lambda i, loss: loss / schedule.num_microbatches,
-                RandomKey(0, self.iterations, n),
-            )
-            for n in range(count)
-        ]
-        run_together(self.pipelines, STEP, [schedule] * count, tasks, self.observers)
-        self.deployment.models.sum_copied_gradients()
-        with self.observers.activity("step"):
-            if ensemble is not None:
-                ensemble.place(0)
-                ensemble.follow_optimizers()
-            self.optimizer.step()
-            for n in range(1, count):
-                assert ensemble is not None
-                for made in ensemble.optimizers(n):
-                    made.step()
-        if ensemble is not None:
-            with self.observers.activity("averaging"):
-                ensemble.averager.stepped(count)
-
-    def record(self, schedule: Schedule) -> Timeline | None:
-        """One iteration; on rank 0 what happened in it."""
-        return record(self.cluster, self.observers, lambda: self.iterate(schedule))
-
-    def seconds(self, schedule: Schedule, iterations: int) -> float:
-        """Of an iteration, until the last process is done; on rank 0."""
-        self.cluster.group.barrier()
-        begin = time.perf_counter()
-        for _ in range(iterations):
-            self.iterate(schedule)
-        return max(self.cluster.group.gather_objects(time.perf_counter() - begin)) / iterations
-
-
 def make_bench(cluster: Cluster, options: argparse.Namespace) -> Bench:
     """The model of a run, ready to train."""
     if options.compute == "real":
         return transformer(cluster, SIZES[options.size])
     model = Blocks(NUM_STAGES, max(1, options.message_bytes // _FLOAT_BYTES))
     return Bench(cluster, model, (torch.ones(1, 1),), "blocks.1")
-
-
-def transformer(cluster: Cluster, size: Size) -> Bench:
-    model: LanguageModel = make_model(size)
-    return Bench(cluster, model, (example(size, 1), 0), f"blocks.{size.layers // 2}")
 
 
 # -- time ------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import itertools
-import math
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
-from fractions import Fraction
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,9 +11,9 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.callbacks.freezing_order import FreezingOrder, by_gradient_norms, by_schedule
 from lightning_avgpipe.callbacks.timeline import PipelineTimeline
 from lightning_avgpipe.callbacks.tuner import AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
@@ -30,9 +25,6 @@ from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.utils.allowed import check, choice, directory, documented, flag, names, number, optional, whole
 from lightning_avgpipe.utils.option_types import Count
 from lightning_avgpipe.utils.packages import adopted
-
-_FEWEST_BLOCKS = 3
-_FINEST = 10_000  # alpha is a fraction with such a denominator: of 1/3 of 12 layers nobody expects 5
 
 _ALLOWED = {
     "alpha": number(0, 1, 0.33),
@@ -50,46 +42,24 @@ _ALLOWED = {
 }
 
 
-def by_schedule(layers: int, alpha: float, step: int) -> int:
-    """How many of the layers are frozen at a step: ``ceil(L (1 - (1 - alpha)^T))``.
+@dataclass(frozen=True)
+class FreezingOptions:
+    """What :class:`AdaptiveFreezing` was given."""
 
-    Source: PipeTransformer, He et al., ICML 2021, section 3.1.
-    """
-    return math.ceil(layers * (1 - (1 - _fraction(alpha)) ** step))
+    alpha: float
+    mode: str
+    layers: list[str] | None
+    before: list[str] | None
+    every_n_epochs: int
+    replan: bool
+    cache: str | float | None
+    cache_folder: str | None
+    freed: str | None
 
-
-def by_gradient_norms(frozen: int, alpha: float, norms: Sequence[float]) -> int:
-    """How many of the layers are frozen next, where those with the smallest gradients have converged.
-
-    ``min(ceil(F + alpha (L - F)), l)`` with F the layers that are frozen, and l the number of the layer, counted from
-    1, whose gradient is the smallest of those that are not.
-
-    Args:
-        frozen: F.
-        alpha: share of the others that may be frozen at once.
-        norms: of the layers' gradients, shape ``(L,)``.
-    Source: PipeTransformer, He et al., ICML 2021, section 3.1.
-    """
-    if frozen == len(norms):
-        return frozen
-    most = math.ceil(frozen + _fraction(alpha) * (len(norms) - frozen))
-    return min(most, 1 + min(range(frozen, len(norms)), key=lambda layer: norms[layer]))
-
-
-def _fraction(alpha: float) -> Fraction:
-    return Fraction(alpha).limit_denominator(_FINEST)
-
-
-def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
-    """Paths of neighbouring submodules of one type, at least three: of several such rows that with most parameters."""
-    best: tuple[int, tuple[str, ...]] = 0, ()
-    for path, parent in module.named_modules():
-        for _, row in itertools.groupby(parent.named_children(), key=lambda child: type(child[1])):
-            children = [(name, child) for name, child in row if any(True for _ in child.parameters())]
-            size = sum(p.numel() for _, child in children for p in child.parameters())
-            if len(children) >= _FEWEST_BLOCKS and size > best[0]:
-                best = size, tuple(f"{path}.{name}" if path else name for name, _ in children)
-    return best[1]
+    @property
+    def replans(self) -> bool:
+        """Whether the stages are planned again when more is frozen."""
+        return self.replan or self.cache is not None or self.freed is not None
 
 
 @documented(_ALLOWED)
@@ -130,7 +100,6 @@ class AdaptiveFreezing(Callback):
 
     Attributes:
         num_frozen: layers that are frozen.
-        paths: of all layers, once training begins.
 
     Raises:
         ConfigurationError: an argument that cannot work, no layers, nothing that would stay trained, or a strategy for
@@ -151,28 +120,20 @@ class AdaptiveFreezing(Callback):
         cache_folder: str | None = None,
         freed: Literal["replicas", "groups"] | None = None,
     ) -> None:
-        given = {
-            "alpha": alpha, "mode": mode, "layers": layers, "before": before, "every_n_epochs": every_n_epochs,
-            "replan": replan, "cache": cache, "cache_folder": cache_folder, "freed": freed,
-        }  # fmt: skip
-        check(_ALLOWED, given, "AdaptiveFreezing")
-        self._alpha = alpha
-        self._mode = mode
-        self._layers = layers
-        self._before = before
-        self._every_n_epochs = every_n_epochs
-        self._replan = replan or cache is not None or freed is not None
-        self._freed = freed
-        self._cache = cache
-        self._cache_folder = cache_folder
+        self._options = FreezingOptions(alpha, mode, layers, before, every_n_epochs, replan, cache, cache_folder, freed)
+        check(_ALLOWED, vars(self._options), "AdaptiveFreezing")
+        self._order = FreezingOrder()
         self._num_stages: int | None = None  # of the groups that were made
         self._advised: int | None = None  # of those that come with the next epoch
         self.num_frozen = 0
-        self.paths: tuple[str, ...] = ()
-        self._first: tuple[str, ...] = ()  # paths of modules and parameters before the layers
         self._norms: list[float] = []  # of the layers, in the last batch of an epoch
         self._epoch = 0  # in which a step was made last
         self._squares: dict[str, float] = {}
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of all layers, once training begins."""
+        return self._order.layers
 
     @adopted
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -193,32 +154,18 @@ class AdaptiveFreezing(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The module is built by now."""
-        self.paths = _found(pl_module, self._layers, "layers") if self._layers else repeated_blocks(pl_module)
-        if not self.paths:
-            raise ConfigurationError(
-                f"AdaptiveFreezing: {type(pl_module).__name__} has no row of {_FEWEST_BLOCKS} or more neighbouring "
-                "submodules of one type; name its layers, for example layers=['encoder.layer.*']"
-            )
-        self._first = (
-            _found(pl_module, self._before, "before") if self._before else _registered_before(self.paths[0], pl_module)
-        )
-        last = _parameters(pl_module, (*self._first, *self.paths))
-        if not any(p.requires_grad and name not in last for name, p in pl_module.named_parameters()):
-            raise ConfigurationError(
-                f"AdaptiveFreezing: with {self.paths[-1]!r} and all before it frozen nothing of "
-                f"{type(pl_module).__name__} would be trained; leave the last layers out of layers=[...]"
-            )
-        strategy = trainer.strategy
-        if self._replan and isinstance(strategy, AvgPipeStrategy) and isinstance(strategy.run, PipelineRun):
-            self._check_replanning(strategy.run)
-            if self._cache is not None:
-                limit = limit_of(self._cache, torch.device("cpu"), 1)
-                strategy.run.deployment.keep_frozen(limit, self._cache_folder)
-            if self._freed is not None:
-                self._check_freed(trainer, strategy.run)
+        self._order = FreezingOrder.of(pl_module, self._options.layers, self._options.before)
+        run = _run(trainer)
+        if self._options.replans and run is not None:
+            self._check_replanning(run)
+            if self._options.cache is not None:
+                limit = limit_of(self._options.cache, torch.device("cpu"), 1)
+                run.deployment.keep_frozen(limit, self._options.cache_folder)
+            if self._options.freed is not None:
+                self._check_freed(trainer, run)
 
     def _check_freed(self, trainer: pl.Trainer, run: PipelineRun) -> None:
-        what, groups = f"AdaptiveFreezing(freed={self._freed!r})", self._freed == "groups"
+        what, groups = f"AdaptiveFreezing(freed={self._options.freed!r})", self._options.freed == "groups"
         averages = (StochasticWeightAveraging, *checks.weight_averaging()) if groups else ()
         refused = {
             (AvgPipeTuner, PipelineTimeline): "which knows one process of each stage",
@@ -253,70 +200,60 @@ class AdaptiveFreezing(Callback):
         against = {
             f"num_pipelines={options.num_pipelines}, whose models differ": options.num_pipelines > 1,
             f"{run.cluster.stage_map.num_teams} groups, whose models differ": run.cluster.stage_map.num_teams > 1,
-            "freed='groups', whose models differ": self._freed == "groups",
+            "freed='groups', whose models differ": self._options.freed == "groups",
             "planner='spp', which does not plan for them": options.planner == "spp",
             "rolling=True": options.rolling is True,
             f"weight_policy={options.weight_policy!r}": not options.policy.drains,
             "recompute=True, which keeps inputs of stages to begin with them once more": options.recompute is True,
         }
         for what, found in against.items():
-            if self._cache is not None and found:
+            if self._options.cache is not None and found:
                 raise ConfigurationError(
-                    f"AdaptiveFreezing(cache={self._cache!r}) with {what}: kept outputs are those of one model, and "
-                    "the first trained stage begins with them; remove one of the two"
+                    f"AdaptiveFreezing(cache={self._options.cache!r}) with {what}: kept outputs are those of one "
+                    "model, and the first trained stage begins with them; remove one of the two"
                 )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What a checkpoint says is frozen is so again."""
-        self._freeze(pl_module)
+        self._order.freeze(pl_module, self.num_frozen)
         if self.num_frozen:
             self._share(trainer)
-        if self._freed == "groups" and isinstance(trainer.strategy, AvgPipeStrategy) and trainer.world_size > 1:
+        if self._options.freed == "groups" and isinstance(trainer.strategy, AvgPipeStrategy) and trainer.world_size > 1:
             regrouping.check_divisible(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Freeze more, if it is time; what is frozen stays in eval mode."""
         epoch, before = trainer.current_epoch, self.num_frozen
-        if epoch > self._epoch and epoch % self._every_n_epochs == 0:
+        every, alpha = self._options.every_n_epochs, self._options.alpha
+        if epoch > self._epoch and epoch % every == 0:
             self._epoch = epoch
-            if self._mode == "schedule":
-                step = epoch // self._every_n_epochs
-                self.num_frozen = max(before, by_schedule(len(self.paths), self._alpha, step))
+            if self._options.mode == "schedule":
+                self.num_frozen = max(before, by_schedule(len(self.paths), alpha, epoch // every))
             elif self._norms:
-                self.num_frozen = by_gradient_norms(before, self._alpha, self._norms)
-        self._freeze(pl_module)
+                self.num_frozen = by_gradient_norms(before, alpha, self._norms)
+        self._order.freeze(pl_module, self.num_frozen)
         if self.num_frozen > before:
             rank_zero_info(
                 f"AdaptiveFreezing: from epoch {epoch} on {self.num_frozen} of {len(self.paths)} layers are frozen, up "
                 f"to {self.paths[self.num_frozen - 1]!r}"
             )
-        strategy = trainer.strategy
-        if not self._replan or not isinstance(strategy, AvgPipeStrategy) or not isinstance(strategy.run, PipelineRun):
+        strategy, run = trainer.strategy, _run(trainer)
+        if not self._options.replans or run is None:
             return
         if self._advised is not None:
+            assert isinstance(strategy, AvgPipeStrategy)
             self._num_stages, self._advised = self._advised, None
             strategy.regroup(self._num_stages)
             self._share(trainer)
         elif self.num_frozen > before:
             self._share(trainer)
-            strategy.run.deployment.replan()
+            run.deployment.replan()
 
     def _share(self, trainer: pl.Trainer) -> None:
-        strategy = trainer.strategy
-        if self._freed and isinstance(strategy, AvgPipeStrategy) and isinstance(strategy.run, PipelineRun):
-            use = strategy.run.advise_groups if self._freed == "groups" else strategy.run.share_freed
+        run = _run(trainer)
+        if self._options.freed and run is not None:
+            use = run.advise_groups if self._options.freed == "groups" else run.share_freed
             use()
-
-    def _freeze(self, module: pl.LightningModule) -> None:
-        if not self.num_frozen:
-            return
-        frozen = (*self._first, *self.paths[: self.num_frozen])
-        found = _parameters(module, frozen)
-        for name, parameter in module.named_parameters():
-            if name in found:
-                parameter.requires_grad_(False)
-        for inner in _modules(module, frozen):
-            inner.training = False
 
     # -- gradients of the last batch of an epoch ---------------------------------------------------------------------
 
@@ -324,7 +261,7 @@ class AdaptiveFreezing(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Of parallel models each calls it."""
-        if self._mode != "gradient_norm" or not trainer.is_last_batch:
+        if self._options.mode != "gradient_norm" or not trainer.is_last_batch:
             return
         for name, parameter in pl_module.named_parameters():
             if parameter.grad is not None:
@@ -334,21 +271,17 @@ class AdaptiveFreezing(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """All processes get to know the norms, and what was planned, before a checkpoint is written."""
-        if self._freed == "groups" and isinstance(trainer.strategy, AvgPipeStrategy):
+        if self._options.freed == "groups" and isinstance(trainer.strategy, AvgPipeStrategy):
             plan = trainer.strategy.plan
             self._advised = None if plan is None else plan.advised
-        if self._mode != "gradient_norm" or not trainer.is_last_batch:
+        if self._options.mode != "gradient_norm" or not trainer.is_last_batch:
             return
         squares, self._squares = self._squares, {}
-        strategy = trainer.strategy
-        parts = [squares]
-        if isinstance(strategy, AvgPipeStrategy) and isinstance(strategy.run, PipelineRun):
-            parts = strategy.cluster.world.exchange_objects(squares)
-        inside = [_parameters(pl_module, [path]) for path in self.paths]
-        names = [name for name, _ in pl_module.named_parameters()]
+        run = _run(trainer)
+        parts = [squares] if run is None else run.cluster.world.exchange_objects(squares)
         # a copy of a tied parameter has the gradient of all, and counts once
-        squared = {name: max(part.get(name, 0.0) for part in parts) for name in names}
-        self._norms = [math.sqrt(sum(squared[name] for name in names if name in layer)) for layer in inside]
+        squared = {name: max(part.get(name, 0.0) for part in parts) for name, _ in pl_module.named_parameters()}
+        self._norms = self._order.norms(pl_module, squared)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -363,9 +296,8 @@ class AdaptiveFreezing(Callback):
     ) -> None:
         """The groups are those of the run that was saved, as far as the devices allow."""
         wanted = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("num_stages")
-        strategy = trainer.strategy
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._freed != "groups" or wanted is None or not fitting or not isinstance(strategy, AvgPipeStrategy):
+        strategy, grouped = trainer.strategy, self._options.freed == "groups" and wanted is not None
+        if not grouped or trainer.state.fn != TrainerFn.FITTING or not isinstance(strategy, AvgPipeStrategy):
             return
         size = strategy.cluster.stage_map.group_size
         if strategy.run is None and wanted < strategy.num_stages == size and size % wanted == 0:
@@ -379,45 +311,7 @@ class AdaptiveFreezing(Callback):
         self._advised = state_dict.get("advised")
 
 
-def _found(module: nn.Module, patterns: Sequence[str], option: str) -> tuple[str, ...]:
-    """Paths that fit, the outermost ones, in the order of the module."""
-    known = [name for name, _ in module.named_modules() if name]
-    if option == "before":
-        known += [name for name, _ in module.named_parameters()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "use names of named_modules()"
-            raise ConfigurationError(
-                f"AdaptiveFreezing: {option}: {pattern!r} fits nothing in {type(module).__name__}; {hint}"
-            )
-    fitting = [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    return tuple(name for name in fitting if not any(name.startswith(f"{other}.") for other in fitting))
-
-
-def _registered_before(path: str, module: nn.Module) -> tuple[str, ...]:
-    """Submodules that come before this one in a module that holds it, however deep."""
-    found: list[str] = []
-    parts = path.split(".")
-    for depth, part in enumerate(parts):
-        parent = module.get_submodule(".".join(parts[:depth]))
-        siblings = [name for name, _ in parent.named_children()]
-        found += [".".join([*parts[:depth], name]) for name in siblings[: siblings.index(part)]]
-    return tuple(found)
-
-
-def _is_within(name: str, paths: Sequence[str]) -> bool:
-    return any(name == path or name.startswith(f"{path}.") for path in paths)
-
-
-def _parameters(module: nn.Module, paths: Sequence[str]) -> frozenset[str]:
-    """Names of the parameters that are found under these paths only; of a tied one the first."""
-    outside = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if not _is_within(name, paths)}
-    return frozenset(name for name, p in module.named_parameters() if id(p) not in outside)
-
-
-def _modules(module: nn.Module, paths: Sequence[str]) -> Iterator[nn.Module]:
-    """The same of modules."""
-    every = list(module.named_modules(remove_duplicate=False))
-    outside = {id(inner) for name, inner in every if not _is_within(name, paths)}
-    return (inner for _, inner in every if id(inner) not in outside)
+def _run(trainer: pl.Trainer) -> PipelineRun | None:
+    """What divides the module; None where nothing does."""
+    run = trainer.strategy.run if isinstance(trainer.strategy, AvgPipeStrategy) else None
+    return run if isinstance(run, PipelineRun) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -66,6 +67,20 @@ _ALLOWED = {
 }
 
 
+@dataclass(frozen=True)
+class TunerOptions:
+    """What :class:`AvgPipeTuner` was given."""
+
+    max_num_pipelines: int
+    microbatch_candidates: list[int] | None
+    memory_limit: MemoryLimit
+    predictor: str
+    profile_batches: int
+    refine: int
+    samples_factor: float | dict[int, float] | None
+    dirpath: str | Path | None
+
+
 @documented(_ALLOWED)
 class AvgPipeTuner(Callback):
     """Chooses ``num_pipelines``, ``num_microbatches`` and ``advance`` of ``strategy="avgpipe"`` by measuring.
@@ -119,20 +134,11 @@ class AvgPipeTuner(Callback):
         samples_factor: float | dict[int, float] | None = None,
         dirpath: str | Path | None = None,
     ) -> None:
-        given = {
-            "max_num_pipelines": max_num_pipelines, "microbatch_candidates": microbatch_candidates,
-            "memory_limit": memory_limit, "predictor": predictor, "profile_batches": profile_batches,
-            "refine": refine, "samples_factor": samples_factor, "dirpath": dirpath,
-        }  # fmt: skip
-        check(_ALLOWED, given, "AvgPipeTuner")
-        self._max_num_pipelines = max_num_pipelines
-        self._microbatch_candidates = microbatch_candidates
-        self._memory_limit: MemoryLimit = memory_limit
-        self._predictor = PREDICTORS[predictor]
-        self._profile_batches = profile_batches
-        self._refine = refine
-        self._samples_factor = samples_factor
-        self._dirpath = dirpath
+        self._options = TunerOptions(
+            max_num_pipelines, microbatch_candidates, memory_limit, predictor, profile_batches, refine, samples_factor,
+            dirpath,
+        )  # fmt: skip
+        check(_ALLOWED, vars(self._options), "AvgPipeTuner")
         self.result: Result | None = None
         self.measured: dict[Setting, float] = {}
         self._strategy: AvgPipeStrategy | None = None
@@ -163,7 +169,7 @@ class AvgPipeTuner(Callback):
             self._apply(strategy)
             return
         self._check_open(strategy)
-        checks.trainer(trainer, strategy.world_size, self._max_num_pipelines)
+        checks.trainer(trainer, strategy.world_size, self._options.max_num_pipelines)
         self._strategy, self._begun = strategy, False
         strategy.tuner = partial(self._see, trainer, strategy)
 
@@ -175,14 +181,12 @@ class AvgPipeTuner(Callback):
                 "AvgPipeTuner chooses num_pipelines, num_microbatches and advance, but the strategy was given "
                 f"{given}; remove that, or the callback"
             )
-        if strategy.options.rolling is True and self._refine:
-            raise ConfigurationError(
-                f"AvgPipeTuner(refine={self._refine}) times iterations one by one, but with rolling=True they overlap; "
-                "use refine=0, or rolling=False"
-            )
-        if strategy.options.rolling == "auto" and self._refine:
+        timed = f"AvgPipeTuner(refine={self._options.refine}) times iterations one by one"
+        if strategy.options.rolling is True and self._options.refine:
+            raise ConfigurationError(f"{timed}, but with rolling=True they overlap; use refine=0, or rolling=False")
+        if strategy.options.rolling == "auto" and self._options.refine:
             strategy.rolls = False
-            rolling_choice.tell(f"AvgPipeTuner(refine={self._refine}) times iterations one by one")
+            rolling_choice.tell(timed)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The optimizers are made; the number of iterations is known by now if somebody has asked for it."""
@@ -255,7 +259,7 @@ class AvgPipeTuner(Callback):
 
     def _tune(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> Setting:
         """Choose; returns for which setting the stages were planned."""
-        run, found = _run(strategy), ""
+        run, found, given = _run(strategy), "", self._options
         cluster, schedule = run.cluster, str(run.configuration.options.schedule)  # setup() has refused others
         shows = trainer.progress_bar_callback is not None  # type: ignore[attr-defined]
         module = trainer.lightning_module
@@ -264,16 +268,16 @@ class AvgPipeTuner(Callback):
             return trial_sizes(self._counts(module, batch_size), strategy.num_stages)[0]
 
         with rehearsing(trainer, run, batch, first) as rehearsal:
-            profiler = Profiler(rehearsal, self._profile_batches, schedule, shows)
+            profiler = Profiler(rehearsal, given.profile_batches, schedule, shows)
             counts = self._counts(module, rehearsal.batch_size)
             profile, rolling = profiler.profile(counts), _rolling(run)
             if profile is not None:
                 fitting = [m for m in counts if m > profiler.too_few]
-                settings = candidates(profile, self._max_num_pipelines, fitting, schedule=schedule, rolling=rolling)
-                limit = run.memory_per_stage(self._memory_limit)
-                found = search(profile, settings, limit, self._predictor, self._samples_factor).to_json()
+                settings = candidates(profile, given.max_num_pipelines, fitting, schedule=schedule, rolling=rolling)
+                limit = run.memory_per_stage(given.memory_limit)
+                found = search(profile, settings, limit, PREDICTORS[given.predictor], given.samples_factor).to_json()
             result = Result.from_json(cluster.world.broadcast(found))
-            if self._refine:
+            if given.refine:
                 result = self._refined(profiler, strategy, result)
         self.result = result
         if cluster.leads:
@@ -282,13 +286,13 @@ class AvgPipeTuner(Callback):
 
     def _counts(self, module: pl.LightningModule, batch_size: int) -> list[int]:
         """Numbers of micro-batches to consider."""
-        counts = microbatch_counts(batch_size, self._microbatch_candidates)
-        if self._microbatch_candidates is None:
+        counts = microbatch_counts(batch_size, self._options.microbatch_candidates)
+        if self._options.microbatch_candidates is None:
             return [m for m in counts if fewest_samples(module) * m <= batch_size] or counts
         return counts
 
     def _refined(self, profiler: Profiler, strategy: AvgPipeStrategy, result: Result) -> Result:
-        for candidate in best(result, self._refine):
+        for candidate in best(result, self._options.refine):
             with contextlib.suppress(MemoryShortage):
                 seconds = profiler.time(candidate.setting, _REFINED, lambda: None)
                 self.measured[candidate.setting] = per_batch_s(result.profile, candidate.setting, seconds)
@@ -322,8 +326,8 @@ class AvgPipeTuner(Callback):
                 logger.experiment.add_image("avgpipe/tuning", pixels, trainer.global_step, dataformats="HWC")
 
     def _folder(self, trainer: pl.Trainer) -> Path:
-        if self._dirpath is not None:
-            return Path(self._dirpath)
+        if self._options.dirpath is not None:
+            return Path(self._options.dirpath)
         saving = trainer.checkpoint_callback  # type: ignore[attr-defined]
         if isinstance(saving, ModelCheckpoint) and saving.dirpath is not None:
             return Path(saving.dirpath)

@@ -46,8 +46,8 @@ class Openings:
             reason = f"{node} leaves in an object what cannot be sent to another stage: {error}"
             self._draft.pin(node.index + 1, ANYWHERE, reason)
             return node, tree.tensors(result)
-        written = [change.index for change in objects.changes()]
-        lasting = tuple(i for i in written if self._lasting.index(objects.owners[i]) is not None)
+        written = [obj for obj, _, _ in objects.modified()]
+        lasting = tuple(objects.indices[id(obj)] for obj in written if id(obj) in self._lasting.indices)
         for owner in (objects.owners[i] for i in lasting):
             first = self._writers[id(owner)][:1]
             self._writers[id(owner)].append(node.index)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_avgpipe.utils.device import Moment, port_of
+from lightning_avgpipe.utils.device import Moment, has_passed, port_of, seconds_between
 
 host_now = time.perf_counter
 
@@ -57,7 +57,7 @@ class DeviceClock:
 
     def seconds(self, moment: Moment) -> float:
         """When it was, on the host's clock."""
-        return moment if isinstance(moment, float) else self._anchored_s + self._port.seconds(self._anchor, moment)
+        return moment if isinstance(moment, float) else self._anchored_s + seconds_between(self._anchor, moment)
 
 
 class Stopwatch:
@@ -79,8 +79,8 @@ class Stopwatch:
         found = []
         while self._laps:
             number, begin, end = self._laps[0]
-            if not self._port.has_passed(end):
+            if not has_passed(end):
                 break
             self._laps.popleft()
-            found.append((number, self._port.seconds(begin, end)))
+            found.append((number, seconds_between(begin, end)))
         return found

@@ -220,14 +220,14 @@ class DeviceMeter(Meter):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._port = port_of(device)
-        self._port.reset_peak()
-        self._base = self._highest = self._port.allocated_bytes()
+        self._memory = port_of(device).memory
+        self._memory.reset_peak()
+        self._base = self._highest = self._memory.allocated_bytes()
         self._own: dict[int, int] = defaultdict(int)  # what the actions of each stage have added by now
         self._began = 0
 
     def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
-        passing = self._port.peak_bytes() - self._highest
+        passing = self._memory.peak_bytes() - self._highest
         here = {stage: holding.total - holding.coming for stage, holding in holdings.items()}
         total = sum(here.values())
         found = {}
@@ -241,12 +241,12 @@ class DeviceMeter(Meter):
         return found
 
     def _before(self, stage: int) -> int:
-        self._began = self._port.allocated_bytes()
+        self._began = self._memory.allocated_bytes()
         self._highest = max(self._highest, self._began)
         return self._own[stage]
 
     def _after(self, stage: int, action: Action, pipeline: int) -> None:
-        now = self._port.allocated_bytes()
+        now = self._memory.allocated_bytes()
         self._highest = max(self._highest, now)
         self._own[stage] += now - self._began
 

@@ -121,7 +121,7 @@ class Surroundings:
     def done(self) -> None:
         """The first execution has ended."""
         self._before.keep_changed()
-        self._inner.keep_changed()
+        self._inner = self._inner.among(set(map(id, self._inner.changed())))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

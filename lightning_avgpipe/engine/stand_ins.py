@@ -14,6 +14,7 @@ from lightning_avgpipe.engine.path import Entry
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.object_state import State, put_state, state_of
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer, Parcel
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
@@ -44,7 +45,7 @@ class StandIns:
         self._device = device
         self._packer = packer
         self._tensors: dict[int, Tensor] = {}
-        self._written: list[tuple[Any, Objects, Objects]] = []  # lasting objects, before and after units were skipped
+        self._written: list[tuple[Any, State, State]] = []  # lasting objects, before and after units were skipped
 
     def of(self, value: int) -> Tensor | None:
         """What stands for a value, or was received for it, if anything."""
@@ -99,7 +100,7 @@ class StandIns:
         assert objects is not None and self._packer is not None
         given = [self._tensor(node, i, meta, tensors) for i, meta in enumerate(parcel.tensors)]
         lasting = [objects.owners[i] for i in node.lasting if i < len(objects.owners)]
-        before = [Objects.only(owner) for owner in lasting]
+        before = list(map(state_of, lasting))
         try:
             result = self._packer.unpack(parcel, given, objects)
         except LookupError as error:
@@ -107,11 +108,11 @@ class StandIns:
                 f"{node} was given other objects than when {self._program.graph.step} was captured (stage "
                 f"{self._program.stage}): {error}. Pass the same objects for every batch"
             ) from error
-        self._written += zip(lasting, before, map(Objects.only, lasting), strict=True)
+        self._written += zip(lasting, before, map(state_of, lasting), strict=True)
         return result
 
     def restore(self) -> None:
         """Objects that outlive the step are again as this stage's own units left them."""
-        for _, before, after in reversed(self._written):
-            if not after.changes():
-                before.restore()
+        for owner, before, after in reversed(self._written):
+            if after.is_same(state_of(owner)) and not before.is_same(after):
+                put_state(owner, before)

@@ -47,4 +47,4 @@ def limit_of(limit: MemoryLimit, device: torch.device, sharing: int) -> float:
         sharing: stages that share the device.
     """
     number = parse_limit(limit)
-    return number * port_of(device).total_bytes() / sharing if number <= 1 else number
+    return number * port_of(device).memory.total_bytes() / sharing if number <= 1 else number

@@ -27,7 +27,7 @@ from lightning_avgpipe.comm.codec import as_bytes
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.object_state import Variable
-from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.objects import Objects, assign
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.tensors import is_strided
@@ -145,14 +145,14 @@ def _accept(module: nn.Module, name: str, value: Any) -> None:
                 held.copy_(value)
         else:
             module._buffers[name] = value
-    elif not Objects.assign(vars(module).get(name), value):
+    elif not assign(vars(module).get(name), value):
         vars(module)[name] = value
 
 
 def _accept_variable(variable: Variable, value: Any) -> None:
     if isinstance(value, _Gone):
         variable.put({})
-    elif not Objects.assign(variable.state().get("value"), value):
+    elif not assign(variable.state().get("value"), value):
         variable.put({"value": value})
 
 

@@ -200,10 +200,10 @@ class Profiler:
 
     def _memory(self, setting: Setting, tick: Callable[[], object]) -> tuple[dict[int, StageMemory], float]:
         """Bytes of each stage here, and seconds of the optimizers' steps."""
-        port, captured = port_of(self._cluster.device), self._rehearsal.captured
+        memory, captured = port_of(self._cluster.device).memory, self._rehearsal.captured
         plan, trainer = self._plan, self._rehearsal.trainer
         module = trainer.lightning_module
-        before = port.allocated_bytes() if port.counts_memory else None
+        before = memory.allocated_bytes() if memory.is_counted else None
         kept = self._rehearsal.kept(setting)
         tick()
         models: dict[int, ModelBytes] = {}
@@ -214,7 +214,7 @@ class Profiler:
                 )
             )
         )
-        context = port.other_bytes() // len(self._cluster.stages)
+        context = memory.other_bytes() // len(self._cluster.stages)
         held = sum(k.holding.total - k.holding.coming for k in kept.values()) if kept else 0
         # what lies on the device that nobody accounts for is there at any setting
         other = max(0, before - held) // len(self._cluster.stages) if before is not None and kept else 0

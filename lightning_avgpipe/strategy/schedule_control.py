@@ -219,7 +219,7 @@ class ScheduleControl:
 
     def _meter(self, task: Task, plan: Plan, works: Sequence[Sequence[MicroBatch]] = ()) -> Meter | None:
         """None where it cannot be measured: a step whose costs were not measured may not bear to be watched."""
-        if port_of(self._cluster.device).counts_memory:
+        if port_of(self._cluster.device).memory.is_counted:
             return DeviceMeter(self._cluster.device)
         if not plan.measured:
             return None

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import platform
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from lightning_avgpipe.utils.device_memory import AllocatorMemory, DeviceMemory
 
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")
 _HOST_BACKEND = "gloo"
 _HOST_ALLOCATOR = "DefaultCPUAllocator"  # of torch, which raises a RuntimeError
 
 T = TypeVar("T")
-
 
 TUNED_WITHOUT_GRAPHS = "max-autotune-no-cudagraphs"  # a mode of torch.compile
 
@@ -31,20 +31,21 @@ def keeps_graphs(options: Mapping[str, Any]) -> bool:
     return bool(asked or options.get("mode") in ("reduce-overhead", "max-autotune"))
 
 
-class Event(Protocol):
-    """A place in the work of a stream."""
-
-    def query(self) -> bool:
-        """Whether the stream has got there."""
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from here to there."""
+Moment = float | torch.Event  # a time of this process's clock, or on an accelerator an event that will have one
 
 
-Moment = float | Event  # a time of this process's clock, or on an accelerator an event that will have one
+def has_passed(moment: Moment) -> bool:
+    """Whether its stream has got there."""
+    return isinstance(moment, float) or moment.query()
+
+
+def seconds_between(begin: Moment, end: Moment) -> float:
+    """From one moment to another of the same device; waits for the end."""
+    if isinstance(begin, float) or isinstance(end, float):
+        return end - begin  # type: ignore[operator]
+    if not end.query():
+        end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 @functools.cache
@@ -117,14 +118,14 @@ class DevicePort:
 
     Attributes:
         runs_ahead: whether calls return before their work is done.
-        counts_memory: whether its allocator says what is allocated.
+        memory: what it has, and what is used.
     """
 
     runs_ahead = False
-    counts_memory = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.memory = DeviceMemory()
 
     @property
     def is_host(self) -> bool:
@@ -173,14 +174,6 @@ class DevicePort:
         """When a stream gets here, by default the current one."""
         return time.perf_counter()
 
-    def has_passed(self, moment: Moment) -> bool:
-        """Whether it has got there."""
-        return True
-
-    def seconds(self, begin: Moment, end: Moment) -> float:
-        """Between two moments; waits for the end."""
-        return end - begin  # type: ignore[operator]
-
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
         """Do some work; its result, and the seconds that it took."""
         waits, begin_s, begin_own_s = _waits(), time.perf_counter(), time.thread_time()
@@ -198,44 +191,16 @@ class DevicePort:
         """
         raise NotImplementedError(f"{self.device} does not tell how busy it is")
 
-    # -- memory, in bytes ----------------------------------------------------------------------------------------------
-
-    def total_bytes(self) -> int:
-        """All that it has."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-    def free_bytes(self) -> int:
-        """What nobody uses now; on a host that does not tell, all of it."""
-        try:
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-        except ValueError:
-            return self.total_bytes()
-
-    def other_bytes(self) -> int:
-        """What is used besides what the allocator has reserved."""
-        return 0
-
-    def allocated_bytes(self) -> int:
-        """What tensors of this process use now; 0 where this is not counted."""
-        return 0
-
-    def peak_bytes(self) -> int:
-        """The most that they used since the last :meth:`reset_peak`."""
-        return 0
-
-    def reset_peak(self) -> None:
-        """Begin anew to look for the peak."""
-
 
 class AcceleratorPort(DevicePort):
     """A device with streams and an allocator of its own, behind torch's module for it, such as ``torch.cuda``."""
 
     runs_ahead = True
-    counts_memory = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._torch: Any = torch.get_device_module(device)
+        self.memory = AllocatorMemory(device, self._torch)
 
     @property
     def name(self) -> str:
@@ -269,42 +234,11 @@ class AcceleratorPort(DevicePort):
         event.record(self.current_stream() if stream is None else stream)
         return event  # type: ignore[no-any-return]
 
-    def has_passed(self, moment: Moment) -> bool:
-        assert not isinstance(moment, float)
-        return moment.query()
-
-    def seconds(self, begin: Moment, end: Moment) -> float:
-        assert not isinstance(begin, float) and not isinstance(end, float)
-        if not end.query():
-            end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
         self.synchronize()
         begin = self.moment()
         result = work()
-        return result, self.seconds(begin, self.moment())
+        return result, seconds_between(begin, self.moment())
 
     def utilization(self) -> float:
         return float(self._torch.utilization(self.device)) / 100
-
-    def total_bytes(self) -> int:
-        return int(self._torch.get_device_properties(self.device).total_memory)
-
-    def free_bytes(self) -> int:
-        return int(self._torch.mem_get_info(self.device)[0])
-
-    def other_bytes(self) -> int:
-        free, total = self._torch.mem_get_info(self.device)
-        return max(0, total - free - self._torch.memory_reserved(self.device))
-
-    def allocated_bytes(self) -> int:
-        return int(self._torch.memory_allocated(self.device))
-
-    def peak_bytes(self) -> int:
-        # with what was freed while other streams were using it, such as messages: nobody can have that either
-        found = self._torch.memory_stats(self.device).get("active_bytes.all.peak")
-        return int(self._torch.max_memory_allocated(self.device) if found is None else found)
-
-    def reset_peak(self) -> None:
-        self._torch.reset_peak_memory_stats(self.device)

@@ -7,7 +7,6 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
@@ -31,25 +30,6 @@ _OPEN = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Change:
-    """What became of an object.
-
-    Attributes:
-        index: of the object among all owners.
-        type: its name.
-        items: what it holds now; None if that is as it was.
-        attributes: those that are new or changed.
-        removed: names of those that are gone.
-    """
-
-    index: int
-    type: str
-    items: Any
-    attributes: dict[str, Any]
-    removed: tuple[str, ...]
-
-
 class Objects:
     """The mutable objects that are reached from some roots, and what each of them holds now.
 
@@ -66,6 +46,7 @@ class Objects:
     Attributes:
         tensors: that the objects hold, each once, in the order in which they are reached.
         owners: the objects that can change, in this order, which is the same for objects that are alike.
+        indices: their numbers, by id.
     """
 
     def __init__(
@@ -78,8 +59,8 @@ class Objects:
     ) -> None:
         self.tensors: list[Tensor] = []
         self.owners: list[Any] = []
+        self.indices: dict[int, int] = {}
         self._states: list[tuple[Any, State]] = []
-        self._indices: dict[int, int] = {}
         self._opaque: list[tuple[Any, Any]] = []
         opened = {id(module): module for module in modules}
         is_generator = opaque_contents.is_generator
@@ -102,7 +83,7 @@ class Objects:
                 state = state_of(obj)
                 self._states.append((obj, state))
                 if cls not in _FIXED:
-                    self._indices[id(obj)] = len(self.owners)
+                    self.indices[id(obj)] = len(self.owners)
                     self.owners.append(obj)
                 children = state.children()
                 if not ATOMS.issuperset(map(type, children)):  # long lists of numbers are common
@@ -119,11 +100,17 @@ class Objects:
         finally:
             self.restore()
 
+    def modified(self) -> Iterator[tuple[Any, State, State]]:
+        """Each object that holds something else than when it was found: that, and what it holds now."""
+        for obj, before in self._states:
+            now = state_of(obj)
+            if not now.is_same(before):
+                yield obj, before, now
+
     def restore(self) -> None:
         """Put back what every object held."""
-        for obj, state in self._states:
-            if not state.is_same(state_of(obj)):
-                put_state(obj, state)
+        for obj, before, _ in self.modified():
+            put_state(obj, before)
         for tensor, copy in self._contents:
             if not tensor.is_meta and not same_contents(tensor, copy.to(tensor.device)):  # it may have moved meanwhile
                 tensor.detach().copy_(copy)
@@ -133,17 +120,14 @@ class Objects:
 
     def changed(self) -> list[Any]:
         """The objects, and tensors, that have been changed since they were found."""
-        found = [obj for obj, before in self._states if not before.is_same(state_of(obj))]
+        found = [obj for obj, _, _ in self.modified()]
         found += [obj for obj, copy in self._opaque if not opaque_contents.is_same(obj, copy)]
         return found + [tensor for tensor, version in self._versions if version_of(tensor) != version]
 
     def differences(self) -> list[tuple[Any, frozenset[Any] | None]]:
         """The objects that have been changed, and which attributes, or items of dicts; None if that is not known."""
         found: list[tuple[Any, frozenset[Any] | None]] = []
-        for obj, before in self._states:
-            now = state_of(obj)
-            if now.is_same(before):
-                continue
+        for obj, before, now in self.modified():
             names = _differing(now.attributes, before.attributes)
             if not same_items(now.items, before.items):
                 keys = _differing(now.items, before.items) if isinstance(now.items, dict) else frozenset()
@@ -163,13 +147,6 @@ class Objects:
         here = {id(obj) for objects in (self, known) for obj, _ in (*objects._states, *objects._opaque)}
         self._states += [(obj, state) for obj, state in others._states if id(obj) not in here]
         self._opaque += [(obj, copy) for obj, copy in others._opaque if id(obj) not in here]
-
-    def keep_changed(self) -> None:
-        """Forget the objects that hold what they held, and the contents of tensors."""
-        ids = set(map(id, self.changed()))
-        self._states = [(obj, state) for obj, state in self._states if id(obj) in ids]
-        self._opaque = [(obj, copy) for obj, copy in self._opaque if id(obj) in ids]
-        self.tensors, self._versions, self._contents = [], [], []
 
     def reach(self, others: Collection[int]) -> bool:
         """Whether one of the objects and tensors with these ids is among them."""
@@ -191,65 +168,11 @@ class Objects:
         return ((obj, state.items) for obj, state in self._states)
 
     def among(self, chosen: Collection[int]) -> Objects:
-        """Those with these ids, as they are now."""
+        """Those with these ids, and what they held; without tensors."""
         objects = Objects(())
-        objects._states = [(obj, state_of(obj)) for obj, _ in self._states if id(obj) in chosen]
-        objects._opaque = [(o, opaque_contents.contents(o)) for o, _ in self._opaque if id(o) in chosen]
+        objects._states = [(obj, state) for obj, state in self._states if id(obj) in chosen]
+        objects._opaque = [(obj, copy) for obj, copy in self._opaque if id(obj) in chosen]
         return objects
-
-    @staticmethod
-    def assign(obj: Any, other: Any) -> bool:
-        """Let an object hold what another of its type holds; returns whether it can."""
-        if type(obj) is not type(other) or type(obj) in ATOMS | _FIXED or not is_open(type(obj)):
-            return False
-        if opaque_contents.is_opaque(obj):
-            return False
-        put_state(obj, state_of(other))
-        return True
-
-    @classmethod
-    def only(cls, owner: Any) -> Objects:
-        """One object, and not what it holds."""
-        objects = cls(())
-        objects.owners, objects._indices, objects._states = [owner], {id(owner): 0}, [(owner, state_of(owner))]
-        return objects
-
-    def index(self, obj: Any) -> int | None:
-        """The number of an owner; None if it is none."""
-        return self._indices.get(id(obj))
-
-    def changes(self) -> list[Change]:
-        """What has become of the objects since they were found."""
-        found = []
-        for obj, before in self._states:
-            now = state_of(obj)
-            if now.is_same(before):
-                continue
-            old = before.attributes
-            found.append(
-                Change(
-                    self._indices[id(obj)],
-                    type(obj).__qualname__,
-                    None if same_items(now.items, before.items) else now.items,
-                    {k: v for k, v in now.attributes.items() if k not in old or old[k] is not v},
-                    tuple(name for name in old if name not in now.attributes),
-                )
-            )
-        return found
-
-    def apply(self, changes: Iterable[Change]) -> None:
-        """Let objects that are like those of which the changes are become what those became.
-
-        Raises:
-            LookupError: these are other objects.
-        """
-        for change in changes:
-            obj = self.owners[change.index] if change.index < len(self.owners) else None
-            if type(obj).__qualname__ != change.type:
-                raise LookupError(f"a {change.type} was expected, a {type(obj).__qualname__} was found")
-            now = state_of(obj)
-            attributes = {k: v for k, v in now.attributes.items() if k not in change.removed} | change.attributes
-            put_state(obj, State(now.items if change.items is None else change.items, attributes))
 
     def replace_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Put ``fn(tensor)`` in the place of every tensor."""
@@ -257,6 +180,16 @@ class Objects:
             new = state.mapped(fn)
             if not state.is_same(new):
                 put_state(obj, new)
+
+
+def assign(obj: Any, other: Any) -> bool:
+    """Let an object hold what another of its type holds; returns whether it can."""
+    if type(obj) is not type(other) or type(obj) in ATOMS | _FIXED or not is_open(type(obj)):
+        return False
+    if opaque_contents.is_opaque(obj):
+        return False
+    put_state(obj, state_of(other))
+    return True
 
 
 def led_to(roots: Iterable[Any], most: int) -> list[Any]:

@@ -15,11 +15,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.object_state import State, put_state, same_items, state_of
 from lightning_avgpipe.utils.objects import ATOMS, Objects, is_open
 from lightning_avgpipe.utils.placeholder import TensorMeta
 
@@ -34,6 +36,25 @@ class Parcel(NamedTuple):
 
     content: bytes
     tensors: tuple[TensorMeta, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of an object.
+
+    Attributes:
+        index: of the object among all owners.
+        type: its name.
+        items: what it holds now; None if that is as it was.
+        attributes: those that are new or changed.
+        removed: names of those that are gone.
+    """
+
+    index: int
+    type: str
+    items: Any
+    attributes: dict[str, Any]
+    removed: tuple[str, ...]
 
 
 class Packer:
@@ -53,9 +74,9 @@ class Packer:
         opaque = [x for x in tree.flatten(result)[0] if not isinstance(x, Tensor) and is_open(type(x))]
         if opaque:
             inside = Objects(opaque)
-            if inside.tensors or any(objects.index(owner) is not None for owner in inside.owners):
+            if inside.tensors or any(id(owner) in objects.indices for owner in inside.owners):
                 return True
-        return bool(objects.changes())
+        return any(True for _ in objects.modified())
 
     def pack(self, result: Any, objects: Objects) -> tuple[Parcel, list[Tensor]]:
         """A parcel, and the tensors that it describes.
@@ -67,7 +88,7 @@ class Packer:
         """
         buffer = io.BytesIO()
         pickler = _Pickler(buffer, self._paths, objects)
-        pickler.dump((result, objects.changes()))
+        pickler.dump((result, [_change(objects, *modified) for modified in objects.modified()]))
         found = list(pickler.tensors)
         return Parcel(buffer.getvalue(), tuple(map(TensorMeta.of, found))), found
 
@@ -76,10 +97,33 @@ class Packer:
 
         Args:
             tensors: in the order of the parcel's.
+        Raises:
+            LookupError: these are other objects.
         """
         result, changes = _Unpickler(io.BytesIO(parcel.content), tensors, objects.owners, self._modules).load()
-        objects.apply(changes)
+        for change in changes:
+            _apply(change, objects.owners)
         return result
+
+
+def _change(objects: Objects, obj: Any, before: State, now: State) -> Change:
+    old = before.attributes
+    return Change(
+        objects.indices[id(obj)],
+        type(obj).__qualname__,
+        None if same_items(now.items, before.items) else now.items,
+        {k: v for k, v in now.attributes.items() if k not in old or old[k] is not v},
+        tuple(name for name in old if name not in now.attributes),
+    )
+
+
+def _apply(change: Change, owners: Sequence[Any]) -> None:
+    obj = owners[change.index] if change.index < len(owners) else None
+    if type(obj).__qualname__ != change.type:
+        raise LookupError(f"a {change.type} was expected, a {type(obj).__qualname__} was found")
+    now = state_of(obj)
+    attributes = {k: v for k, v in now.attributes.items() if k not in change.removed} | change.attributes
+    put_state(obj, State(now.items if change.items is None else change.items, attributes))
 
 
 class _Pickler(pickle.Pickler):
@@ -100,7 +144,7 @@ class _Pickler(pickle.Pickler):
             return "tensor", self._numbers[id(obj)]
         if isinstance(obj, nn.Module) and id(obj) in self._paths:
             return "module", self._paths[id(obj)]
-        index = self._objects.index(obj)
+        index = self._objects.indices.get(id(obj))
         return None if index is None else ("object", index)
 
 

@@ -86,7 +86,7 @@ def _report(text: str) -> None:
 def _check_memory(subject: Subject) -> None:
     module, device = subject.module, subject.cluster.device
     size = sum(map(tensor_bytes, (*module.parameters(), *module.buffers())))
-    needed, free = _COPIES * size, port_of(device).free_bytes()
+    needed, free = _COPIES * size, port_of(device).memory.free_bytes()
     if subject.cluster.rank == 0 and needed > free:
         raise ConfigurationError(
             f"verify runs the whole model on rank 0, which takes {nbytes(needed)} ({_COPIES} times its {nbytes(size)} "

@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
 from lightning_avgpipe import AdaptiveFreezing
-from lightning_avgpipe.callbacks.freezing import by_gradient_norms, by_schedule, repeated_blocks
+from lightning_avgpipe.callbacks.freezing_order import by_gradient_norms, by_schedule, repeated_blocks
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
 from tests.commands import LIMIT_S, started

@@ -19,7 +19,7 @@ from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.engine.recording import Recorder, Recording, assemble
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.schedule import Action, Activity, Span, Transfer, build, kinds
-from lightning_avgpipe.utils.device import AcceleratorPort, DevicePort, Moment
+from lightning_avgpipe.utils.device import DevicePort, Moment
 from tests import processes
 from tests.driver import Engine
 from tests.models import MLP, loader
@@ -64,8 +64,6 @@ class Event:
 
 class Distant(DevicePort):
     """An accelerator on which the anchor passes at 0.1 s."""
-
-    seconds = AcceleratorPort.seconds
 
     def moment(self, stream: object = None) -> Moment:
         return Event(100.0)  # type: ignore[return-value]

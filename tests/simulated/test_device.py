@@ -162,19 +162,19 @@ def test_memory_that_another_stream_uses_is_freed_early(simulated: Simulated) ->
 def held_back(until_known: bool) -> tuple[int, int]:
     """Peaks, as the project asks for them, of two tensors after each other: before, the first one was on a stream."""
     port, stream = port_of(sim()), other_stream_after_now()
-    before = port.allocated_bytes()
-    port.reset_peak()
+    before = port.memory.allocated_bytes()
+    port.memory.reset_peak()
     x = torch.ones(1024, device=sim())
     stream.wait_event(torch.accelerator.current_stream(sim()).record_event())
     with stream:
         y = x + 1
     x.record_stream(stream)
     del x, y
-    first = port.peak_bytes() - before
+    first = port.memory.peak_bytes() - before
     if until_known:
         port.synchronize()
     torch.ones(2048, device=sim())
-    return first, port.peak_bytes() - before
+    return first, port.memory.peak_bytes() - before
 
 
 def test_memory_that_another_stream_uses_counts_until_the_host_knows_that_it_does_not(simulated: Simulated) -> None:

@@ -16,7 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_avgpipe.capture import random_use
 from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.comm.clock import DeviceClock, Stopwatch
-from lightning_avgpipe.utils.device import AcceleratorPort, all_generators, is_out_of_memory, port_of
+from lightning_avgpipe.utils.device import (
+    AcceleratorPort,
+    all_generators,
+    has_passed,
+    is_out_of_memory,
+    port_of,
+    seconds_between,
+)  # fmt: skip
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
 HOST = torch.device("cpu")
@@ -52,22 +59,22 @@ def test_only_the_port_knows_kinds_of_devices() -> None:
 
 def test_on_the_host_work_is_done_when_a_call_returns() -> None:
     port = port_of(HOST)
-    assert port.is_host and not port.runs_ahead and not port.counts_memory
+    assert port.is_host and not port.runs_ahead and not port.memory.is_counted
     port.enter_thread()
     port.synchronize()
     assert port.new_stream() is port.current_stream() is port.event() is None
     with port.on_stream(None):
         begin = port.moment()
     end = port.moment()
-    assert port.has_passed(end)
-    assert port.seconds(begin, end) >= 0
+    assert has_passed(end)
+    assert seconds_between(begin, end) >= 0
 
 
 def test_the_hosts_memory_is_that_of_the_machine() -> None:
     port = port_of(HOST)
-    assert 0 < port.free_bytes() <= port.total_bytes()
-    port.reset_peak()
-    assert port.allocated_bytes() == port.peak_bytes() == port.other_bytes() == 0
+    assert 0 < port.memory.free_bytes() <= port.memory.total_bytes()
+    port.memory.reset_peak()
+    assert port.memory.allocated_bytes() == port.memory.peak_bytes() == port.memory.other_bytes() == 0
     assert port.name
 
 
@@ -147,12 +154,12 @@ def test_an_accelerator_is_asked_through_torchs_module_for_it(monkeypatch: pytes
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     port = AcceleratorPort(second)
     assert port.generators == (torch.default_generator, generator)
-    assert (port.free_bytes(), port.other_bytes()) == (30, 20)
+    assert (port.memory.free_bytes(), port.memory.other_bytes()) == (30, 20)
     module.memory_stats.return_value = {"active_bytes.all.peak": 70}
-    assert port.peak_bytes() == 70
+    assert port.memory.peak_bytes() == 70
     module.memory_stats.return_value = {}
-    assert port.peak_bytes() == 60
-    assert port.seconds(port.moment(), port.moment()) == 0.25
+    assert port.memory.peak_bytes() == 60
+    assert seconds_between(port.moment(), port.moment()) == 0.25
     event.synchronize.assert_called_once_with()
     event.record.assert_called_with(module.current_stream.return_value)
     assert port.timed(lambda: "done") == ("done", 0.25)
@@ -169,14 +176,14 @@ def test_an_accelerator_is_asked_through_torchs_module_for_it(monkeypatch: pytes
 @cuda
 def test_on_cuda_the_host_waits_for_events_only_when_it_reads_them() -> None:
     port = port_of(CUDA)
-    assert port.runs_ahead and port.counts_memory and not port.is_host
+    assert port.runs_ahead and port.memory.is_counted and not port.is_host
     port.enter_thread()
     x = torch.randn(512, 512, device=CUDA)
     begin = port.moment()
     y = x @ x
     end = port.moment()
-    assert port.seconds(begin, end) > 0
-    assert port.has_passed(end)
+    assert seconds_between(begin, end) > 0
+    assert has_passed(end)
     result, seconds = port.timed(lambda: x @ x)
     assert torch.equal(result, y)
     assert seconds > 0
@@ -200,17 +207,17 @@ def test_on_cuda_a_stream_waits_for_an_event_of_another() -> None:
 @cuda
 def test_on_cuda_the_allocator_is_asked() -> None:
     port = port_of(CUDA)
-    port.reset_peak()
-    before = port.allocated_bytes()
+    port.memory.reset_peak()
+    before = port.memory.allocated_bytes()
     x = torch.empty(2**20, device=CUDA)
-    assert port.allocated_bytes() - before == x.nbytes
+    assert port.memory.allocated_bytes() - before == x.nbytes
     del x
-    assert port.peak_bytes() - before == 2**22
-    assert 0 < port.free_bytes() < port.total_bytes()
-    assert port.other_bytes() > 0
+    assert port.memory.peak_bytes() - before == 2**22
+    assert 0 < port.memory.free_bytes() < port.memory.total_bytes()
+    assert port.memory.other_bytes() > 0
     assert port.name == torch.cuda.get_device_name(CUDA)
     with pytest.raises(torch.OutOfMemoryError) as error:
-        torch.empty(2 * port.total_bytes(), dtype=torch.uint8, device=CUDA)
+        torch.empty(2 * port.memory.total_bytes(), dtype=torch.uint8, device=CUDA)
     assert is_out_of_memory(error.value)
 
 

@@ -21,7 +21,7 @@ from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import ConfigurationError, VerificationError
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action
 from lightning_avgpipe.strategy.log import StepLog
-from lightning_avgpipe.utils.device import DevicePort
+from lightning_avgpipe.utils.device_memory import DeviceMemory
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify import verifier as verifying
 from lightning_avgpipe.weights.tied import TiedParameters
@@ -155,7 +155,7 @@ def test_one_stage_needs_no_verification() -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DevicePort, "free_bytes", lambda port: 100)
+    monkeypatch.setattr(DeviceMemory, "free_bytes", lambda memory: 100)
     with pytest.raises(ConfigurationError, match="100 B are free on cpu"):
         fit(MLP())
 
