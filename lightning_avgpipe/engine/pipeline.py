@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -270,9 +270,9 @@ class Pipeline:
             if rank not in self._cluster.stage_map.hosts(number, training):
                 continue
             ends = self._cluster.transport.ends(self.number, number, training)
-            # the first stage that trains has nobody to send gradients to
-            to_previous = ends.to_previous if number > frozen else None
-            lane = Lane(stage, ends.values, ends.to_next, ends.gradients, to_previous, task, self.place)
+            if number <= frozen:  # the first stage that trains has nobody to send gradients to
+                ends = replace(ends, to_previous=None)
+            lane = Lane(stage, ends, task, self.place)
             row = in_turn(schedule.rows[number], *self._cluster.stage_map.share(number, rank, training))
             row = tuple(a for a in row if number >= frozen or a.micro_batch not in task.known)
             lane.begins = task.known if number == frozen else frozenset()
@@ -350,6 +350,6 @@ def clear(lanes: Sequence[Lane]) -> None:
     """Let nothing be left of an iteration that has ended, however it did."""
     for lane in lanes:
         lane.stage.clear()
-        for end in (lane.values, lane.gradients):
+        for end in (lane.ends.values, lane.ends.gradients):
             if isinstance(end, MemoryChannel):
                 end.clear()
