@@ -30,7 +30,6 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "elastic/models.py:Models": (18, 5, "the models as one, for each thing that happens to them"),
     "engine/abreast.py:Abreast": (6, 13, "where each of the micro-batches stands, and who waits for whom"),
     "engine/frozen_outputs.py:FrozenOutputs": (12, 24, "the store, its limits, and what is being kept"),
-    "engine/lockstep.py:Lockstep": (12, 11, "a tracer: a method for each kind of event"),
     "engine/pipeline.py:Pipeline": (16, 10, "the stages, and the questions about each loaded step"),
     "engine/replay.py:_Replayer": (8, 18, "where a replay stands in the graph"),
     "engine/stage.py:Stage": (7, 23, "all that the actions of a stage use"),

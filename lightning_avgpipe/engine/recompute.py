@@ -32,9 +32,8 @@ from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.host_random import host_state, set_host_state
 from lightning_avgpipe.utils.objects import Objects
-from lightning_avgpipe.utils.random_streams import generators
+from lightning_avgpipe.utils.random_streams import RandomState
 
 
 def overwritten(program: StageProgram) -> frozenset[int]:
@@ -208,7 +207,7 @@ class UnitRepeater:
             return run
         modules = list(self._module.get_submodule(node.name).modules())
         buffers = {id(self._buffer(name)) for name in node.states}
-        draws = self._random_state()  # a unit that has not drawn so far may begin to
+        draws = RandomState(self._device)  # the unit was seeded just now; if it has not drawn so far, it may begin to
         parameters = [self._module.get_parameter(name) for name in node.states if name in self._parameters]
         surroundings: Surroundings | None = None
 
@@ -220,7 +219,7 @@ class UnitRepeater:
                 surroundings.done()
                 return result
             with surroundings.again(), random_state():
-                self._set_random_state(draws)
+                draws.put(self._device)
                 return run(*args, **kwargs)
 
         def repeatable(*args: Any, **kwargs: Any) -> Any:
@@ -232,12 +231,3 @@ class UnitRepeater:
     def _buffer(self, name: str) -> Tensor | None:
         path, _, leaf = name.rpartition(".")
         return self._module.get_submodule(path)._buffers.get(leaf)
-
-    def _random_state(self) -> Any:
-        """The unit itself was seeded just now, before the part that is called again."""
-        return [g.get_state() for g in generators(self._device)], host_state()
-
-    def _set_random_state(self, state: Any) -> None:
-        for generator, of_torch in zip(generators(self._device), state[0], strict=True):
-            generator.set_state(of_torch)
-        set_host_state(state[1])
