@@ -28,7 +28,6 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "comm/stage_map.py:StageMap": (18, 0, "a method for each question about who hosts what"),
     "elastic/ensemble.py:Ensemble": (19, 9, "one call for each moment in the life of parallel models"),
     "elastic/models.py:Models": (18, 5, "the models as one, for each thing that happens to them"),
-    "engine/abreast.py:Abreast": (6, 13, "where each of the micro-batches stands, and who waits for whom"),
     "engine/frozen_outputs.py:FrozenOutputs": (12, 24, "the store, its limits, and what is being kept"),
     "engine/pipeline.py:Pipeline": (16, 10, "the stages, and the questions about each loaded step"),
     "engine/replay.py:_Replayer": (8, 18, "where a replay stands in the graph"),
