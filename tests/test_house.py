@@ -29,7 +29,6 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "elastic/ensemble.py:Ensemble": (19, 9, "one call for each moment in the life of parallel models"),
     "elastic/models.py:Models": (18, 5, "the models as one, for each thing that happens to them"),
     "engine/frozen_outputs.py:FrozenOutputs": (12, 24, "the store, its limits, and what is being kept"),
-    "engine/pipeline.py:Pipeline": (16, 10, "the stages, and the questions about each loaded step"),
     "engine/replay.py:_Replayer": (8, 18, "where a replay stands in the graph"),
     "engine/stage.py:Stage": (7, 23, "all that the actions of a stage use"),
     "engine/stream.py:Stream": (5, 12, "where each lane of a stream of iterations stands"),

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs, digests
-from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.schedule import Schedule, num_forward_only
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent
 
@@ -48,16 +48,16 @@ class Keeping:
         """Names of the tensors of a batch that the frozen layers read."""
         return frozenset(leaf.name for leaf in self.graph.needed_leaves(0, self.frozen))
 
-    def known(self, samples: Samples, schedule: Schedule, applies: bool, holds: bool) -> frozenset[int]:
+    def known(self, samples: Samples, schedule: Schedule, holds: bool) -> frozenset[int]:
         """The micro-batches of an iteration for which outputs are kept. Every process calls it.
 
         Args:
             samples: data and number of samples, by micro-batch.
             schedule: of the iteration.
-            applies: whether what is kept may be used: it holds, and the stage is still the first that trains.
             holds: whether what was frozen when the plan was made still is, and perhaps more.
         """
         found: frozenset[int] = frozenset()
+        applies = holds and num_forward_only(schedule) == self.stage  # it is still the first that trains
         if self.cluster.rank in self.owners:
             if not holds:  # what is kept may not be true any more
                 self.kept.forget()

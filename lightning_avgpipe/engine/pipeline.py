@@ -65,6 +65,7 @@ class Pipeline:
 
     Attributes:
         number: n.
+        steps: step functions that can be run, by name.
         place: as given; it may change between iterations.
         kept: outputs of frozen layers; None: they are not kept.
     """
@@ -86,18 +87,12 @@ class Pipeline:
         self._module = module
         self.place = place
         self._execution = execution
-        self._loaded: dict[str, LoadedStep] = {}
-        self._needs_all: set[str] = set()  # steps of which it is not known any more what they need of a batch
+        self.steps: dict[str, LoadedStep] = {}
         self.kept: FrozenOutputs | None = None
-
-    @property
-    def steps(self) -> tuple[str, ...]:
-        """Step functions that can be run."""
-        return tuple(self._loaded)
 
     def graph(self, step: str) -> CallGraph:
         """The call graph of a step function."""
-        return self._loaded[step].graph
+        return self.steps[step].graph
 
     def load(self, graph: CallGraph, cuts: Sequence[int], frozen: int = 0, relays: Collection[int] = ()) -> None:
         """Make a step function runnable.
@@ -137,8 +132,7 @@ class Pipeline:
             for k in self._cluster.stages
         ]  # fmt: skip
         leaves, freezing = self._leaves(programs, relays, keeping), Freezing(graph, cuts, self._module)
-        self._loaded[graph.step] = LoadedStep(graph, cuts, stages, copies, leaves, freezing, keeping, doubles, of_units)
-        self._needs_all.discard(graph.step)
+        self.steps[graph.step] = LoadedStep(graph, cuts, stages, copies, leaves, freezing, keeping, doubles, of_units)
 
     def _keeping(self, graph: CallGraph, cuts: Sequence[int], frozen: int) -> Keeping | None:
         """Of the outputs of so many frozen nodes; what is kept of fewer stays, where the stage can go on from it."""
@@ -179,57 +173,28 @@ class Pipeline:
 
     def load_like(self, other: Pipeline, step: str) -> None:
         """Make a step function runnable that is runnable in another pipeline."""
-        loaded = other._loaded[step]
+        loaded = other.steps[step]
         self.load(loaded.graph, loaded.cuts, relays=[*loaded.doubles])
 
     def unload(self) -> None:
         """Forget all step functions."""
-        self._loaded.clear()
+        self.steps.clear()
 
     def leaves(self, step: str, rank: int, batch: Any) -> frozenset[str] | None:
         """Names of the tensors of a batch that a process needs for a step; None if that is not known: all of them."""
-        loaded = None if step in self._needs_all else self._loaded.get(step)
+        loaded = self.steps.get(step)
         if loaded is None or leaf_names(batch) != tuple(leaf.name for leaf in loaded.graph.leaves):
             return None
-        return loaded.leaves[rank]
+        return loaded.leaves.get(rank)
 
     def need_all(self, step: str) -> None:
         """From now on it is not known what a step needs of a batch, as before it was loaded."""
-        self._needs_all.add(step)
+        if step in self.steps:
+            self.steps[step] = replace(self.steps[step], leaves={})
 
     def read_elsewhere(self) -> frozenset[tuple[str, str]]:
         """Path of a module and name of the attributes that step functions read on other processes than the last."""
-        return frozenset(key for loaded in self._loaded.values() for key in loaded.read_elsewhere())
-
-    def freezing(self, step: str) -> Freezing:
-        """Which stages of a step function have nothing to train."""
-        return self._loaded[step].freezing
-
-    def known(self, step: str, samples: Sequence[tuple[Any, int]], schedule: Schedule) -> frozenset[int]:
-        """The micro-batches of an iteration for which outputs of frozen layers are kept. Every process calls it.
-
-        Args:
-            step: that will train.
-            samples: data and number of samples, by micro-batch.
-            schedule: of the iteration.
-        """
-        loaded = self._loaded[step]
-        if loaded.keeping is None or self.kept is None:
-            return frozenset()
-        # something may have been frozen or unfrozen since the plan was made
-        first, trained = num_forward_only(schedule), loaded.freezing.trained
-        holds = trained <= loaded.graph.trained
-        return loaded.keeping.known(samples, schedule, holds and first == loaded.keeping.stage, holds)
-
-    def share_kept(self, step: str) -> None:
-        """After an iteration of a step replicas tell each other what they keep now. Every process calls it."""
-        keeping = self._loaded[step].keeping
-        if keeping is not None and self.kept is not None:
-            keeping.share()
-
-    def copies(self, step: str) -> TiedParameters:
-        """The parameters that several stages use in a step function."""
-        return self._loaded[step].copies
+        return frozenset(key for loaded in self.steps.values() for key in loaded.read_elsewhere())
 
     def run(self, step: str, schedule: Schedule, task: Task, observers: Iterable[Observer] = ()) -> list[Any] | None:
         """Run one iteration.
@@ -244,17 +209,13 @@ class Pipeline:
         """
         return run_together([self], step, [schedule], [task], observers)[0].results
 
-    def own(self, step: str) -> list[OwnAttributes]:
-        """As of :attr:`LoadedStep.own`."""
-        return self._loaded[step].own
-
     def lanes(self, step: str, schedule: Schedule, task: Task, observers: Sequence[Observer] = ()) -> list[Lane]:
         """Those of this process, ready to begin an iteration.
 
         Raises:
             ScheduleError: values pass stages that the step was not made runnable for.
         """
-        loaded, lanes = self._loaded[step], []
+        loaded, lanes = self.steps[step], []
         doubles = loaded.doubles
         if strange := schedule.relays - doubles.keys():
             raise ScheduleError(
@@ -290,7 +251,7 @@ class Pipeline:
 
     def outcome(self, step: str, schedule: Schedule) -> Outcome:
         """What the iteration that has ended gave."""
-        last, stage_map, rank = self._loaded[step].stages[-1], self._cluster.stage_map, self._cluster.rank
+        last, stage_map, rank = self.steps[step].stages[-1], self._cluster.stage_map, self._cluster.rank
         number, training = last.program.stage, trains(schedule.rows[-1])
         if rank not in stage_map.hosts(number, training):
             return Outcome(None, frozenset(), 0)
@@ -340,9 +301,9 @@ def run_together(
     finally:
         clear(lanes)
         for pipeline in pipelines:
-            pipeline.own(step)[-1].end()
-        added = [obj for pipeline in pipelines[1:] for own in pipeline.own(step)[-2:] for obj in own.added()]
-        for own in (own for pipeline in pipelines for own in pipeline.own(step)):
+            pipeline.steps[step].own[-1].end()
+        added = [obj for pipeline in pipelines[1:] for own in pipeline.steps[step].own[-2:] for obj in own.added()]
+        for own in (own for pipeline in pipelines for own in pipeline.steps[step].own):
             own.accept(added)
 
 

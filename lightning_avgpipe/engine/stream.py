@@ -189,7 +189,7 @@ class Stream(Observer):
                 lane.drop(sent - taken, self._cluster.waits)
         clear(self._lanes)
         if self._lanes:
-            self._pipeline.own(self._step)[-1].end()
+            self._pipeline.steps[self._step].own[-1].end()
         with torch.no_grad():
             for stage, before in self._kept[self.batch]:
                 for name, buffer in stage.changed_buffers().items():
