@@ -64,6 +64,7 @@ class Pipeline:
         weights: step function -> versions of the weights that its actions use; of others there is one.
 
     Attributes:
+        cluster: as given.
         number: n.
         steps: step functions that can be run, by name.
         place: as given; it may change between iterations.
@@ -83,7 +84,7 @@ class Pipeline:
         self.number = number
         self._weights = weights or {}
         self._foreign_tensors = foreign_tensors
-        self._cluster = cluster
+        self.cluster = cluster
         self._module = module
         self.place = place
         self._execution = execution
@@ -112,24 +113,24 @@ class Pipeline:
         for k in relays:
             check_repeatable(programs[k])
         doubles = {k: Double(programs[k], self._module) for k in relays}
-        copies = TiedParameters(self._module, self._cluster, copied_parameters(programs))
+        copies = TiedParameters(self._module, self.cluster, copied_parameters(programs))
         versions = self._weights.get(graph.step) if len(programs) > 1 else None
         if versions is not None:
-            versions.divide({k: parameters_of(program) for k, program in enumerate(programs)}, self._cluster.stages)
+            versions.divide({k: parameters_of(program) for k, program in enumerate(programs)}, self.cluster.stages)
         keeping = self._keeping(graph, cuts, frozen)
         of_units = OwnAttributes(self._module, graph.of_units, self.number == 0)
         ahead = {
-            k + 1: Stage(programs[k], self._module, self._cluster.device, double, shown=False, of_units=of_units)
+            k + 1: Stage(programs[k], self._module, self.cluster.device, double, shown=False, of_units=of_units)
             for k, double in doubles.items()
-            if k + 1 in self._cluster.stages
+            if k + 1 in self.cluster.stages
         }
         stages = [
             Stage(
-                programs[k], self._module, self._cluster.device, versions or copies, self._execution,
-                self._foreign_tensors, self.number == 0 and k == self._cluster.stages[-1], of_units,
+                programs[k], self._module, self.cluster.device, versions or copies, self._execution,
+                self._foreign_tensors, self.number == 0 and k == self.cluster.stages[-1], of_units,
                 None if keeping is None or k != keeping.stage else self.kept, ahead.get(k), k in relays,
             )
-            for k in self._cluster.stages
+            for k in self.cluster.stages
         ]  # fmt: skip
         leaves, freezing = self._leaves(programs, relays, keeping), Freezing(graph, cuts, self._module)
         self.steps[graph.step] = LoadedStep(graph, cuts, stages, copies, leaves, freezing, keeping, doubles, of_units)
@@ -139,8 +140,8 @@ class Pipeline:
         if self.kept is None or not frozen:
             return None
         stage = bisect.bisect_right(cuts, frozen)
-        owners = self._cluster.stage_map.ranks(stage)
-        keeping = Keeping(self.kept, self._cluster, graph, stage, frozen, owners)
+        owners = self.cluster.stage_map.ranks(stage)
+        keeping = Keeping(self.kept, self.cluster, graph, stage, frozen, owners)
         start = (0, *cuts)[stage]
 
         def described(depth: int) -> Any:
@@ -149,7 +150,7 @@ class Pipeline:
             nodes = [(n.kind, n.name, n.inputs, n.outputs, n.writes, n.parameters) for n in graph.nodes[:depth]]
             return nodes, graph.live(depth), keeping.leaves
 
-        if self._cluster.rank in owners:
+        if self.cluster.rank in owners:
             self.kept.follow(frozen, described, keeping.tellers)
         else:
             self.kept.stop()
@@ -159,10 +160,10 @@ class Pipeline:
         self, programs: Sequence[StageProgram], relays: Collection[int], keeping: Keeping | None
     ) -> dict[int, frozenset[str]]:
         """Rank -> names of the tensors of a batch that the process needs."""
-        stage_map = self._cluster.stage_map
+        stage_map = self.cluster.stage_map
         leaves = {
             rank: frozenset().union(*(programs[k].leaves for k in stage_map.stages(rank)))
-            for rank in range(self._cluster.group.world_size)
+            for rank in range(self.cluster.group.world_size)
         }
         for k in relays:
             leaves[stage_map.owner(k + 1)] |= programs[k].leaves
@@ -227,14 +228,14 @@ class Pipeline:
         loaded.of_units.begin()
         frozen, training = num_forward_only(schedule), trains(schedule.rows[-1])
         for stage in loaded.stages:
-            number, rank = stage.program.stage, self._cluster.rank
-            if rank not in self._cluster.stage_map.hosts(number, training):
+            number, rank = stage.program.stage, self.cluster.rank
+            if rank not in self.cluster.stage_map.hosts(number, training):
                 continue
-            ends = self._cluster.transport.ends(self.number, number, training)
+            ends = self.cluster.transport.ends(self.number, number, training)
             if number <= frozen:  # the first stage that trains has nobody to send gradients to
                 ends = replace(ends, to_previous=None)
             lane = Lane(stage, ends, task, self.place)
-            row = in_turn(schedule.rows[number], *self._cluster.stage_map.share(number, rank, training))
+            row = in_turn(schedule.rows[number], *self.cluster.stage_map.share(number, rank, training))
             row = tuple(a for a in row if number >= frozen or a.micro_batch not in task.known)
             lane.begins = task.known if number == frozen else frozenset()
             lane.relays, lane.segments = number in schedule.relays, schedule.segments
@@ -251,7 +252,7 @@ class Pipeline:
 
     def outcome(self, step: str, schedule: Schedule) -> Outcome:
         """What the iteration that has ended gave."""
-        last, stage_map, rank = self.steps[step].stages[-1], self._cluster.stage_map, self._cluster.rank
+        last, stage_map, rank = self.steps[step].stages[-1], self.cluster.stage_map, self.cluster.rank
         number, training = last.program.stage, trains(schedule.rows[-1])
         if rank not in stage_map.hosts(number, training):
             return Outcome(None, frozenset(), 0)
@@ -282,7 +283,7 @@ def run_together(
     Raises:
         ScheduleError: a schedule has actions that stages cannot run.
     """
-    cluster = pipelines[0]._cluster
+    cluster = pipelines[0].cluster
     for schedule in schedules:
         check_runnable(schedule)
         check_hosted(schedule, cluster.stage_map.owners())
