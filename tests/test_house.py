@@ -30,7 +30,6 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "elastic/models.py:Models": (18, 5, "the models as one, for each thing that happens to them"),
     "engine/frozen_outputs.py:FrozenOutputs": (12, 24, "the store, its limits, and what is being kept"),
     "engine/replay.py:_Replayer": (8, 18, "where a replay stands in the graph"),
-    "engine/stage.py:Stage": (7, 23, "all that the actions of a stage use"),
     "strategy/advance_control.py:AdvanceControl": (10, 15, "what has been measured, and what is decided from it"),
     "strategy/bundles.py:BundledLoader": (6, 13, "what Lightning asks of a loader, and where reading stands"),
     "strategy/iteration.py:Iterations": (6, 15, "an iteration uses all that a run has"),

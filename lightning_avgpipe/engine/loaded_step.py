@@ -44,8 +44,8 @@ class LoadedStep:
     @property
     def own(self) -> list[OwnAttributes]:
         """What each stage here, after those whose forwards run here as well, and then all units make of attributes."""
-        doubles = (stage.double.attributes for stage in self.stages if stage.double is not None)
-        return [*doubles, *(stage.attributes for stage in self.stages), self.of_units]
+        doubles = (stage.double.module.attributes for stage in self.stages if stage.double is not None)
+        return [*doubles, *(stage.module.attributes for stage in self.stages), self.of_units]
 
     def read_elsewhere(self) -> list[tuple[str, str]]:
         """Path of a module and name of the attributes that the step reads on other processes than the last."""

@@ -143,7 +143,7 @@ class Stream(Observer):
         stage = next(lane.stage for lane in self._lanes if lane.stage.program.stage == work.stage)
         batch, part = divmod(i, self.num_microbatches)
         if batch > self.batch and not part:
-            before = {name: buffer.detach().clone() for name, buffer in stage.changed_buffers().items()}
+            before = {name: buffer.detach().clone() for name, buffer in stage.module.changed_buffers().items()}
             self._kept[batch].append((stage, before))
         message = do()
         self._weights.check_used(work.stage, leaves_of(stage.roots(i)))
@@ -187,7 +187,7 @@ class Stream(Observer):
             self._pipeline.steps[self._step].own[-1].end()
         with torch.no_grad():
             for stage, before in self._kept[self.batch]:
-                for name, buffer in stage.changed_buffers().items():
+                for name, buffer in stage.module.changed_buffers().items():
                     buffer.copy_(before[name])
         self._weights.end()
 
