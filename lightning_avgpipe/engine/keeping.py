@@ -16,7 +16,7 @@ from lightning_avgpipe.utils.placeholder import Absent
 Samples = Sequence[tuple[Any, int]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Keeping:
     """Where outputs of frozen layers are kept.
 
@@ -27,6 +27,7 @@ class Keeping:
         stage: the first that trains.
         frozen: nodes, from the first.
         owners: ranks of the processes with the stage.
+        shares: whether some replica will have news after this iteration.
     """
 
     kept: FrozenOutputs
@@ -35,6 +36,7 @@ class Keeping:
     stage: int
     frozen: int
     owners: tuple[int, ...]
+    shares: bool = False
 
     @property
     def tellers(self) -> tuple[int, ...]:
@@ -68,18 +70,18 @@ class Keeping:
         if not applies:
             return found
         if len(self.owners) == 1:
-            self.kept.shares = len(self.tellers) > 1  # replicas of the whole pipeline find samples of their own
+            self.shares = len(self.tellers) > 1  # replicas of the whole pipeline find samples of their own
             return self.cluster.group.broadcast(found, self.owners[0])
         told = self.cluster.group.exchange_objects((found, self.cluster.rank in self.owners and self.kept.has_news))
         found = frozenset().union(*(there for there, _ in told))
-        self.kept.shares = any(has_news for _, has_news in told)
+        self.shares = any(has_news for _, has_news in told)
         # replicas of stages before would not know whose turn it is
         return found if self.stage == 0 or len(found) == len(samples) else frozenset()
 
     def share(self) -> None:
         """After an iteration replicas tell each other what they keep now. Every process calls it."""
         replicas = self.cluster.replicas
-        if replicas is not None and self.kept.shares and self.cluster.rank in self.owners:
+        if replicas is not None and self.shares and self.cluster.rank in self.owners:
             for number, news in enumerate(replicas.members.exchange_objects(self.kept.fresh())):
                 if number != replicas.number:
                     self.kept.accept(news)
