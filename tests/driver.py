@@ -72,7 +72,7 @@ class Engine:
         losses = self.pipeline.run(
             self.step, build(schedule, self.num_stages, len(parts), advance=advance), task, observers
         )
-        self.pipeline.copies(self.step).sum_gradients()
+        self.pipeline.steps[self.step].copies.sum_gradients()
         assert losses is not None
         return losses
 

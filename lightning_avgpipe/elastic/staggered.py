@@ -127,11 +127,11 @@ class StaggeredAveraging:
         replica_group: ReplicaGroup | None = None,
     ) -> None:
         self._mix = RULES[rule]
-        self._models = [list(model) for model in models]
+        # each with where its iteration began
+        self._models = [(list(model), [tensor.detach().clone() for tensor in model]) for model in models]
         self._reference = list(reference)
         self._alpha, self._outer_lr = alpha, outer_lr
         self._next = 0
-        self._began = [[tensor.detach().clone() for tensor in model] for model in self._models]
         self._known = [tensor.detach().clone() for tensor in self._reference]
         # only for what comes late, in at least single precision
         self._before = self._zeros() if rule == "late" else []
@@ -159,7 +159,7 @@ class StaggeredAveraging:
             self._before, self._sum = self._sum, self._before
             if self._sum:
                 torch._foreach_zero_(self._sum)
-        own = self._models[number], self._began[number], self._known, self._before, self._sum
+        own = *self._models[number], self._known, self._before, self._sum
         for parts, centres in chunks(own, self._reference if self._sums is None else self._sums.moves):
             model, began, known, before, total = parts
             wide_model, wide_began, wide_centres = wide(model), wide(began), wide(centres)

@@ -54,6 +54,15 @@ class _Place(NamedTuple):
         return f"{self.what} at {self.source}" if self.what else "its end"
 
 
+class _Follower:
+    """A micro-batch: the gate where it waits for its turn, and what it has come to."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Semaphore(0)
+        self.before: tuple[str, ...] = ()  # what was done since the last meeting
+        self.ended = False
+
+
 class Abreast:
     """Runs a function on micro-batches that meet.
 
@@ -69,14 +78,11 @@ class Abreast:
         turn: Callable[[int], AbstractContextManager[None]],
         common: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._count = count
         self._turn = turn
         self._common = common
-        self._gates = [threading.Semaphore(0) for _ in range(count)]
+        self._followers = [_Follower() for _ in range(count)]
         self._over = threading.Semaphore(0)
-        self._places: list[_Place | None] = [None] * count
-        self._before: list[list[str]] = [[] for _ in range(count)]
-        self._ended = [False] * count
+        self._place = _Place("", (), (), "")  # that the first has come to
         self._error: BaseException | None = None
         self._outcome: Any = None
         self._running = threading.local()
@@ -100,14 +106,14 @@ class Abreast:
             StepChangedError: micro-batches come to other meetings.
             BaseException: what the function raised first. No thread is left then either.
         """
-        results: list[Any] = [None] * self._count
+        results: list[Any] = [None] * len(self._followers)
         threads = [
             threading.Thread(target=contextvars.copy_context().run, args=(self._body, i, work, results))
-            for i in range(self._count)
+            for i in range(len(results))
         ]
         for thread in threads:
             thread.start()
-        self._gates[0].release()
+        self._followers[0].gate.release()
         try:
             self._over.acquire()
         except BaseException as error:  # somebody has interrupted this thread: no turn begins any more
@@ -120,7 +126,7 @@ class Abreast:
         return results
 
     def _body(self, i: int, work: Callable[[int], Any], results: list[Any]) -> None:
-        self._gates[i].acquire()
+        self._followers[i].gate.acquire()
         self._running.index = i
         try:
             if self._error is None:
@@ -131,23 +137,21 @@ class Abreast:
         except _GivenUp:
             pass  # the micro-batch that failed has said why
         except BaseException as error:
-            error.add_note(f"in micro-batch {i} of {self._count} of a step that optimizes manually")
+            error.add_note(f"in micro-batch {i} of {len(results)} of a step that optimizes manually")
             self._error = self._error or error
         finally:
-            self._ended[i] = True
+            self._followers[i].ended = True
             with contextlib.suppress(BaseException) if self._error is not None else contextlib.nullcontext():
                 self._open.close()
             self._go_on(i)
 
     def _go_on(self, i: int) -> None:
         """Another micro-batch has its turn, or all have ended."""
-        left = [n for n, ended in enumerate(self._ended) if not ended]
+        left = [follower for follower in self._followers if not follower.ended]
         if not left:
             self._over.release()
-        elif self._error is not None:
-            self._gates[left[0]].release()
         else:
-            self._gates[(i + 1) % self._count].release()
+            (left[0] if self._error is not None else self._followers[(i + 1) % len(self._followers)]).gate.release()
 
     # -- meetings ----------------------------------------------------------------------------------------------------
 
@@ -164,11 +168,11 @@ class Abreast:
         self._check()
         self._open.close()
         self._come_to(what, given, source_line())
-        if i == self._count - 1:
+        if i == len(self._followers) - 1:
             self._do(action)
-        if self._count > 1:
+        if len(self._followers) > 1:
             self._go_on(i)
-            self._gates[i].acquire()
+            self._followers[i].gate.acquire()
         self._check()
         self._open.enter_context(self._turn(i))
         return self._outcome  # type: ignore[no-any-return]
@@ -189,7 +193,7 @@ class Abreast:
         """The first micro-batch to come does it for all, and nobody waits."""
         i = self.index
         if i is not None:
-            self._before[i].append(what)
+            self._followers[i].before += (what,)
         if not i:
             with self.together(), self._common():
                 action()
@@ -204,24 +208,19 @@ class Abreast:
             self._together = before
 
     def _come_to(self, what: str, given: Any, source: str) -> None:
-        """A micro-batch has come to a meeting, or to its end; the last one to come looks whether all have."""
+        """A micro-batch has come to a meeting, or to its end, as the first one has before it."""
         i = self._running.index
-        self._places[i] = _Place(what, given, tuple(self._before[i]), source)
-        self._before[i] = []
-        if i < self._count - 1:
-            return
-        (first, *others), self._places = self._places, [None] * self._count
-        assert first is not None
-        for n, other in enumerate(others, 1):
-            assert other is not None
-            difference = _difference(first, other)
-            if difference:
-                self._error = StepChangedError(
-                    f"training_step does not do the same with all micro-batches: {difference[0]} in micro-batch 0, and "
-                    f"{difference[1]} in micro-batch {n}. Micro-batches step optimizers together, so what lies between "
-                    "two steps must be alike; num_microbatches=1 gives it whole batches"
-                )
-                raise self._error
+        place = _Place(what, given, self._followers[i].before, source)
+        self._followers[i].before = ()
+        if i == 0:
+            self._place = place
+        elif difference := _difference(self._place, place):
+            self._error = StepChangedError(  # also where the function catches it
+                f"training_step does not do the same with all micro-batches: {difference[0]} in micro-batch 0, and "
+                f"{difference[1]} in micro-batch {i}. Micro-batches step optimizers together, so what lies between "
+                "two steps must be alike; num_microbatches=1 gives it whole batches"
+            )
+            raise self._error
 
 
 def _difference(one: _Place, other: _Place) -> tuple[str, str] | None:

@@ -39,6 +39,11 @@ class Exchange:
         """Of this process in its group."""
         return self._cluster.rank
 
+    @property
+    def device(self) -> torch.device:
+        """Of this process."""
+        return self._cluster.device
+
     def share(self, what: str, source: int, item: Any = None) -> Any:
         """Every process gets the source's item; tensors without history. Every process calls it.
 

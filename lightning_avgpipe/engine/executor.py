@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any
 
 from lightning_avgpipe.comm.alone import alone
-from lightning_avgpipe.comm.channel import Inbox, Outbox
+from lightning_avgpipe.comm.channel import Inbox
 from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.transport import Ends
 from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.stage import Stage
@@ -33,10 +34,7 @@ class Lane:
 
     Attributes:
         stage: does the work.
-        values: where values come from; None for the first stage.
-        to_next: where values go; None for the last stage.
-        gradients: where gradients come from; None for the last stage.
-        to_previous: where gradients go; None for the first stage.
+        ends: of the hops before and after it.
         task: what the actions work on.
         place: puts the pipeline's model into the module.
         actions: what is left to do in this iteration.
@@ -48,10 +46,7 @@ class Lane:
     """
 
     stage: Stage
-    values: Inbox | None
-    to_next: Outbox | None
-    gradients: Inbox | None
-    to_previous: Outbox | None
+    ends: Ends
     task: Task
     place: Callable[[], None] | None = None
     actions: deque[Action] = field(default_factory=deque)
@@ -64,16 +59,16 @@ class Lane:
     def begin(self, row: Sequence[Action], observers: Sequence[Observer] = (), turns: deque[int] | None = None) -> None:
         """Take on one iteration's actions and post their receives."""
         self.actions, self.turns = deque(), turns
-        if self.takes is not None and self.values is not None:
-            self.values.expect(1)
+        if self.takes is not None and self.ends.values is not None:
+            self.ends.values.expect(1)
         self.go_on(row, observers)
 
     def go_on(self, row: Sequence[Action], observers: Sequence[Observer] = ()) -> None:
         """Further actions follow."""
         self.actions.extend(row)
-        for direction, inbox in (("forward", self.values), ("backward", self.gradients)):
+        for direction, inbox in (("forward", self.ends.values), ("backward", self.ends.gradients)):
             if inbox is not None:
-                onwards = self.to_next if self.relays and direction == "forward" else None
+                onwards = self.ends.to_next if self.relays and direction == "forward" else None
                 inbox.expect(sum(self._consumes(action) == direction for action in row), observers, onwards)
 
     def ready(self) -> bool:
@@ -109,19 +104,19 @@ class Lane:
         for observer in reversed(observers):
             do = partial(observer.perform, work, do)
         output = do()
-        outbox = self.to_next if action.kind.produces == "forward" else self.to_previous
+        outbox = self.ends.to_next if action.kind.produces == "forward" else self.ends.to_previous
         if output is not None and outbox is not None:
-            wanted = self.segments if outbox is self.to_next else 1
+            wanted = self.segments if outbox is self.ends.to_next else 1
             outbox.put(output if wanted == 1 else replace(output, segments=wanted), observers)
 
     def drop(self, count: int, waits: Waits) -> None:
         """Receive so many values that nobody wants any more."""
-        if self.values is None:
+        if (values := self.ends.values) is None:
             return
-        self.values.expect(count)
+        values.expect(count)
         for _ in range(count):
-            waits.until(self.values.ready, f"waits for what stage {self.stage.program.stage} is to drop")
-            self.values.get()
+            waits.until(values.ready, f"waits for what stage {self.stage.program.stage} is to drop")
+            values.get()
 
     def _do(self, action: Action, message: Message | None) -> Message | None:
         with alone():
@@ -134,7 +129,7 @@ class Lane:
 
     def _inbox(self) -> Inbox | None:
         consumes = self._consumes(self.actions[0])
-        return None if consumes is None else self.values if consumes == "forward" else self.gradients
+        return None if consumes is None else self.ends.values if consumes == "forward" else self.ends.gradients
 
 
 @dataclass(frozen=True)

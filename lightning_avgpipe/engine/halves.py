@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock, get_ident
 from typing import Any
@@ -29,6 +30,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
+from lightning_avgpipe.engine.stash import Stash
+
+_log = logging.getLogger(__name__)
 _Gradients = Sequence[Tensor | None]
 _TENSORS_ONLY = f"torch {torch.__version__}, whose backwards begin at tensors only"
 
@@ -161,6 +165,46 @@ def _begins_anywhere() -> bool:
 def _enters(children: Sequence[Node], gates: set[Node]) -> bool:
     """Whether a node is where a received value enters the step."""
     return len(children) == 1 and children[0] in gates
+
+
+class Halves:
+    """The backwards of one stage, where a schedule wants them in halves.
+
+    Args:
+        stage: k.
+
+    Attributes:
+        left: micro-batch -> the second half of its backward.
+        watch: within which a forward runs; None: backwards run whole.
+    """
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self._said = False  # that they run whole
+        self.watch: Watch | None = None
+        self.left: dict[int, WeightHalf] = {}
+
+    def begin(self, wanted: bool) -> None:
+        """An iteration begins, with such backwards or without."""
+        self.watch = Watch() if wanted else None
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context a forward runs; what follows of it within :attr:`watch`, if there is one."""
+        self.watch = None if self.watch is None else Watch()
+        return self.watch or contextlib.nullcontext()
+
+    def run_first(self, micro_batch: int, stash: Stash, roots: list[Tensor], gradients: list[Tensor | None]) -> bool:
+        """The half that the stage before waits for, if there are two: else nothing runs."""
+        half = stash.whole or input_half(roots, gradients, [gate.leaf for gate in stash.gates])
+        if isinstance(half, WeightHalf):
+            self.left[micro_batch] = half
+        elif not self._said:
+            self._said = True
+            _log.warning(
+                "stage %d runs backwards whole where the schedule wants their input gradients first: there is %s. The "
+                "numbers are the same; what it waits for is as with 1F1B", self._stage, half,
+            )  # fmt: skip
+        return isinstance(half, WeightHalf)
 
 
 class Watch:

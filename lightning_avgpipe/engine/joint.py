@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,11 +15,11 @@ from torch.autograd.graph import Node
 from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.errors import CaptureError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.object_state import ITEMS, same_items
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import version_of
 
 _INTERNALS = frozenset(vars(nn.Module()))
-_CONTAINERS = (list, dict, set, deque)
 
 
 @dataclass(frozen=True)
@@ -395,7 +394,7 @@ def _attributes(module: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any],
     found = []
     for path, inner in module.named_modules():
         own = {name: value for name, value in vars(inner).items() if name not in _INTERNALS}
-        held = {name: value.copy() for name, value in own.items() if isinstance(value, _CONTAINERS)}
+        held = {name: value.copy() for name, value in own.items() if isinstance(value, ITEMS)}
         found.append((path, inner, own, held))
     return found
 
@@ -407,17 +406,9 @@ def _changes(module: nn.Module, before: Sequence[Any]) -> list[tuple[str, str, A
         for name, value in vars(inner).items():
             if name in _INTERNALS or name == "forward":
                 continue
-            if name not in own or own[name] is not value or (name in held and not _same_items(value, held[name])):
+            if name not in own or own[name] is not value or (name in held and not same_items(value, held[name])):
                 found.append((path, name, value))
     return found
-
-
-def _same_items(one: Any, other: Any) -> bool:
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(a is b and one[a] is other[b] for a, b in zip(one, other, strict=True))
-    return isinstance(one, set) or all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _refuse_outer(record: _Record, made: Sequence[Tensor], begin: Tensor) -> None:

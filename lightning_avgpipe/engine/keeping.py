@@ -9,14 +9,14 @@ from typing import Any
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs, digests
-from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.schedule import Schedule, num_forward_only
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent
 
 Samples = Sequence[tuple[Any, int]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Keeping:
     """Where outputs of frozen layers are kept.
 
@@ -27,6 +27,7 @@ class Keeping:
         stage: the first that trains.
         frozen: nodes, from the first.
         owners: ranks of the processes with the stage.
+        shares: whether some replica will have news after this iteration.
     """
 
     kept: FrozenOutputs
@@ -35,6 +36,7 @@ class Keeping:
     stage: int
     frozen: int
     owners: tuple[int, ...]
+    shares: bool = False
 
     @property
     def tellers(self) -> tuple[int, ...]:
@@ -48,16 +50,16 @@ class Keeping:
         """Names of the tensors of a batch that the frozen layers read."""
         return frozenset(leaf.name for leaf in self.graph.needed_leaves(0, self.frozen))
 
-    def known(self, samples: Samples, schedule: Schedule, applies: bool, holds: bool) -> frozenset[int]:
+    def known(self, samples: Samples, schedule: Schedule, holds: bool) -> frozenset[int]:
         """The micro-batches of an iteration for which outputs are kept. Every process calls it.
 
         Args:
             samples: data and number of samples, by micro-batch.
             schedule: of the iteration.
-            applies: whether what is kept may be used: it holds, and the stage is still the first that trains.
             holds: whether what was frozen when the plan was made still is, and perhaps more.
         """
         found: frozenset[int] = frozenset()
+        applies = holds and num_forward_only(schedule) == self.stage  # it is still the first that trains
         if self.cluster.rank in self.owners:
             if not holds:  # what is kept may not be true any more
                 self.kept.forget()
@@ -68,18 +70,18 @@ class Keeping:
         if not applies:
             return found
         if len(self.owners) == 1:
-            self.kept.shares = len(self.tellers) > 1  # replicas of the whole pipeline find samples of their own
+            self.shares = len(self.tellers) > 1  # replicas of the whole pipeline find samples of their own
             return self.cluster.group.broadcast(found, self.owners[0])
         told = self.cluster.group.exchange_objects((found, self.cluster.rank in self.owners and self.kept.has_news))
         found = frozenset().union(*(there for there, _ in told))
-        self.kept.shares = any(has_news for _, has_news in told)
+        self.shares = any(has_news for _, has_news in told)
         # replicas of stages before would not know whose turn it is
         return found if self.stage == 0 or len(found) == len(samples) else frozenset()
 
     def share(self) -> None:
         """After an iteration replicas tell each other what they keep now. Every process calls it."""
         replicas = self.cluster.replicas
-        if replicas is not None and self.kept.shares and self.cluster.rank in self.owners:
+        if replicas is not None and self.shares and self.cluster.rank in self.owners:
             for number, news in enumerate(replicas.members.exchange_objects(self.kept.fresh())):
                 if number != replicas.number:
                     self.kept.accept(news)

@@ -32,8 +32,7 @@ from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.engine.joint import Joint, Unit
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.host_random import host_state, set_host_state
-from lightning_avgpipe.utils.random_streams import generators
+from lightning_avgpipe.utils.random_streams import RandomState
 from lightning_avgpipe.utils.source import source_line
 
 _Tensor: Any = Tensor  # whose descriptors are not typed
@@ -54,7 +53,6 @@ class Lockstep(StepTracer):
         module: divided: parameters of other processes are on meta.
         exchange: between the processes.
         owner: full name of each parameter or buffer that one process holds -> its rank. Others are held by all.
-        device: of this process.
         observers: modules that only look at values (metrics): all processes run them.
     """
 
@@ -63,7 +61,6 @@ class Lockstep(StepTracer):
         module: nn.Module,
         exchange: Exchange,
         owner: Mapping[str, int],
-        device: torch.device,
         observers: Collection[nn.Module] = (),
     ) -> None:
         super().__init__({}, {})
@@ -71,7 +68,6 @@ class Lockstep(StepTracer):
         self.joint = Joint(exchange)
         self._module = module
         self._owner = owner
-        self._device = device
         self._observers = {id(observer) for observer in observers}
         self._rank_of: dict[str, int] = {}
         self._names: dict[int, tuple[Tensor, str]] = {}  # with the tensors, so that their ids stay theirs
@@ -91,8 +87,8 @@ class Lockstep(StepTracer):
                 yield
             return
         self._look_up()
-        drawn = self.exchange.share(f"the random state of {what}", 0, _random_state(self._device))
-        _set_random_state(drawn, self._device)
+        drawn = self.exchange.share(f"the random state of {what}", 0, RandomState(self.exchange.device))
+        drawn.put(self.exchange.device)
         self._runs = True
         try:
             with self.following():
@@ -152,14 +148,14 @@ class Lockstep(StepTracer):
         owner = self._rank_of[path]
         args, kwargs = tree.map_tensors(self.contents, (args, kwargs))
         unit = Unit(module, path, owner, [id(p) in self._names for p in module.parameters() if p.requires_grad])
-        before = _random_state(self._device) if owner == self.exchange.rank else None
-        result, drawn = self.joint.call(unit, run, args, kwargs, lambda: _changed_since(before, self._device))
+        before = RandomState(device := self.exchange.device)
+        result, drawn = self.joint.call(unit, run, args, kwargs, lambda: _changed_since(before, device))
         if owner == self.exchange.rank:
             for name, buffer in module.named_buffers(path):
                 if name in self._owner:
                     self._names[id(buffer)] = (buffer, name)
         elif drawn is not None:
-            _set_random_state(drawn, self._device)
+            drawn.put(device)
         return result
 
     # -- glue ------------------------------------------------------------------------------------------------------
@@ -278,32 +274,7 @@ def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, nam
     return args[position] if len(args) > position else kwargs[name]
 
 
-# -- random numbers --------------------------------------------------------------------------------------------------
-
-
-def _random_state(device: torch.device) -> list[Any]:
-    torch_states = [generator.get_state() for generator in generators(device)]
-    return [torch_states, _Opaque(host_state())]
-
-
-class _Opaque:
-    """A leaf for trees."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _changed_since(before: list[Any] | None, device: torch.device) -> list[Any] | None:
+def _changed_since(before: RandomState, device: torch.device) -> RandomState | None:
     """The random state, if it has changed."""
-    if before is None:
-        return None
-    now = _random_state(device)
-    same = all(torch.equal(a, b) for a, b in zip(before[0], now[0], strict=True))
-    return None if same and before[1].value == now[1].value else now
-
-
-def _set_random_state(state: list[Any], device: torch.device) -> None:
-    torch_states, on_host = state
-    for generator, torch_state in zip(generators(device), torch_states, strict=True):
-        generator.set_state(torch_state)
-    set_host_state(on_host.value)
+    now = RandomState(device)
+    return None if now.is_same(before) else now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -64,7 +64,9 @@ class Pipeline:
         weights: step function -> versions of the weights that its actions use; of others there is one.
 
     Attributes:
+        cluster: as given.
         number: n.
+        steps: step functions that can be run, by name.
         place: as given; it may change between iterations.
         kept: outputs of frozen layers; None: they are not kept.
     """
@@ -82,22 +84,16 @@ class Pipeline:
         self.number = number
         self._weights = weights or {}
         self._foreign_tensors = foreign_tensors
-        self._cluster = cluster
+        self.cluster = cluster
         self._module = module
         self.place = place
         self._execution = execution
-        self._loaded: dict[str, LoadedStep] = {}
-        self._needs_all: set[str] = set()  # steps of which it is not known any more what they need of a batch
+        self.steps: dict[str, LoadedStep] = {}
         self.kept: FrozenOutputs | None = None
-
-    @property
-    def steps(self) -> tuple[str, ...]:
-        """Step functions that can be run."""
-        return tuple(self._loaded)
 
     def graph(self, step: str) -> CallGraph:
         """The call graph of a step function."""
-        return self._loaded[step].graph
+        return self.steps[step].graph
 
     def load(self, graph: CallGraph, cuts: Sequence[int], frozen: int = 0, relays: Collection[int] = ()) -> None:
         """Make a step function runnable.
@@ -117,36 +113,35 @@ class Pipeline:
         for k in relays:
             check_repeatable(programs[k])
         doubles = {k: Double(programs[k], self._module) for k in relays}
-        copies = TiedParameters(self._module, self._cluster, copied_parameters(programs))
+        copies = TiedParameters(self._module, self.cluster, copied_parameters(programs))
         versions = self._weights.get(graph.step) if len(programs) > 1 else None
         if versions is not None:
-            versions.divide({k: parameters_of(program) for k, program in enumerate(programs)}, self._cluster.stages)
+            versions.divide({k: parameters_of(program) for k, program in enumerate(programs)}, self.cluster.stages)
         keeping = self._keeping(graph, cuts, frozen)
         of_units = OwnAttributes(self._module, graph.of_units, self.number == 0)
         ahead = {
-            k + 1: Stage(programs[k], self._module, self._cluster.device, double, shown=False, of_units=of_units)
+            k + 1: Stage(programs[k], self._module, self.cluster.device, double, shown=False, of_units=of_units)
             for k, double in doubles.items()
-            if k + 1 in self._cluster.stages
+            if k + 1 in self.cluster.stages
         }
         stages = [
             Stage(
-                programs[k], self._module, self._cluster.device, versions or copies, self._execution,
-                self._foreign_tensors, self.number == 0 and k == self._cluster.stages[-1], of_units,
+                programs[k], self._module, self.cluster.device, versions or copies, self._execution,
+                self._foreign_tensors, self.number == 0 and k == self.cluster.stages[-1], of_units,
                 None if keeping is None or k != keeping.stage else self.kept, ahead.get(k), k in relays,
             )
-            for k in self._cluster.stages
+            for k in self.cluster.stages
         ]  # fmt: skip
         leaves, freezing = self._leaves(programs, relays, keeping), Freezing(graph, cuts, self._module)
-        self._loaded[graph.step] = LoadedStep(graph, cuts, stages, copies, leaves, freezing, keeping, doubles, of_units)
-        self._needs_all.discard(graph.step)
+        self.steps[graph.step] = LoadedStep(graph, cuts, stages, copies, leaves, freezing, keeping, doubles, of_units)
 
     def _keeping(self, graph: CallGraph, cuts: Sequence[int], frozen: int) -> Keeping | None:
         """Of the outputs of so many frozen nodes; what is kept of fewer stays, where the stage can go on from it."""
         if self.kept is None or not frozen:
             return None
         stage = bisect.bisect_right(cuts, frozen)
-        owners = self._cluster.stage_map.ranks(stage)
-        keeping = Keeping(self.kept, self._cluster, graph, stage, frozen, owners)
+        owners = self.cluster.stage_map.ranks(stage)
+        keeping = Keeping(self.kept, self.cluster, graph, stage, frozen, owners)
         start = (0, *cuts)[stage]
 
         def described(depth: int) -> Any:
@@ -155,7 +150,7 @@ class Pipeline:
             nodes = [(n.kind, n.name, n.inputs, n.outputs, n.writes, n.parameters) for n in graph.nodes[:depth]]
             return nodes, graph.live(depth), keeping.leaves
 
-        if self._cluster.rank in owners:
+        if self.cluster.rank in owners:
             self.kept.follow(frozen, described, keeping.tellers)
         else:
             self.kept.stop()
@@ -165,10 +160,10 @@ class Pipeline:
         self, programs: Sequence[StageProgram], relays: Collection[int], keeping: Keeping | None
     ) -> dict[int, frozenset[str]]:
         """Rank -> names of the tensors of a batch that the process needs."""
-        stage_map = self._cluster.stage_map
+        stage_map = self.cluster.stage_map
         leaves = {
             rank: frozenset().union(*(programs[k].leaves for k in stage_map.stages(rank)))
-            for rank in range(self._cluster.group.world_size)
+            for rank in range(self.cluster.group.world_size)
         }
         for k in relays:
             leaves[stage_map.owner(k + 1)] |= programs[k].leaves
@@ -179,57 +174,28 @@ class Pipeline:
 
     def load_like(self, other: Pipeline, step: str) -> None:
         """Make a step function runnable that is runnable in another pipeline."""
-        loaded = other._loaded[step]
+        loaded = other.steps[step]
         self.load(loaded.graph, loaded.cuts, relays=[*loaded.doubles])
 
     def unload(self) -> None:
         """Forget all step functions."""
-        self._loaded.clear()
+        self.steps.clear()
 
     def leaves(self, step: str, rank: int, batch: Any) -> frozenset[str] | None:
         """Names of the tensors of a batch that a process needs for a step; None if that is not known: all of them."""
-        loaded = None if step in self._needs_all else self._loaded.get(step)
+        loaded = self.steps.get(step)
         if loaded is None or leaf_names(batch) != tuple(leaf.name for leaf in loaded.graph.leaves):
             return None
-        return loaded.leaves[rank]
+        return loaded.leaves.get(rank)
 
     def need_all(self, step: str) -> None:
         """From now on it is not known what a step needs of a batch, as before it was loaded."""
-        self._needs_all.add(step)
+        if step in self.steps:
+            self.steps[step] = replace(self.steps[step], leaves={})
 
     def read_elsewhere(self) -> frozenset[tuple[str, str]]:
         """Path of a module and name of the attributes that step functions read on other processes than the last."""
-        return frozenset(key for loaded in self._loaded.values() for key in loaded.read_elsewhere())
-
-    def freezing(self, step: str) -> Freezing:
-        """Which stages of a step function have nothing to train."""
-        return self._loaded[step].freezing
-
-    def known(self, step: str, samples: Sequence[tuple[Any, int]], schedule: Schedule) -> frozenset[int]:
-        """The micro-batches of an iteration for which outputs of frozen layers are kept. Every process calls it.
-
-        Args:
-            step: that will train.
-            samples: data and number of samples, by micro-batch.
-            schedule: of the iteration.
-        """
-        loaded = self._loaded[step]
-        if loaded.keeping is None or self.kept is None:
-            return frozenset()
-        # something may have been frozen or unfrozen since the plan was made
-        first, trained = num_forward_only(schedule), loaded.freezing.trained
-        holds = trained <= loaded.graph.trained
-        return loaded.keeping.known(samples, schedule, holds and first == loaded.keeping.stage, holds)
-
-    def share_kept(self, step: str) -> None:
-        """After an iteration of a step replicas tell each other what they keep now. Every process calls it."""
-        keeping = self._loaded[step].keeping
-        if keeping is not None and self.kept is not None:
-            keeping.share()
-
-    def copies(self, step: str) -> TiedParameters:
-        """The parameters that several stages use in a step function."""
-        return self._loaded[step].copies
+        return frozenset(key for loaded in self.steps.values() for key in loaded.read_elsewhere())
 
     def run(self, step: str, schedule: Schedule, task: Task, observers: Iterable[Observer] = ()) -> list[Any] | None:
         """Run one iteration.
@@ -244,17 +210,13 @@ class Pipeline:
         """
         return run_together([self], step, [schedule], [task], observers)[0].results
 
-    def own(self, step: str) -> list[OwnAttributes]:
-        """As of :attr:`LoadedStep.own`."""
-        return self._loaded[step].own
-
     def lanes(self, step: str, schedule: Schedule, task: Task, observers: Sequence[Observer] = ()) -> list[Lane]:
         """Those of this process, ready to begin an iteration.
 
         Raises:
             ScheduleError: values pass stages that the step was not made runnable for.
         """
-        loaded, lanes = self._loaded[step], []
+        loaded, lanes = self.steps[step], []
         doubles = loaded.doubles
         if strange := schedule.relays - doubles.keys():
             raise ScheduleError(
@@ -266,14 +228,14 @@ class Pipeline:
         loaded.of_units.begin()
         frozen, training = num_forward_only(schedule), trains(schedule.rows[-1])
         for stage in loaded.stages:
-            number, rank = stage.program.stage, self._cluster.rank
-            if rank not in self._cluster.stage_map.hosts(number, training):
+            number, rank = stage.program.stage, self.cluster.rank
+            if rank not in self.cluster.stage_map.hosts(number, training):
                 continue
-            ends = self._cluster.transport.ends(self.number, number, training)
-            # the first stage that trains has nobody to send gradients to
-            to_previous = ends.to_previous if number > frozen else None
-            lane = Lane(stage, ends.values, ends.to_next, ends.gradients, to_previous, task, self.place)
-            row = in_turn(schedule.rows[number], *self._cluster.stage_map.share(number, rank, training))
+            ends = self.cluster.transport.ends(self.number, number, training)
+            if number <= frozen:  # the first stage that trains has nobody to send gradients to
+                ends = replace(ends, to_previous=None)
+            lane = Lane(stage, ends, task, self.place)
+            row = in_turn(schedule.rows[number], *self.cluster.stage_map.share(number, rank, training))
             row = tuple(a for a in row if number >= frozen or a.micro_batch not in task.known)
             lane.begins = task.known if number == frozen else frozenset()
             lane.relays, lane.segments = number in schedule.relays, schedule.segments
@@ -290,7 +252,7 @@ class Pipeline:
 
     def outcome(self, step: str, schedule: Schedule) -> Outcome:
         """What the iteration that has ended gave."""
-        last, stage_map, rank = self._loaded[step].stages[-1], self._cluster.stage_map, self._cluster.rank
+        last, stage_map, rank = self.steps[step].stages[-1], self.cluster.stage_map, self.cluster.rank
         number, training = last.program.stage, trains(schedule.rows[-1])
         if rank not in stage_map.hosts(number, training):
             return Outcome(None, frozenset(), 0)
@@ -321,7 +283,7 @@ def run_together(
     Raises:
         ScheduleError: a schedule has actions that stages cannot run.
     """
-    cluster = pipelines[0]._cluster
+    cluster = pipelines[0].cluster
     for schedule in schedules:
         check_runnable(schedule)
         check_hosted(schedule, cluster.stage_map.owners())
@@ -340,9 +302,9 @@ def run_together(
     finally:
         clear(lanes)
         for pipeline in pipelines:
-            pipeline.own(step)[-1].end()
-        added = [obj for pipeline in pipelines[1:] for own in pipeline.own(step)[-2:] for obj in own.added()]
-        for own in (own for pipeline in pipelines for own in pipeline.own(step)):
+            pipeline.steps[step].own[-1].end()
+        added = [obj for pipeline in pipelines[1:] for own in pipeline.steps[step].own[-2:] for obj in own.added()]
+        for own in (own for pipeline in pipelines for own in pipeline.steps[step].own):
             own.accept(added)
 
 
@@ -350,6 +312,6 @@ def clear(lanes: Sequence[Lane]) -> None:
     """Let nothing be left of an iteration that has ended, however it did."""
     for lane in lanes:
         lane.stage.clear()
-        for end in (lane.values, lane.gradients):
+        for end in (lane.ends.values, lane.ends.gradients):
             if isinstance(end, MemoryChannel):
                 end.clear()

@@ -30,41 +30,11 @@ from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.capture.snapshot import Attributes, attribute_values, random_state
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.planning.recompute_policy import Recompute
+from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
+from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.host_random import host_state, set_host_state
 from lightning_avgpipe.utils.objects import Objects
-from lightning_avgpipe.utils.random_streams import generators
-
-
-def overwritten(program: StageProgram) -> frozenset[int]:
-    """The received values that a stage changes in place, by themselves or by a value in the same memory."""
-    values = program.graph.values
-    written = {values[v].storage for node in program.nodes for _, v, _ in node.writes}
-    return frozenset(value for value in program.receives if values[value].storage in written)
-
-
-def scope(program: StageProgram, module: nn.Module) -> tuple[list[nn.Module], frozenset[str]]:
-    """The modules that a stage's forward may change: its units, and what lies outside of all units; the buffers."""
-    nodes = program.nodes
-    mine = {node.name for node in nodes if node.kind == "call"}
-    foreign = {
-        id(inner)
-        for path in program.graph.units
-        if path not in mine and path in program.graph.resident
-        for inner in module.get_submodule(path).modules()
-    }
-    foreign.difference_update(id(inner) for path in mine for inner in module.get_submodule(path).modules())
-    return [m for m in module.modules() if id(m) not in foreign], frozenset(s for node in nodes for s in node.states)
-
-
-def unowned(program: StageProgram, module: nn.Module) -> list[Any]:
-    """The variables that units change (global counters); of others generators, from which they may begin to draw."""
-    changed, found = {name for path, name in program.graph.of_units if not path}, list[Any]()
-    for name, variable in outside(module).items():
-        found += [variable] if name in changed else Objects([variable], opaque="generators").generators
-    return found
-
+from lightning_avgpipe.utils.random_streams import RandomState
 
 # -- what a repetition finds, and leaves -----------------------------------------------------------------------------
 
@@ -208,7 +178,7 @@ class UnitRepeater:
             return run
         modules = list(self._module.get_submodule(node.name).modules())
         buffers = {id(self._buffer(name)) for name in node.states}
-        draws = self._random_state()  # a unit that has not drawn so far may begin to
+        draws = RandomState(self._device)  # the unit was seeded just now; if it has not drawn so far, it may begin to
         parameters = [self._module.get_parameter(name) for name in node.states if name in self._parameters]
         surroundings: Surroundings | None = None
 
@@ -220,7 +190,7 @@ class UnitRepeater:
                 surroundings.done()
                 return result
             with surroundings.again(), random_state():
-                self._set_random_state(draws)
+                draws.put(self._device)
                 return run(*args, **kwargs)
 
         def repeatable(*args: Any, **kwargs: Any) -> Any:
@@ -233,11 +203,83 @@ class UnitRepeater:
         path, _, leaf = name.rpartition(".")
         return self._module.get_submodule(path)._buffers.get(leaf)
 
-    def _random_state(self) -> Any:
-        """The unit itself was seeded just now, before the part that is called again."""
-        return [g.get_state() for g in generators(self._device)], host_state()
 
-    def _set_random_state(self, state: Any) -> None:
-        for generator, of_torch in zip(generators(self._device), state[0], strict=True):
-            generator.set_state(of_torch)
-        set_host_state(state[1])
+# -- stages ----------------------------------------------------------------------------------------------------------
+
+
+class Repetition:
+    """What a stage, or a neighbour that has what it received, does once more.
+
+    Args:
+        program: of the stage.
+        module: the whole module.
+        device: where it computes.
+        recompute: what is to be repeated.
+        variables: attributes that the step changes.
+        relayed: whether what the stage receives goes on to the next one.
+
+    Attributes:
+        overwritten: received values that the stage changes in place, and somebody needs once more.
+        units: makes calls of units keep their inputs; None: none does.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        module: nn.Module,
+        device: torch.device,
+        recompute: Recompute,
+        variables: Sequence[Any],
+        relayed: bool,
+    ) -> None:
+        self._program = program
+        self._module = module
+        self._stages = recompute.stages
+        repeats = bool(recompute.stages or recompute.modules)
+        self._read = [*variables, *_unowned(program, module)] if repeats else []
+        self.units = UnitRepeater(module, recompute, device, self._read) if recompute.modules else None
+        self._scope = _scope(program, module) if recompute.stages else []
+        self.overwritten = _overwritten(program) if recompute.stages or relayed else frozenset[int]()
+        self._micro_batches: frozenset[int] = frozenset()
+
+    def follow(self, row: Sequence[Action]) -> None:
+        """These actions of the stage follow; forwards whose backwards are not among them come with those that do."""
+        self._micro_batches = repeated(row, self._program.is_last) if self._stages else frozenset()
+
+    def __contains__(self, micro_batch: int) -> bool:
+        """Whether the forward of a micro-batch is repeated."""
+        return micro_batch in self._micro_batches
+
+    def surroundings(self, rewritten: Sequence[nn.Parameter]) -> Surroundings:
+        """Of a forward that begins, which writes into these parameters."""
+        states = {name for node in self._program.nodes for name in node.states}
+        buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
+        return Surroundings(self._scope, buffers, rewritten, self._read)
+
+
+def _scope(program: StageProgram, module: nn.Module) -> list[nn.Module]:
+    """The modules that a stage's forward may change: its units, and what lies outside of all units."""
+    mine = {node.name for node in program.nodes if node.kind == "call"}
+    foreign = {
+        id(inner)
+        for path in program.graph.units
+        if path not in mine and path in program.graph.resident
+        for inner in module.get_submodule(path).modules()
+    }
+    foreign.difference_update(id(inner) for path in mine for inner in module.get_submodule(path).modules())
+    return [m for m in module.modules() if id(m) not in foreign]
+
+
+def _unowned(program: StageProgram, module: nn.Module) -> list[Any]:
+    """The variables that units change (global counters); of others generators, from which they may begin to draw."""
+    changed, found = {name for path, name in program.graph.of_units if not path}, list[Any]()
+    for name, variable in outside(module).items():
+        found += [variable] if name in changed else Objects([variable], opaque="generators").generators
+    return found
+
+
+def _overwritten(program: StageProgram) -> frozenset[int]:
+    """The received values that a stage changes in place, by themselves or by a value in the same memory."""
+    values = program.graph.values
+    written = {values[v].storage for node in program.nodes for _, v, _ in node.writes}
+    return frozenset(value for value in program.receives if values[value].storage in written)

@@ -71,4 +71,4 @@ class RollingPipelines:
     def _forget(self, number: int) -> None:
         pipeline, _ = self._begun.pop(number)
         del self._lanes[number]
-        pipeline.own(self._step)[-1].end()
+        pipeline.steps[self._step].own[-1].end()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,19 +12,19 @@ from torch import Tensor, nn
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.compiling import Execution
-from lightning_avgpipe.engine.forward_only import check_nothing_asks, check_same
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
-from lightning_avgpipe.engine.halves import Watch, WeightHalf, input_half
+from lightning_avgpipe.engine.frozen_prefix import FrozenPrefix
+from lightning_avgpipe.engine.halves import Halves
 from lightning_avgpipe.engine.inspection import ForeignTensors
+from lightning_avgpipe.engine.own_module import OwnModule
 from lightning_avgpipe.engine.path import Path
-from lightning_avgpipe.engine.recompute import Observations, Surroundings, UnitRepeater, overwritten, scope, unowned
+from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.replay import Observe, Replayed
 from lightning_avgpipe.engine.stage_step import StageStep
 from lightning_avgpipe.engine.stash import Gate, Inputs, Stash, entered
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ScheduleError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.planning.recompute_policy import repeated
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule
 from lightning_avgpipe.schedule.kinds import DOUBLE_FORWARD, GRAPH
 from lightning_avgpipe.schedule.rules import check_can_run
@@ -34,8 +33,6 @@ from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.double import Double
 from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters
-
-_log = logging.getLogger(__name__)
 
 
 class Stage:
@@ -56,11 +53,12 @@ class Stage:
         relayed: whether what it receives goes on to the next stage.
 
     Attributes:
+        program: as given.
+        double: as given.
+        module: what it makes of the module.
         stash: micro-batch -> what its forward keeps for its backward.
         results: on the last stage, what the step returned for each micro-batch.
         skipped: micro-batches without a loss, which had a backward nevertheless: it brought no gradients.
-        attributes: what it makes of attributes of modules.
-        double: as given.
     """
 
     def __init__(
@@ -77,28 +75,15 @@ class Stage:
         double: Stage | None = None,
         relayed: bool = False,
     ) -> None:
-        self.double = double
-        self._kept = kept
-        self._rests: dict[int, StageProgram] = {}  # what is left of the program, by where it begins
         self.program = program
-        self._copies = copies
-        self._device = device
-        self._module = module
+        self.double = double
+        self.module = OwnModule(program, module, copies, of_units, shown)
         self._step = StageStep(program, module, device, foreign_tensors, execution.compiler)
-        self._of_units = of_units or OwnAttributes(module, (), True)
-        self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
-        self._repeats: frozenset[int] = frozenset()
-        self._watch: Watch | None = None  # if backwards come in halves
-        self._said = False  # that they do not
-        self._forward_only = 0
-        recompute = self._recompute = execution.recompute
-        repeats = bool(recompute.stages or recompute.modules)
-        self._read = [*self.attributes.variables, *unowned(program, module)] if repeats else []
-        self._repeat_units = UnitRepeater(module, recompute, device, self._read) if recompute.modules else None
-        self._scope = scope(program, module) if recompute.stages else ([], frozenset())
-        self._overwritten = overwritten(program) if recompute.stages or relayed else frozenset()
+        self._prefix = FrozenPrefix(program, device, kept)
+        variables = self.module.attributes.variables
+        self._repetition = Repetition(program, module, device, execution.recompute, variables, relayed)
+        self._halves = Halves(program.stage)
         self.stash: dict[int, Stash | Inputs] = {}
-        self._weight_halves: dict[int, WeightHalf] = {}
         self.results: dict[int, Any] = {}
         self.skipped: set[int] = set()
 
@@ -109,16 +94,16 @@ class Stage:
             row: of this stage.
             forward_only: how many stages, from the first, run forwards only while others train.
         """
-        self.attributes.begin()
+        self.module.attributes.begin()
         if self.double is not None:
             self.double.begin(())
-        self._forward_only = forward_only
+        self._prefix.stages = forward_only
+        self._halves.begin(any(action.kind is INPUT_GRADIENT for action in row))
         self.go_on(row)
-        self._watch = Watch() if any(action.kind is INPUT_GRADIENT for action in row) else None
 
     def go_on(self, row: Sequence[Action]) -> None:
         """These actions follow; a forward whose backward is not among them comes with those that do."""
-        self._repeats = repeated(row, self.program.is_last) if self._recompute.stages else frozenset()
+        self._repetition.follow(row)
 
     def perform(self, action: Action, task: Task, message: Message | None) -> Message | None:
         """Run one action.
@@ -135,34 +120,23 @@ class Stage:
 
     def _forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
         """What a forward keeps depends on whether it trains, and on whether it will be repeated."""
-        program = self.program
-        if self._kept is not None and micro_batch in task.known:
-            message = self._kept.read(micro_batch, self._device, self._forward_only)
-        elif message is not None and message.micro_batch != micro_batch:
-            raise StepChangedError(
-                f"stage {program.stage} wants micro-batch {micro_batch} and received {message.micro_batch}; "
-                "the stages do not run the same schedule"
-            )
-        check_same(message, program, self._forward_only)
-        with self._placed() as copies:
-            if task.trains and micro_batch in self._repeats:
+        program, message = self.program, self._prefix.entering(task, micro_batch, message)
+        with self.module.placed() as copies:
+            if task.trains and micro_batch in self._repetition:
                 return self._forward_to_repeat(task, micro_batch, message, copies)
-            self._watch = None if self._watch is None else Watch()
             gates, replayed = self._replay(task, micro_batch, message, copies)
-            if self._kept is not None:
-                for depth, tapped in replayed.tapped.items():
-                    self._kept.fill(micro_batch, depth, *tapped)
+            self._prefix.keep(micro_batch, replayed.tapped)
         if program.is_last:
             self.results[micro_batch] = replayed.result
             if task.finish is not None:  # the user's hooks see the module's own parameters, no copies
                 # of a result with its graph the received values would stay until the iteration ends
                 self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
-                with self._watch or nullcontext():
+                with self._halves.watch or nullcontext():
                     loss = task.finish(micro_batch, replayed.result)
                 self._keep(micro_batch, gates, () if loss is None else (loss,))
             return None
-        if task.trains and program.stage < self._forward_only:
-            check_nothing_asks(replayed.sent, program)
+        if task.trains and program.stage < self._prefix.stages:
+            self._prefix.check_nothing_asks(replayed)
         elif task.trains:
             self._keep(micro_batch, gates, _roots(replayed))
         return self._message(task, micro_batch, replayed)
@@ -185,18 +159,12 @@ class Stage:
         It does have a graph until it ends: which values ask for a gradient is seen from it, and operations may round
         otherwise where none is wanted.
         """
-        with self._placed() as copies:
+        with self.module.placed() as copies:
             _, replayed = self._replay(task, micro_batch, message, copies)
         return self._message(task, message.micro_batch, replayed)
 
-    @contextmanager
-    def _placed(self) -> Iterator[dict[int, str]]:
-        """Within this context the module has what is this stage's own; gives its copies of tied parameters."""
-        with self._copies.placed(self.program.stage) as copies, self._of_units.placed(), self.attributes.placed():
-            yield copies
-
     def _keep(self, micro_batch: int, gates: tuple[Gate, ...], roots: tuple[Tensor, ...]) -> None:
-        self.stash[micro_batch] = Stash(gates, roots, "" if self._watch is None else self._watch.found)
+        self.stash[micro_batch] = Stash(gates, roots, "" if (watch := self._halves.watch) is None else watch.found)
 
     def _replay(
         self,
@@ -207,24 +175,14 @@ class Stage:
         observe: Observe | None = None,
     ) -> tuple[tuple[Gate, ...], Replayed]:
         """Execute this stage's part of the step; ``observe`` as for :func:`replay`."""
-        program, taps = self.program, frozenset[int]()
-        if self._kept is not None and micro_batch in task.known:
-            begins = self._kept.begins(micro_batch)
-            program = self._rests.setdefault(begins, program.behind(begins))
-            taps = self._kept.taps(micro_batch, begins)
-        elif self._kept is not None and task.trains:
-            taps = self._kept.taps(micro_batch)
-            if program.start in taps and message is not None and not isinstance(message.entries, Path):
-                tensors = [t for t in message.tensors if t is not None]
-                self._kept.fill(micro_batch, program.start, tensors, message.entries)
+        program, taps = self._prefix.rest(task, micro_batch, message)
         gates: tuple[Gate, ...] = ()
         received: list[Tensor] = []
         if message is not None:
             values = self._received(message, program)
-            gates, received = entered(message, values, task.trains, self._overwritten)
+            gates, received = entered(message, values, task.trains, self._repetition.overwritten)
         entries = message.entries if message is not None else ()
-        repeat = self._repeat_units if task.trains else None
-        watch = self._watch or nullcontext()
+        repeat, watch = self._repetition.units if task.trains else None, self._halves.watched()
         replayed = self._step.run(program, task, micro_batch, received, entries, copies, observe, repeat, taps, watch)
         return gates, replayed
 
@@ -235,7 +193,7 @@ class Stage:
     def _message(self, task: Task, micro_batch: int, replayed: Replayed) -> Message:
         requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
         sent = tuple(t.detach() for t in replayed.sent)
-        return Message(micro_batch, sent, requires_grad, replayed.entries, forward_only=self._forward_only)
+        return Message(micro_batch, sent, requires_grad, replayed.entries, forward_only=self._prefix.stages)
 
     # -- repeated forwards ---------------------------------------------------------------------------------------------
 
@@ -243,10 +201,7 @@ class Stage:
         self, task: Task, micro_batch: int, message: Message | None, copies: dict[int, str]
     ) -> Message | None:
         """A forward that keeps its inputs. What it computes lives until it ends, as it will in the backward."""
-        modules, states = self._scope
-        buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
-        surroundings = Surroundings(modules, buffers, self._step.rewritten.parameters(), self._read)
-        observations = Observations()
+        surroundings, observations = self._repetition.surroundings(self._step.rewritten.parameters()), Observations()
         versions = tuple(version_of(t) for t in message.tensors) if message is not None else ()
         _, replayed = self._replay(task, micro_batch, message, copies, observations.first)
         surroundings.done()
@@ -306,7 +261,7 @@ class Stage:
         if skipped:
             self.skipped.add(micro_batch)
         alone = message is None  # a loss needs no gradient
-        with self._placed() as copies:
+        with self.module.placed() as copies:
             if isinstance(stash, Inputs):
                 stash, gradients = self._repeat(stash, micro_batch, message, copies)
                 alone = False
@@ -317,12 +272,9 @@ class Stage:
             ]
             if pairs:
                 of = [root for root, _ in pairs], [gradient for _, gradient in pairs]
-                half = self._input_half(stash, *of) if halve else None
-                if half is None:
+                if not (halve and self._halves.run_first(micro_batch, stash, *of)):
                     torch.autograd.backward(*of)
-                else:
-                    self._weight_halves[micro_batch] = half
-        if self.program.stage <= self._forward_only:  # the first of those that train
+        if self.program.stage <= self._prefix.stages:  # the first of those that train
             return None
         return Message(micro_batch, tuple(gate.gradient for gate in stash.gates), entries=skipped)
 
@@ -330,25 +282,10 @@ class Stage:
         """The half of a backward that the stage before waits for."""
         return self._backward(task, micro_batch, message, halve=True)
 
-    def _input_half(
-        self, stash: Stash, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
-    ) -> WeightHalf | None:
-        half = stash.whole or input_half(roots, gradients, [gate.leaf for gate in stash.gates])
-        if isinstance(half, WeightHalf):
-            return half
-        if not self._said:
-            self._said = True
-            _log.warning(
-                "stage %d runs backwards whole where the schedule wants their input gradients first: there is %s. The "
-                "numbers are the same; what it waits for is as with 1F1B", self.program.stage, half,
-            )  # fmt: skip
-        return None
-
     def _weight_gradient(self, task: Task, micro_batch: int, message: Message | None) -> None:
         """The other half; nothing is left where the first ran whole, or had nothing to start from."""
-        half = self._weight_halves.pop(micro_batch, None)
-        if half is not None:
-            with self._placed():
+        if (half := self._halves.left.pop(micro_batch, None)) is not None:
+            with self.module.placed():
                 half.run()
 
     def roots(self, micro_batch: int) -> tuple[Tensor, ...]:
@@ -356,20 +293,13 @@ class Stage:
         stash = self.stash[micro_batch]
         return stash.roots if isinstance(stash, Stash) else ()
 
-    def changed_buffers(self) -> dict[str, Tensor]:
-        """Those that its forwards change, by name."""
-        names = dict.fromkeys(name for node in self.program.nodes for name in node.states)
-        return {name: self._module.get_buffer(name) for name in names}
-
     def clear(self) -> None:
         """Forget everything about unfinished micro-batches."""
-        self.attributes.end()
+        self.module.end()
         if self.double is not None:
             self.double.clear()
-        if isinstance(self._copies, Double):
-            self._copies.clear()
         self.stash.clear()
-        self._weight_halves.clear()
+        self._halves.left.clear()
         self.results.clear()
         self.skipped.clear()
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.capture.tracer import intercepting
-from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.inspection import leaves_of
@@ -76,7 +75,6 @@ class Stream(Observer):
     """The batches from one drain to the next. After each the optimizers step, see :class:`WeightStore`.
 
     Args:
-        cluster: of the pipeline.
         pipeline: whose steps change no attributes.
         step: name of the step function.
         weights: versions, which have begun.
@@ -87,15 +85,11 @@ class Stream(Observer):
         num_microbatches: as given.
     """
 
-    def __init__(
-        self, cluster: Cluster, pipeline: Pipeline, step: str, weights: WeightStore, num_microbatches: int
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, step: str, weights: WeightStore, num_microbatches: int) -> None:
         self.batch = 0
         self.num_microbatches = num_microbatches
         self._runs = False
-        self._whole = True  # no batch has failed
-        self._forwards_of = 0  # batches of which forwards may have run
-        self._cluster = cluster
+        self._forwards_of: int | None = 0  # batches of which forwards may have run; None: one has failed
         self._pipeline = pipeline
         self._step = step
         self._weights = weights
@@ -118,9 +112,10 @@ class Stream(Observer):
         Args:
             observers: of this batch.
         """
-        context = IterationContext(self._cluster.waits, self._cluster.world.rank, (self, *observers))
+        cluster, known = self._pipeline.cluster, self.known
+        context = IterationContext(cluster.waits, cluster.world.rank, (self, *observers))
         self._kept.pop(self.batch, None)
-        rows = [row_of_batch(place, self.batch, self.known) for place in self._places]
+        rows = [row_of_batch(place, self.batch, known) for place in self._places]
         if not self._lanes:
             schedule = Schedule("1f1b", len(rows), self.num_microbatches, tuple(rows))
             self._lanes = self._pipeline.lanes(self._step, schedule, self._task, observers)
@@ -130,11 +125,11 @@ class Stream(Observer):
         for lane in self._lanes:
             row = rows[lane.stage.program.stage]
             lane.stage.go_on([*row, *(Action(BACKWARD, i) for i in {action.micro_batch for action in row})])
-        self._runs, self._whole, self._forwards_of = True, False, self.known
+        self._runs, self._forwards_of = True, None
         try:
             with intercepting(), torch.enable_grad():
                 execute(self._lanes, context)
-            self._whole = True
+            self._forwards_of = known
         finally:
             self._runs = False
         return self._ended()
@@ -148,7 +143,7 @@ class Stream(Observer):
         stage = next(lane.stage for lane in self._lanes if lane.stage.program.stage == work.stage)
         batch, part = divmod(i, self.num_microbatches)
         if batch > self.batch and not part:
-            before = {name: buffer.detach().clone() for name, buffer in stage.changed_buffers().items()}
+            before = {name: buffer.detach().clone() for name, buffer in stage.module.changed_buffers().items()}
             self._kept[batch].append((stage, before))
         message = do()
         self._weights.check_used(work.stage, leaves_of(stage.roots(i)))
@@ -184,22 +179,19 @@ class Stream(Observer):
         places, last = self._places, self.batch - 1
         for lane in self._lanes:
             k = lane.stage.program.stage
-            if k and together and self._whole:
+            if k and together and self._forwards_of is not None:
                 sent, taken = (forwards_by(places[stage], last, self._forwards_of) for stage in (k - 1, k))
-                lane.drop(sent - taken, self._cluster.waits)
+                lane.drop(sent - taken, self._pipeline.cluster.waits)
         clear(self._lanes)
         if self._lanes:
-            self._pipeline.own(self._step)[-1].end()
+            self._pipeline.steps[self._step].own[-1].end()
         with torch.no_grad():
             for stage, before in self._kept[self.batch]:
-                for name, buffer in stage.changed_buffers().items():
+                for name, buffer in stage.module.changed_buffers().items():
                     buffer.copy_(before[name])
         self._weights.end()
 
     @property
     def _places(self) -> list[Place]:
-        return [Place(k, self._count, self.num_microbatches) for k in range(self._count)]
-
-    @property
-    def _count(self) -> int:
-        return self._cluster.stage_map.num_stages
+        count = self._pipeline.cluster.stage_map.num_stages
+        return [Place(k, count, self.num_microbatches) for k in range(count)]

@@ -80,7 +80,7 @@ class AheadIterations(Iterations):
 
     @property
     def _trained_now(self) -> frozenset[str]:
-        return self.deployment.pipeline.freezing(STEP).trained
+        return self.deployment.pipeline.steps[STEP].freezing.trained
 
     def _may_go_on(self) -> bool:
         """Whether nothing is foreseen between this batch and the next that needs everything whole."""

@@ -196,7 +196,7 @@ class AsynchronousIterations(AheadIterations):
             self._check_weights()
         (pipeline,) = self.models.pipelines_for(STEP, 1)
         self._weights.begin(count)
-        self._stream = Stream(self.cluster, pipeline, STEP, self._weights, count)
+        self._stream = Stream(pipeline, STEP, self._weights, count)
         self._stream.take(self._task(current))
         self._ends = not self._fits(count)
         self._foresight.begin(pipeline.graph(STEP))

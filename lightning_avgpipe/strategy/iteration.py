@@ -274,7 +274,7 @@ class Iterations:
                 if ensemble is not None:
                     ensemble.place(0)
         if trains:
-            self.deployment.pipeline.share_kept(step)
+            self.deployment.pipeline.steps[step].share_kept()
         return outcomes
 
     def _of_replicas(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -292,7 +292,7 @@ class Iterations:
 
     def _freeze(self, trains: bool) -> None:
         """Stages that have nothing to train by now run forwards only. Every process calls it."""
-        freezing, epoch = self.deployment.pipeline.freezing("training_step"), self.trainer.current_epoch
+        freezing, epoch = self.deployment.pipeline.steps["training_step"].freezing, self.trainer.current_epoch
         if epoch != self._agreed_in:  # hooks that freeze run on every process, and should do the same there
             agree_on_trained(freezing, self.cluster.world)
             self._agreed_in = epoch
@@ -307,7 +307,7 @@ class Iterations:
         if num_pipelines > 1 and pipeline.kept is not None:  # one of them would not do for all
             pipeline.kept.forget()
             return frozenset()
-        found = pipeline.known("training_step", samples, schedule)
+        found = pipeline.steps["training_step"].known(samples, schedule)
         # memory is measured where everything runs
         return frozenset() if self.schedule_control.measures(works, num_pipelines) else found
 

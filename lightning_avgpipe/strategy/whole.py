@@ -105,7 +105,7 @@ class WholeSteps:
         if self._lockstep is None:
             owner, exchange = self._divide(), Exchange(self._cluster)
             metrics = [m for m in self._module.modules() if isinstance(m, Metric)]
-            self._lockstep = Lockstep(self._module, exchange, owner, self._cluster.device, metrics)
+            self._lockstep = Lockstep(self._module, exchange, owner, metrics)
         return self._lockstep
 
     @contextlib.contextmanager

@@ -119,18 +119,18 @@ class ParallelPipelines:
             number: of one pipeline; None: all.
         """
         for pipeline in self.pipelines if number is None else self.pipelines[number : number + 1]:
-            pipeline.copies("training_step").sum_gradients()
+            pipeline.steps["training_step"].copies.sum_gradients()
 
     @property
     def summed_with_copies(self) -> Collection[str]:
         """Parameters of which that sum has the gradients of all replicas of their stages."""
-        return self._first.copies("training_step").names if self._cluster.stage_map.stage_replicas else ()
+        return self._first.steps["training_step"].copies.names if self._cluster.stage_map.stage_replicas else ()
 
     def verify_copies(self) -> None:
         """Check that what several stages use is the same on all of them. Every process calls it."""
         with self.showing_reference(False):
             for pipeline in self.pipelines:
-                pipeline.copies("training_step").verify()
+                pipeline.steps["training_step"].copies.verify()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_avgpipe.utils.device import port_of
-from lightning_avgpipe.utils.host_random import HostState, host_state, seed_host, set_host_state
+from lightning_avgpipe.utils.host_random import host_state, seed_host, set_host_state
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,24 @@ class host_stream:
         set_host_state(self._state)
 
 
+class RandomState:
+    """What torch's generators of a device, Python's and NumPy's would give next; a leaf for trees."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._of_torch = [generator.get_state() for generator in generators(device)]
+        self._on_host = host_state()
+
+    def put(self, device: torch.device) -> None:
+        """Let the generators go on from here."""
+        for generator, state in zip(generators(device), self._of_torch, strict=True):
+            generator.set_state(state)
+        set_host_state(self._on_host)
+
+    def is_same(self, other: RandomState) -> bool:
+        same = all(map(torch.equal, self._of_torch, other._of_torch))
+        return same and self._on_host == other._on_host
+
+
 class Streams:
     """A stream of random numbers for each of several takers, torch's, Python's and NumPy's; each goes on with its own.
 
@@ -98,7 +116,7 @@ class Streams:
     def __init__(self, key: RandomKey, count: int, device: torch.device) -> None:
         self._seeds = [replace(key, micro_batch=i).derive("step") for i in range(count)]
         self._device = device
-        self._states: dict[int, tuple[list[torch.Tensor], HostState]] = {}
+        self._states: dict[int, RandomState] = {}
 
     @contextlib.contextmanager
     def drawing(self, i: int) -> Iterator[None]:
@@ -107,11 +125,8 @@ class Streams:
             if i not in self._states:
                 seed_all(self._seeds[i], self._device)
             else:
-                torch_states, on_host = self._states[i]
-                for generator, state in zip(generators(self._device), torch_states, strict=True):
-                    generator.set_state(state)
-                set_host_state(on_host)
+                self._states[i].put(self._device)
             try:
                 yield
             finally:
-                self._states[i] = [one.get_state() for one in generators(self._device)], host_state()
+                self._states[i] = RandomState(self._device)

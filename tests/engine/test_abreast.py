@@ -76,3 +76,16 @@ def test_nobody_goes_on_after_an_error_even_if_one_catches_it() -> None:
     with pytest.raises(ValueError, match="no number"):
         together.run(work)
     assert done == [2]
+
+
+def test_micro_batches_that_differ_do_not_go_on_even_if_one_catches_it() -> None:
+    together, done = abreast(2), []
+
+    def work(i: int) -> None:
+        for what in ["backward", "step"][: 2 * i] or ["step"]:
+            with contextlib.suppress(StepChangedError):
+                together.meet(what, lambda: done.append(1))
+
+    with pytest.raises(StepChangedError, match="it comes to step"):
+        together.run(work)
+    assert not done

@@ -80,10 +80,9 @@ def iterate(cluster: Cluster, schedule: Schedule = SCHEDULE, pipelines: int = 1,
     for n in range(pipelines):
         turns = turns_of(schedule)
         for stage in cluster.stages:
-            ends = cluster.transport.ends(n, stage)
             adding: Any = Adding(stage, schedule.num_stages)
             task = Task(lambda i: None, [], key=RandomKey(0, pipeline=n))
-            lane = Lane(adding, ends.values, ends.to_next, ends.gradients, ends.to_previous, task)
+            lane = Lane(adding, cluster.transport.ends(n, stage), task)
             row = in_turn(schedule.rows[stage], *cluster.stage_map.share(stage, cluster.rank))
             lane.begin(row, observers, turns.get(stage))
             lanes.append(lane)

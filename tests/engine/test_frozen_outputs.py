@@ -171,7 +171,7 @@ def test_in_the_place_of_what_was_kept_there_is_room_for_what_it_gives(
         free, total = 1.0, 1.0
 
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage)
-    monkeypatch.setattr("lightning_avgpipe.engine.frozen_outputs._SEGMENT_BYTES", 4 * 16 + 15 * 64)
+    monkeypatch.setattr("lightning_avgpipe.engine.kept_samples._SEGMENT_BYTES", 4 * 16 + 15 * 64)
     kept = keeping(3, 4 * 16, str(tmp_path))  # four samples on the host, and one file
     Usage.free, Usage.total = 1e9, 1.0
     grown(kept, [0, 1, 2, 3, 4, 5, 6, 7])

@@ -67,6 +67,30 @@ class Attributes(Plain):
         return F.mse_loss(self.b(h), y) + self.a.left + self.a.calls * self.b.left
 
 
+class Latest(nn.Linear):
+    """Keeps a set of one, always another."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.seen = {0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(max(self.seen) + 1)
+        self.seen.remove(min(self.seen))
+        return super().forward(x)
+
+
+class OfOneSize(Plain):
+    """What the step reads of a set that a submodule changes in place does not show in its loss."""
+
+    def part(self) -> nn.Module:
+        return Latest()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        self.log("seen", float(sum(self.a.seen) + sum(self.b.seen)))
+
+
 class InPlace(Plain):
     def part(self) -> nn.Module:
         return nn.Sequential(nn.LeakyReLU(0.2, inplace=True), nn.Linear(8, 8))
@@ -208,7 +232,7 @@ def fit(rank: int, devices: int, *models: type[Plain]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_what_submodules_hold_hide_and_change_is_the_same_everywhere(tmp_path: Path) -> None:
-    models = (Attributes, InPlace, Regions, ByHand, Closed)
+    models = (Attributes, OfOneSize, InPlace, Regions, ByHand, Closed)
     one = fit(0, 1, *models)
     for rank in processes.results(processes.run(2, fit, 2, *models, folder=tmp_path)):
         for model, expected in one.items():

@@ -306,7 +306,7 @@ def test_every_legal_cut_gives_the_same_gradients(model: Callable[[], Layers], n
             lambda i, loss, parts=parts: loss * parts[i].weight,
         )
         pipeline.run("training_step", build("1f1b", cluster.stage_map.num_stages, len(parts)), task)
-        pipeline.copies("training_step").sum_gradients()
+        pipeline.steps["training_step"].copies.sum_gradients()
         copied = copied_parameters(stage_programs(graph, chosen))
         for (name, a), b in zip(plain.named_parameters(), piped.parameters(), strict=True):
             assert (a.grad is None) == (b.grad is None), (chosen, name)

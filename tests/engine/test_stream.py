@@ -108,7 +108,7 @@ class Run:
         size = self.num_microbatches
         batches = [parts[i : i + size] for i in range(0, len(parts), size)]
         self.weights.begin(size)
-        stream, results = Stream(self.cluster, self.pipeline, "training_step", self.weights, size), []
+        stream, results = Stream(self.pipeline, "training_step", self.weights, size), []
         for _ in range(len(batches) if count is None else count):
             while batches and stream.known <= stream.batch + Place(0, K, size).batches_ahead:
                 stream.take(self.task(batches.pop(0)))

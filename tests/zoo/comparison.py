@@ -167,7 +167,7 @@ def in_one_process(
         with mode(step):
             results = pipeline.run(step, schedule, subject.task(step, parts, iteration))
         if step == TRAINING:
-            pipeline.copies(TRAINING).sum_gradients()
+            pipeline.steps[TRAINING].copies.sum_gradients()
         assert results is not None
         return results
 
