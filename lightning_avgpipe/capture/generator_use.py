@@ -24,7 +24,7 @@ class GeneratorWatch:
     def __init__(self, attributes: Mapping[tuple[str, str], Any]) -> None:
         self._attributes = attributes
         self._objects = Objects(attributes.values(), opaque="generators")
-        self._lasting = {id(one): one for one in self._objects.generators}
+        self._lasting = {id(one): one for one in self._objects.opaque}
         self._given: dict[int, set[str]] = defaultdict(set)
         self._nodes: dict[int, list[int]] = defaultdict(list)
         self._between: dict[int, tuple[int, int]] = {}  # first and last position
@@ -35,7 +35,7 @@ class GeneratorWatch:
 
     def given(self, objects: Objects, path: str) -> tuple[int, ...]:
         """A unit is called with the generators among these objects; returns the numbers of those that the step made."""
-        found = objects.generators
+        found = objects.opaque
         for one in found:
             if id(one) in self._lasting:
                 self._given[id(one)].add(path)
@@ -45,7 +45,7 @@ class GeneratorWatch:
 
     def kept(self, held: Iterable[Any]) -> None:
         """The step has ended, and keeps what it has made."""
-        found = Objects(held, opaque="generators").generators
+        found = Objects(held, opaque="generators").opaque
         self._made |= {id(one): one for one in found if id(one) not in self._lasting}
 
     def look(self, position: int) -> None:
@@ -100,7 +100,7 @@ class GeneratorWatch:
     def _leads(self) -> dict[int, list[tuple[str, str, int]]]:
         leads: dict[int, list[tuple[str, str, int]]] = defaultdict(list)
         for (path, name), held in self._attributes.items() if self._lasting else ():
-            for number, one in enumerate(Objects([held], opaque="generators").generators):
+            for number, one in enumerate(Objects([held], opaque="generators").opaque):
                 leads[id(one)].append((path, name, number))
         return {key: sorted(found, key=lambda lead: (lead[1].startswith("_"), lead)) for key, found in leads.items()}
 

@@ -34,7 +34,7 @@ class Iterators:
 
     def leads(self) -> tuple[Key, ...]:
         """What leads to any."""
-        return self._leading(self._objects.iterators)
+        return self._leading(self._objects.opaque)
 
     def _leading(self, found: Iterable[Any]) -> tuple[Key, ...]:
         ids = set(map(id, found))

@@ -195,7 +195,7 @@ class Recorder(StepTracer):
         """Those of random numbers among arguments that do not outlive the step."""
         found = Objects((args, kwargs), opaque="generators")
         chosen = self.unnamed.generators.given(found, "")
-        return found.among([id(one) for i, one in enumerate(found.generators) if i in chosen])
+        return found.among([id(one) for i, one in enumerate(found.opaque) if i in chosen])
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
         begin = self.draft.position()

@@ -68,7 +68,7 @@ class OwnGenerators:
         """The one that a use is of; None where only rank 0 has what leads to it, and draws nowhere else."""
         for path, name, number in use.leads:
             with contextlib.suppress(KeyError, IndexError, AttributeError):
-                return Objects([variable(self._module, path, name)], opaque="generators").generators[number]
+                return Objects([variable(self._module, path, name)], opaque="generators").opaque[number]
         return None
 
     def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:

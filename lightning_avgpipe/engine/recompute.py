@@ -274,7 +274,7 @@ def _unowned(program: StageProgram, module: nn.Module) -> list[Any]:
     """The variables that units change (global counters); of others generators, from which they may begin to draw."""
     changed, found = {name for path, name in program.graph.of_units if not path}, list[Any]()
     for name, variable in outside(module).items():
-        found += [variable] if name in changed else Objects([variable], opaque="generators").generators
+        found += [variable] if name in changed else Objects([variable], opaque="generators").opaque
     return found
 
 

@@ -154,14 +154,9 @@ class Objects:
         return any(id(obj) in others for obj in found)
 
     @property
-    def generators(self) -> list[Any]:
-        """Those of random numbers among them, in the order in which they are reached."""
-        return [obj for obj, _ in self._opaque if opaque_contents.is_generator(obj)]
-
-    @property
-    def iterators(self) -> list[Any]:
-        """Those among them."""
-        return [obj for obj, _ in self._opaque if opaque_contents.is_iterator(obj)]
+    def opaque(self) -> list[Any]:
+        """The arrays, generators or iterators among them that were asked for, in the order in which they are reached."""
+        return [obj for obj, _ in self._opaque]
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Each object with the items that it held; None for one that has none."""
