@@ -155,7 +155,7 @@ class Objects:
 
     @property
     def opaque(self) -> list[Any]:
-        """The arrays, generators or iterators among them that were asked for, in the order in which they are reached."""
+        """The arrays, generators or iterators that were asked for, in the order in which they are reached."""
         return [obj for obj, _ in self._opaque]
 
     def items(self) -> Iterator[tuple[Any, Any]]:
