@@ -75,7 +75,8 @@ class Configuration:
             call = f"reconfigure({', '.join(f'{name}={value!r}' for name, value in asked.items())})"
             cluster.confirm(call, "in a hook of a callback, such as on_train_batch_end, and not only if is_global_zero")
         changed = {name: value for name, value in asked.items() if getattr(self.options, name) != value}
-        self.options = replace(self.options, **asked)
+        if changed:  # options are checked when they are made, which takes a while
+            self.options = replace(self.options, **changed)
         return changed
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class Foresight:
     def begin(self, graph: CallGraph) -> None:
         """From now on, and until the next call, hooks must not change what a step reads."""
         module = self._trainer.lightning_module
-        if not self._read:
+        if graph is not self._graph:
             keys = [key for key, _ in graph.reads if key[1] not in _IGNORED and key not in graph.written]
             self._read = {".".join(filter(None, key)): variable(module, *key) for key in keys} | outside(module)
         self._held = {name: self._hold(name) for name in self._read}
