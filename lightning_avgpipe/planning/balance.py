@@ -25,6 +25,7 @@ from lightning_avgpipe.errors import PartitionError, StepOrderError
 from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.memory import Memory, nbytes
 from lightning_avgpipe.planning.ranges import Ranges, evenest, least_bottleneck
+from lightning_avgpipe.utils.names import is_within
 
 # Among partitions within this share of the best bottleneck the evenest with the least traffic is taken.
 _SLACK = 0.01
@@ -149,7 +150,7 @@ def _belongs(node: Node, name: str) -> bool:
     """Whether a node is a call of a module, or of what it holds, or glue with its parameters."""
     if node.kind == "glue":
         return any(parameter.startswith(f"{name}.") for parameter in node.parameters)
-    return node.name == name or node.name.startswith(f"{name}.")
+    return is_within(node.name, name)
 
 
 def cut_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]], num_stages: int) -> tuple[int, ...]:
