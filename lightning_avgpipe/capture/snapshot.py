@@ -134,7 +134,8 @@ class Attributes:
             kept = {
                 name: (held, copy)
                 for name, (held, copy) in attributes.items()
-                if not _is_now(m, name, held, copy) and not (isinstance(held, Tensor) and held.grad_fn is not None)
+                if not (vars(m).get(name, _MISSING) is held and _has_items(held, copy))
+                and not (isinstance(held, Tensor) and held.grad_fn is not None)
             }
             if kept:
                 changed.append((m, kept, {}))
@@ -148,10 +149,6 @@ class Attributes:
 def _references(module: nn.Module) -> tuple[_Saved, dict[str, Any]]:
     own = {name: held for name, held in vars(module).items() if name not in OF_EVERY_MODULE}
     return {name: (held, _copy(held, contents=False)) for name, held in own.items()}, dict(module._buffers)
-
-
-def _is_now(module: nn.Module, name: str, held: Any, copy: Any) -> bool:
-    return vars(module).get(name, _MISSING) is held and _has_items(held, copy)
 
 
 def _has_items(held: Any, copy: Any) -> bool:

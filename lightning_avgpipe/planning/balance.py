@@ -229,9 +229,10 @@ def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int
     first_to_last = " .. ".join(dict.fromkeys([units[0], units[-1]]))
     count = ranges.memory.flights(k)
     flying, them = ("1 micro-batch in flight", "it") if count == 1 else (f"{count} micro-batches in flight", "them")
+    stashed = "the micro-batch that is being repeated" if ranges.memory.is_repeated(k) else flying
     parts = {
         f"{nbytes(need.held)} of weights, gradients and optimizer states": need.held,
-        f"{nbytes(need.stash)} stashed by {_stashed(ranges.memory, k, flying)}": need.stash,
+        f"{nbytes(need.stash)} stashed by {stashed}": need.stash,
         f"{nbytes(need.boundary)} of values received for {them}": need.boundary,
     }
     advice = "use more stages"
@@ -243,10 +244,6 @@ def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int
         f"much. That is stage {k} ({first_to_last}), with {', '.join(p for p, n in parts.items() if n)}; "
         f"{advice}, or raise memory_limit"
     )
-
-
-def _stashed(memory: Memory, stage: int, flying: str) -> str:
-    return "the micro-batch that is being repeated" if memory.is_repeated(stage) else flying
 
 
 def _too_few_cuts(

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lightning_avgpipe.capture.capturing import capture
-from lightning_avgpipe.capture.coarsening import Closing, closing
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.units import is_container
 from lightning_avgpipe.errors import PartitionError
@@ -116,7 +115,3 @@ class Divisible:
         """Units that can be opened, and have trained and frozen parameters."""
         flags = {unit: {p.requires_grad for p in self.module.get_submodule(unit).parameters()} for unit in units}
         return [unit for unit in units if len(flags[unit]) > 1 and self.opens(unit)]
-
-    def closing(self, graph: CallGraph, cuts: Sequence[int], keep: Collection[str]) -> Closing | None:
-        """What can be closed again; see :func:`closing`."""
-        return closing(self.module, graph, cuts, keep, self.observers)
