@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
-from lightning_avgpipe.capture.units import divisible, initial_units, refine
 from lightning_avgpipe.planning import Costs, Plan, cut_at
 from lightning_avgpipe.planning.balance import gaps
 from lightning_avgpipe.planning.costing import Costing
@@ -161,9 +160,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 def leaves(module: nn.Module) -> tuple[str, ...]:
     """The smallest units."""
-    units = initial_units(module)
-    while heavy := [unit for unit in units if divisible(module, unit)]:
-        units = refine(module, units, heavy)
+    units = Divisible(module).units()
+    while heavy := [unit for unit in units if Divisible(module).opens(unit)]:
+        units = Divisible(module).refine(units, heavy)
     return units
 
 
@@ -233,7 +232,7 @@ def compare(name: str, stages: Sequence[int], runs: int, say: Callable[[str], No
         say(f"{name}, {num_stages} stages, planned in {seconds[num_stages]:.1f} s:\n{plans[num_stages]}\n")
     graph = capture(STEP, module.training_step, args, module, leaves(module))
     costs = median_costs(graph, module, args, runs)
-    called = capture(STEP, module.training_step, args, module, initial_units(module)).nodes
+    called = capture(STEP, module.training_step, args, module, Divisible(module).units()).nodes
     layers = list(dict.fromkeys(node.name for node in called if node.kind != "glue"))
     rows = []
     for num_stages in stages:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from fractions import Fraction
+from typing import Any
 
 from torch import nn
 
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.names import close_to, fitting, is_within
 
 _FEWEST_BLOCKS = 3
 _FINEST = 10_000  # alpha is a fraction with such a denominator: of 1/3 of 12 layers nobody expects 5
@@ -62,7 +62,7 @@ class FreezingOrder:
         for name, parameter in module.named_parameters():
             if name in found:
                 parameter.requires_grad_(False)
-        for inner in _modules(module, frozen):
+        for inner in _inside(module.named_modules(remove_duplicate=False), frozen).values():
             inner.training = False
 
     def norms(self, module: nn.Module, squares: Mapping[str, float]) -> list[float]:
@@ -119,14 +119,11 @@ def _found(module: nn.Module, patterns: Sequence[str], option: str) -> tuple[str
     if option == "before":
         known += [name for name, _ in module.named_parameters()]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "use names of named_modules()"
-            raise ConfigurationError(
-                f"AdaptiveFreezing: {option}: {pattern!r} fits nothing in {type(module).__name__}; {hint}"
-            )
-    fitting = [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    return tuple(name for name in fitting if not any(name.startswith(f"{other}.") for other in fitting))
+        if not fitting([pattern], known):
+            what = f"AdaptiveFreezing: {option}: {pattern!r} fits nothing in {type(module).__name__}"
+            raise ConfigurationError(f"{what}; {close_to(pattern, known)}")
+    chosen = set(fitting(patterns, known))
+    return tuple(name for name in known if name in chosen)
 
 
 def _registered_before(path: str, module: nn.Module) -> tuple[str, ...]:
@@ -140,18 +137,17 @@ def _registered_before(path: str, module: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _is_within(name: str, paths: Sequence[str]) -> bool:
-    return any(name == path or name.startswith(f"{path}.") for path in paths)
-
-
 def _parameters(module: nn.Module, paths: Sequence[str]) -> frozenset[str]:
     """Names of the parameters that are found under these paths only; of a tied one the first."""
-    outside = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if not _is_within(name, paths)}
-    return frozenset(name for name, p in module.named_parameters() if id(p) not in outside)
+    inside = _inside(module.named_parameters(remove_duplicate=False), paths)
+    return frozenset(name for name, p in module.named_parameters() if id(p) in inside)
 
 
-def _modules(module: nn.Module, paths: Sequence[str]) -> Iterator[nn.Module]:
-    """The same of modules."""
-    every = list(module.named_modules(remove_duplicate=False))
-    outside = {id(inner) for name, inner in every if not _is_within(name, paths)}
-    return (inner for _, inner in every if id(inner) not in outside)
+def _inside(named: Iterable[tuple[str, Any]], paths: Sequence[str]) -> dict[int, Any]:
+    """By id, what has no other names than such below these paths."""
+    found, outside = {}, set()
+    for name, thing in named:
+        found[id(thing)] = thing
+        if not any(is_within(name, path) for path in paths):
+            outside.add(id(thing))
+    return {key: thing for key, thing in found.items() if key not in outside}

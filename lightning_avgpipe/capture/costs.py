@@ -47,15 +47,15 @@ class Costs:
     kept: int = 0
 
     @classmethod
-    def from_flops(cls, graph: CallGraph, flops_per_byte: float = 20.0) -> Costs:
-        """Counted operations (a backward costs two forwards); a byte on a link costs as much as so many of them.
+    def from_flops(cls, graph: CallGraph) -> Costs:
+        """Counted operations (a backward costs two forwards); a byte on a link costs as much as 20 of them.
 
         The stash is that of the values between the nodes: what a unit keeps inside is not known.
         """
         forward = tuple(node.flops for node in graph.nodes)
         backward = tuple(2.0 * flops for flops in forward)
         kept = (v.index for v in graph.values if v.requires_grad)
-        return cls(forward, backward, value_bytes(graph, kept), (Link(flops_per_byte),))
+        return cls(forward, backward, value_bytes(graph, kept), (Link(20.0),))
 
     @cached_property
     def node(self) -> tuple[float, ...]:

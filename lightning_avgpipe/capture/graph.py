@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from lightning_avgpipe.capture.upkeep import Span, spans
+from lightning_avgpipe.capture.upkeep import Span, made_by, spans
 from lightning_avgpipe.utils.placeholder import Description
 
 
@@ -284,7 +284,7 @@ class CallGraph:
         """For each value the node that makes it a value, shape ``(len(values),)``."""
         first = [len(self.nodes)] * len(self.values)
         for node in reversed(self.nodes):
-            for value in self._made_by(node):
+            for value in made_by(node):
                 first[value] = node.index
         return tuple(first)
 
@@ -296,18 +296,13 @@ class CallGraph:
             if node.index in self.upkeep:
                 continue  # who needs its values makes them
             # an object may hold values of earlier nodes, which nobody needs for that
-            made = (value for value in self._made_by(node) if self.born[value] == node.index)
+            made = (value for value in made_by(node) if self.born[value] == node.index)
             written = (value for _, value, _ in node.writes)
             for value in (*node.inputs, *written, *made):
                 last[value] = node.index
         for value in self.kept:
             last[value] = len(self.nodes)
         return tuple(last)
-
-    @staticmethod
-    def _made_by(node: Node) -> Iterator[int]:
-        yield from (value for value in node.outputs if value >= 0)
-        yield from (value for _, value, _ in node.writes)
 
     def live(self, position: int) -> tuple[int, ...]:
         """Values that cross a cut at this position, in order of their birth."""

@@ -14,7 +14,7 @@ from lightning_avgpipe.capture.changes import put_back
 from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.utils.device import all_generators
 from lightning_avgpipe.utils.host_random import host_state, set_host_state
-from lightning_avgpipe.utils.object_state import same_items
+from lightning_avgpipe.utils.object_state import OF_EVERY_MODULE, same_items
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.tensors import same_contents
@@ -23,7 +23,6 @@ from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced, version_o
 _REGISTRIES = (*REGISTRIES, "_non_persistent_buffers_set")
 _CONTAINERS = (list, dict, set, deque)
 _MISSING = object()
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _Saved = dict[str, tuple[Any, Any]]  # name -> what was there, and how it is put back
 _LIBRARIES = ("torch", *LIGHTNING, "torchmetrics", "builtins", "abc", "typing")
 
@@ -76,7 +75,7 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
 
 def attribute_values(modules: Iterable[nn.Module]) -> list[Any]:
     """What modules hold besides parameters, buffers, modules and hooks."""
-    return [held for m in modules for name, held in vars(m).items() if name not in _OF_EVERY_MODULE]
+    return [held for m in modules for name, held in vars(m).items() if name not in OF_EVERY_MODULE]
 
 
 @contextlib.contextmanager
@@ -125,7 +124,7 @@ class Attributes:
     def restore(self) -> None:
         """Put everything, or what was kept, back."""
         for m, attributes, buffers in self._saved:
-            _restore(vars(m), attributes, _OF_EVERY_MODULE if self._whole else vars(m))
+            _restore(vars(m), attributes, OF_EVERY_MODULE if self._whole else vars(m))
             m._buffers.update(buffers)
 
     def keep_changed(self) -> None:
@@ -135,7 +134,8 @@ class Attributes:
             kept = {
                 name: (held, copy)
                 for name, (held, copy) in attributes.items()
-                if not _is_now(m, name, held, copy) and not (isinstance(held, Tensor) and held.grad_fn is not None)
+                if not (vars(m).get(name, _MISSING) is held and _has_items(held, copy))
+                and not (isinstance(held, Tensor) and held.grad_fn is not None)
             }
             if kept:
                 changed.append((m, kept, {}))
@@ -147,12 +147,8 @@ class Attributes:
 
 
 def _references(module: nn.Module) -> tuple[_Saved, dict[str, Any]]:
-    own = {name: held for name, held in vars(module).items() if name not in _OF_EVERY_MODULE}
+    own = {name: held for name, held in vars(module).items() if name not in OF_EVERY_MODULE}
     return {name: (held, _copy(held, contents=False)) for name, held in own.items()}, dict(module._buffers)
-
-
-def _is_now(module: nn.Module, name: str, held: Any, copy: Any) -> bool:
-    return vars(module).get(name, _MISSING) is held and _has_items(held, copy)
 
 
 def _has_items(held: Any, copy: Any) -> bool:

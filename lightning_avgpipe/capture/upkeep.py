@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from networkx.utils import UnionFind
 
 if TYPE_CHECKING:
     from lightning_avgpipe.capture.graph import Node
@@ -47,26 +49,26 @@ def spans(nodes: Sequence[Node], kept: Iterable[int]) -> list[Span]:
     """
     changed = {name for node in nodes for name in node.states}
     upkeep = _upkeep(nodes, frozenset(kept))
-    sets = _Sets()
+    sets: Any = UnionFind()  # of what belongs together
     for node in nodes:
         used = [name for name in dict.fromkeys((*node.states, *node.parameters)) if name in changed]
-        for name in used:
-            sets.join(("node", node.index), ("name", name)) if node.index in upkeep else sets.find(("name", name))
         if node.index in upkeep:
-            for value in (*node.inputs, *_made_by(node)):
-                sets.join(("node", node.index), ("value", value))
+            for name in used:
+                sets.union(("node", node.index), ("name", name))
+            for value in (*node.inputs, *made_by(node)):
+                sets.union(("node", node.index), ("value", value))
     users: dict[object, list[int]] = defaultdict(list)
     movable: dict[object, list[int]] = defaultdict(list)
     names: dict[object, str] = {}
     for node in nodes:
         if node.index in upkeep:
-            movable[sets.find(("node", node.index))].append(node.index)
+            movable[sets["node", node.index]].append(node.index)
             continue
         for name in (*node.states, *node.parameters):
             if name in changed:
-                users[sets.find(("name", name))].append(node.index)
+                users[sets["name", name]].append(node.index)
     for name in sorted(changed):
-        names.setdefault(sets.find(("name", name)), name)
+        names.setdefault(sets["name", name], name)
     found = []
     for root, name in names.items():
         fixed, free = users[root], movable[root]
@@ -82,7 +84,7 @@ def _upkeep(nodes: Sequence[Node], kept: frozenset[int]) -> set[int]:
     makers: dict[int, list[int]] = defaultdict(list)
     users: dict[int, list[int]] = defaultdict(list)
     for node in nodes:
-        for value in _made_by(node):
+        for value in made_by(node):
             makers[value].append(node.index)
         for value in node.inputs:
             users[value].append(node.index)
@@ -93,7 +95,7 @@ def _upkeep(nodes: Sequence[Node], kept: frozenset[int]) -> set[int]:
             if not all(maker in chosen for value in node.inputs for maker in makers[value]):
                 chosen.discard(node.index)
         for node in reversed(nodes):
-            made = set(_made_by(node))
+            made = set(made_by(node))
             following = {user for value in made for user in users[value] if user > node.index}
             serves = bool(node.changes or following) and following <= chosen and kept.isdisjoint(made)
             if not serves:
@@ -102,22 +104,6 @@ def _upkeep(nodes: Sequence[Node], kept: frozenset[int]) -> set[int]:
             return chosen
 
 
-def _made_by(node: Node) -> Iterable[int]:
+def made_by(node: Node) -> Iterable[int]:
+    """The values that a node gives, or writes into."""
     return (*(value for value in node.outputs if value >= 0), *(value for _, value, _ in node.writes))
-
-
-class _Sets:
-    """Disjoint sets of what belongs together."""
-
-    def __init__(self) -> None:
-        self._above: dict[object, object] = {}
-
-    def find(self, item: object) -> object:
-        """What stands for the set of this one."""
-        while (above := self._above.setdefault(item, item)) != item:
-            self._above[item] = item = self._above[above]
-        return item
-
-    def join(self, one: object, other: object) -> None:
-        """They belong together."""
-        self._above[self.find(one)] = self.find(other)

@@ -25,6 +25,7 @@ from lightning_avgpipe.errors import PartitionError, StepOrderError
 from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.memory import Memory, nbytes
 from lightning_avgpipe.planning.ranges import Ranges, evenest, least_bottleneck
+from lightning_avgpipe.utils.names import is_within
 
 # Among partitions within this share of the best bottleneck the evenest with the least traffic is taken.
 _SLACK = 0.01
@@ -149,7 +150,7 @@ def _belongs(node: Node, name: str) -> bool:
     """Whether a node is a call of a module, or of what it holds, or glue with its parameters."""
     if node.kind == "glue":
         return any(parameter.startswith(f"{name}.") for parameter in node.parameters)
-    return node.name == name or node.name.startswith(f"{name}.")
+    return is_within(node.name, name)
 
 
 def cut_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]], num_stages: int) -> tuple[int, ...]:
@@ -228,9 +229,10 @@ def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int
     first_to_last = " .. ".join(dict.fromkeys([units[0], units[-1]]))
     count = ranges.memory.flights(k)
     flying, them = ("1 micro-batch in flight", "it") if count == 1 else (f"{count} micro-batches in flight", "them")
+    stashed = "the micro-batch that is being repeated" if ranges.memory.is_repeated(k) else flying
     parts = {
         f"{nbytes(need.held)} of weights, gradients and optimizer states": need.held,
-        f"{nbytes(need.stash)} stashed by {_stashed(ranges.memory, k, flying)}": need.stash,
+        f"{nbytes(need.stash)} stashed by {stashed}": need.stash,
         f"{nbytes(need.boundary)} of values received for {them}": need.boundary,
     }
     advice = "use more stages"
@@ -242,10 +244,6 @@ def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int
         f"much. That is stage {k} ({first_to_last}), with {', '.join(p for p, n in parts.items() if n)}; "
         f"{advice}, or raise memory_limit"
     )
-
-
-def _stashed(memory: Memory, stage: int, flying: str) -> str:
-    return "the micro-batch that is being repeated" if memory.is_repeated(stage) else flying
 
 
 def _too_few_cuts(

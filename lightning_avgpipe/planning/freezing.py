@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.utils.names import is_within
 
 
 def num_frozen(graph: CallGraph, cuts: Sequence[int], trained: Collection[str]) -> int:
@@ -41,7 +42,7 @@ def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]
         return 0, f"{graph.step} changes its batch"
     asking, most, why = _asking(graph, frozenset(trained)), len(graph.nodes) - 1, ""
     for path in sorted(graph.drawing | graph.host_drawing):
-        if not any(_within(path, unit) for unit in graph.units):  # code between units
+        if not any(is_within(path, unit) for unit in graph.units):  # code between units
             begins = min((call.begin for call in graph.opened if call.path == path), default=0)
             if begins < most:
                 most, why = begins, f"{f'the code of {path!r}' if path else graph.step} draws random numbers"
@@ -65,10 +66,6 @@ def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]
 def begins_behind(graph: CallGraph, position: int) -> bool:
     """Whether a step of training may begin at a position with what the nodes before it gave: no gradient goes back."""
     return graph.obstacles[position] is None and _asking(graph, graph.trained).isdisjoint(graph.live(position))
-
-
-def _within(path: str, unit: str) -> bool:
-    return path == unit or path.startswith(f"{unit}.")
 
 
 def _asking(graph: CallGraph, trained: frozenset[str]) -> set[int]:

@@ -156,7 +156,7 @@ class Plan:
         for name, stages in self.copied.items():
             by_stages.setdefault(stages, []).append(name)
         return [
-            f"copied: {_units(names)} on stages {', '.join(map(str, stages))}; their gradients are summed"
+            f"copied: {first_to_last(names)} on stages {', '.join(map(str, stages))}; their gradients are summed"
             for stages, names in by_stages.items()
         ]
 
@@ -166,7 +166,7 @@ class Plan:
         shown = format_seconds(stage.forward + stage.backward)
         return (
             str(stage.index),
-            _units(stage.units),
+            first_to_last(stage.units),
             _count(stage.num_parameters),
             f"{shown} ({stage.share:.0%})" if self.measured else f"{stage.share:.0%}",
             nbytes(stage.memory.total),
@@ -241,7 +241,8 @@ def _with_double(need: Need, stage: int, memory: Memory, ranges: Ranges, before:
     return replace(need, held=need.held + held, stash=need.stash + stash)
 
 
-def _units(units: Sequence[str]) -> str:
+def first_to_last(units: Sequence[str]) -> str:
+    """Names of units for people: ``layers.0 .. layers.8 (9)``."""
     if len(units) <= 2:
         return ", ".join(units)
     return f"{units[0]} .. {units[-1]} ({len(units)})"

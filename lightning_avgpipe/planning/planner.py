@@ -16,6 +16,7 @@ from lightning_avgpipe.capture.measure import measure, reading_s
 from lightning_avgpipe.capture.ways import Way, fullest
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
+from lightning_avgpipe.planning.coarsening import closing
 from lightning_avgpipe.planning.costing import Costing
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.forecast import forecast_of, idle_share
@@ -327,7 +328,7 @@ class Planner:
         stays = (*plan.cuts, costs.kept) if costs.kept else plan.cuts
         if 0 < len(kept) <= costs.kept and tuple(kept) == tuple(node.name for node in plan.graph.nodes[: len(kept)]):
             stays = (*stays, len(kept))
-        closed = self.subject.closing(plan.graph, stays, self.recompute.modules)
+        closed = closing(self.subject, plan.graph, stays, self.recompute.modules)
         if closed is None:
             return plan
         graph = self.subject.capture(step, closed.units)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -14,7 +13,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import FORWARD, Action
 from lightning_avgpipe.schedule.kinds import GRAPH
-from lightning_avgpipe.utils.names import close_to
+from lightning_avgpipe.utils.names import close_to, fitting, is_within
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Recompute:
 
     def includes(self, unit: str) -> bool:
         """Whether a unit is repeated by itself: it was named, or a module that holds it."""
-        return any(unit == name or unit.startswith(f"{name}.") for name in self.modules)
+        return any(is_within(unit, name) for name in self.modules)
 
     def check(self, graph: CallGraph) -> None:
         """Raise where a unit that was named cannot be repeated by itself.
@@ -71,16 +70,11 @@ def chosen(module: nn.Module, recompute: bool | Sequence[str]) -> Recompute:
     if isinstance(recompute, bool):
         return Recompute(stages=recompute)
     names = [name for name, _ in module.named_modules() if name]
-    found: list[str] = []
     for pattern in recompute:
-        fitting = [name for name in names if fnmatchcase(name, pattern)]
-        if not fitting:
+        if not fitting([pattern], names):
             what = f"recompute: {pattern!r} fits no submodule of {type(module).__name__}"
             raise ConfigurationError(f"{what}; {close_to(pattern, names)}")
-        found += fitting
-    # what lies below another one is repeated with it
-    outer = [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
-    return Recompute(modules=tuple(outer))
+    return Recompute(modules=tuple(fitting(recompute, names)))
 
 
 def repeated(row: Sequence[Action], is_last: bool) -> frozenset[int]:

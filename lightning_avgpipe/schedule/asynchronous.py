@@ -65,16 +65,12 @@ def simulate_policy(policy: WeightPolicy, costs: StageCosts, num_microbatches: i
         again = (*costs.forward_s[:-1], 0.0)
         costs = replace(costs, backward_s=tuple(b + f for b, f in zip(costs.backward_s, again, strict=True)))
     timeline = simulate(build("1f1b", costs.num_stages, iterations * num_microbatches), costs)
-
-    def renumbered(number: int) -> tuple[int, int]:
-        return divmod(number, num_microbatches)
-
     spans = []
     for span in timeline.spans:
-        t, i = renumbered(span.action.micro_batch)
+        t, i = divmod(span.action.micro_batch, num_microbatches)
         spans.append(replace(span, action=Action(span.action.kind, i), iteration=t))
     transfers = []
     for transfer in timeline.transfers:
-        t, i = renumbered(transfer.micro_batch)
+        t, i = divmod(transfer.micro_batch, num_microbatches)
         transfers.append(replace(transfer, micro_batch=i, iteration=t))
     return replace(timeline, spans=tuple(spans), transfers=tuple(transfers))

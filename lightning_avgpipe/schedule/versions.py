@@ -178,8 +178,7 @@ class PipeOptim:
     exact_backward: bool = True
 
     def __post_init__(self) -> None:
-        given = {"delta": self.delta, "staleness": self.staleness, "exact_backward": self.exact_backward}
-        check(_CHOICES, given, "PipeOptim")
+        check(_CHOICES, vars(self), "PipeOptim")
 
     @property
     def policy(self) -> WeightPolicy:

@@ -23,11 +23,11 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_avgpipe.capture.attributes import is_compiled
-from lightning_avgpipe.capture.units import split_units
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
+from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.schedule.own import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.schedule.versions import Place
@@ -283,7 +283,7 @@ def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int
             f"split_points names {len(names)} units, but num_stages={num_stages} needs {num_stages - 1}: one for each "
             "stage but the first"
         )
-    split_units(module, (), names)
+    Divisible(module).split((), names)
 
 
 def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> None:

@@ -51,11 +51,11 @@ class Predictor(Protocol):
 
     def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
         """Quickly, for each setting: what ``predict`` returns, or with ``at_least`` times that it does not undercut."""
-        ...
+        return [self.predict(profile, setting) for setting in settings]
 
 
 @dataclass(frozen=True)
-class Paper:
+class Paper(Predictor):
     """Equations 2, 4, 6 and 7 of the paper as they are printed.
 
     What is wrong with them: the computation of equation 2 is that of one batch, the communication of equation 4 that of
@@ -87,10 +87,6 @@ class Paper:
         per_batch_s = max(map(sum, zip(compute, exposed, up, down, strict=True)))
         return _prediction(profile, setting, n * per_batch_s)
 
-    def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
-        """The predictions themselves, which take microseconds."""
-        return [self.predict(profile, setting) for setting in settings]
-
 
 def _printed_compute_s(profile: Profile, stage: int, m: int, n: int) -> float:
     """Equation 2: per batch, with both directions one curve."""
@@ -119,7 +115,7 @@ def _summed(seconds: Sequence[float]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Corrected:
+class Corrected(Predictor):
     """A closed form: the first micro-batch's way through the pipeline, and what the tightest resource adds to it.
 
     The way there and back is the sum of its actions and messages. On devices that serve lanes side by side the first
@@ -156,10 +152,6 @@ class Corrected:
                 _trips_beyond_s(loads, m, setting.warm_up(profile.num_stages)),
             )
         return _prediction(profile, setting, base + extra + loads.update_s)
-
-    def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
-        """The predictions themselves, which take microseconds."""
-        return [self.predict(profile, setting) for setting in settings]
 
 
 def _first_s(profile: Profile, loads: Sequence[Load], gaps: Sequence[float], num_pipelines: int) -> list[float]:

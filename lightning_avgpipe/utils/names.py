@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 
 
 def joined(path: str, leaf: str) -> str:
@@ -21,6 +22,18 @@ def around(name: str) -> Iterator[str]:
 def nearest(name: str, known: Collection[str]) -> str:
     """The name itself if it is known, or the innermost path around it that is; empty if none is."""
     return next((path for path in (name, *around(name)) if path in known), "")
+
+
+def is_within(name: str, path: str) -> bool:
+    """Whether something has this very name, or lies below it."""
+    return name == path or name.startswith(f"{path}.")
+
+
+def fitting(patterns: Sequence[str], known: Iterable[str]) -> list[str]:
+    """The outermost of the known names that fit a pattern, in the order of the patterns; what lies below goes along."""
+    known = list(known)
+    found = [name for pattern in patterns for name in known if fnmatchcase(name, pattern)]
+    return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
 
 
 def close_to(name: str, known: Collection[str]) -> str:

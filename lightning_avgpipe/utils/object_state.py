@@ -18,7 +18,7 @@ from lightning_avgpipe.utils import opaque as opaque_contents
 
 ITEMS = (list, dict, set, deque)
 _OF_GENERATOR: dict[str, Any] = {}  # the attributes of one, whose items are its contents
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Variable:
@@ -92,7 +92,7 @@ def _reader(cls: Any) -> Callable[[Any], State]:
         if cls is known:
             return reader
     if issubclass(cls, nn.Module):
-        return lambda obj: State(None, {name: held for name, held in vars(obj).items() if name not in _OF_EVERY_MODULE})
+        return lambda obj: State(None, {name: held for name, held in vars(obj).items() if name not in OF_EVERY_MODULE})
     if issubclass(cls, functools.partial):
         return lambda obj: State((obj.func, *obj.args, *obj.keywords.values()), {})
     if issubclass(cls, opaque_contents.GENERATORS):
@@ -157,7 +157,7 @@ def put_state(obj: Any, state: State) -> None:
             del obj.cell_contents
         return
     if isinstance(obj, nn.Module):
-        for name in vars(obj).keys() - state.attributes.keys() - _OF_EVERY_MODULE:
+        for name in vars(obj).keys() - state.attributes.keys() - OF_EVERY_MODULE:
             del vars(obj)[name]
         vars(obj).update(state.attributes)
         return

@@ -74,18 +74,10 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def flatten_with_names(
-    obj: Any, root: str = "", is_leaf: IsLeaf | None = None
-) -> tuple[list[tuple[str, Any]], TreeSpec]:
-    """Take a tree apart, and name its leaves as the code that reaches them: ``batch['labels']``, ``[0].mask``.
-
-    Args:
-        obj: any object.
-        root: the name of ``obj`` itself, with which all names begin.
-        is_leaf: as in :func:`flatten`.
-    """
-    leaves, spec = flatten(obj, is_leaf)
-    return list(zip(_names(obj, root, is_leaf), leaves, strict=True)), spec
+def flatten_with_names(obj: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
+    """Take a tree apart, and name its leaves as the code that reaches them: ``['labels']``, ``[0].mask``."""
+    leaves, spec = flatten(obj)
+    return list(zip(_names(obj, ""), leaves, strict=True)), spec
 
 
 def tensors(obj: Any) -> list[Tensor]:
@@ -152,12 +144,12 @@ def named_children(obj: Any, name: str) -> list[tuple[str, Any]]:
     return [(name + step, child) for step, child in zip(_steps(obj, spec, len(below)), below, strict=True)]
 
 
-def _names(obj: Any, name: str, is_leaf: IsLeaf | None) -> list[str]:
+def _names(obj: Any, name: str) -> list[str]:
     below, spec = children(obj)
-    if spec.is_leaf() or (is_leaf is not None and is_leaf(obj)):
+    if spec.is_leaf():
         return [name]
     steps = _steps(obj, spec, len(below))
-    return [leaf for step, child in zip(steps, below, strict=True) for leaf in _names(child, name + step, is_leaf)]
+    return [leaf for step, child in zip(steps, below, strict=True) for leaf in _names(child, name + step)]
 
 
 def _steps(obj: Any, spec: TreeSpec, num_children: int) -> list[str]:

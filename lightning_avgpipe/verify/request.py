@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.patching import nothing
 from lightning_avgpipe.utils.tensors import tensor_bytes
 from lightning_avgpipe.verify.subject import Subject
 from lightning_avgpipe.verify.verifier import Verifier
@@ -34,7 +35,7 @@ def verifier(subject: Subject, verify: bool | int) -> Verifier | None:
     if not steps:
         return None
     _check_memory(subject)
-    return Verifier(subject, steps, _end(subject) if commanded else _go_on)
+    return Verifier(subject, steps, _end(subject) if commanded else nothing)
 
 
 def nothing_to_verify(verify: bool | int) -> None:
@@ -61,10 +62,6 @@ def end_of_run(verifier: Verifier | None) -> None:
     """After a run has been torn down that the command asked for: the script ends here."""
     if STEPS in os.environ and verifier is not None and verifier.succeeded:
         raise SystemExit(0)
-
-
-def _go_on(text: str) -> None:
-    """Training goes on."""
 
 
 def _end(subject: Subject) -> Callable[[str], None]:

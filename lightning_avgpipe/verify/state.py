@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 
 from lightning_avgpipe.utils.names import joined
+from lightning_avgpipe.utils.object_state import OF_EVERY_MODULE
 from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.verify.comparison import how_different
 
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
 _LIBRARIES = (
@@ -89,7 +89,7 @@ def _put(holder: Any, place: str, value: Any) -> None:
 def _own(module: nn.Module) -> Iterable[tuple[str, Any]]:
     if isinstance(module, Metric):  # the rest are caches
         return [(name, vars(module).get(name)) for name in (*module._defaults, "_update_count")]
-    library = _OF_LIGHTNING if isinstance(module, pl.LightningModule) else _OF_MODULES
+    library = _OF_LIGHTNING if isinstance(module, pl.LightningModule) else OF_EVERY_MODULE
     return [(name, value) for name, value in vars(module).items() if name not in library or name == "training"]
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.memory import Need, nbytes
-from lightning_avgpipe.planning.plan import Plan, StagePlan
-from lightning_avgpipe.utils.names import joined
+from lightning_avgpipe.planning.plan import Plan, StagePlan, first_to_last
+from lightning_avgpipe.utils.names import is_within, joined
 from lightning_avgpipe.utils.table import table
 
 _ABOVE_BEST = 1.2  # the largest stage may be so much larger, if modules then stay in one piece
@@ -25,12 +25,10 @@ class SizePlan(Plan):
     """Which stage owns what; nothing is known of calls."""
 
     def __str__(self) -> str:
-        rows = [("stage", "units", "parameters", "memory")]
+        rows: list[tuple[str, ...]] = [("stage", "units", "parameters", "memory")]
         for stage in self.stages:
-            names = ", ".join(stage.units)
-            if len(stage.units) > 2:
-                names = f"{stage.units[0]} .. {stage.units[-1]} ({len(stage.units)})"
-            rows.append((str(stage.index), names, str(stage.num_parameters), nbytes(stage.memory.held)))
+            shown = (stage.index, first_to_last(stage.units), stage.num_parameters, nbytes(stage.memory.held))
+            rows.append(tuple(map(str, shown)))
         return "\n".join(table(rows))
 
 
@@ -126,31 +124,28 @@ def _cuts(names: Sequence[str], weights: Sequence[int], num_stages: int) -> list
 
 def _smallest_limit(weights: Sequence[int], num_stages: int) -> int:
     """The smallest that the largest stage can be."""
-    low, high = max(weights), sum(weights)
-    while low < high:
-        middle, stages, size = (low + high) // 2, 1, 0
+
+    def suffices(limit: int) -> bool:
+        stages, size = 1, 0
         for weight in weights:
-            if size + weight > middle:
+            if size + weight > limit:
                 stages, size = stages + 1, 0
             size += weight
-        low, high = (middle + 1, high) if stages > num_stages else (low, middle)
-    return low
+        return stages <= num_stages
+
+    return max(weights) + bisect_left(range(max(weights), sum(weights)), True, key=suffices)
 
 
 def _common(one: str, other: str) -> int:
     """How many modules above hold both."""
-    count = 0
-    for a, b in zip(one.split("."), other.split("."), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _cuts_at(names: Sequence[str], split_points: Sequence[str], num_stages: int) -> list[int]:
     cuts = []
     for point in split_points:
-        found = next((i for i, name in enumerate(names) if name == point or name.startswith(f"{point}.")), None)
+        found = next((i for i, name in enumerate(names) if is_within(name, point)), None)
         if found is None:
             raise PartitionError(f"split point {point!r} is no submodule with parameters; there are {', '.join(names)}")
         cuts.append(found)
@@ -174,7 +169,7 @@ def _plan(
     for path, part in module.named_modules():
         if not path or any(path.startswith(f"{above}.") for above in visited):
             continue
-        stages = {stage for name, stage in stage_of.items() if name == path or name.startswith(f"{path}.")}
+        stages = {stage for name, stage in stage_of.items() if is_within(name, path)}
         if len(stages) != 1:
             continue
         visited.add(path)

@@ -83,9 +83,11 @@ class TiedParameters:
         for name, stages in self._copied.items():
             mine = [k for k in stages if k in self._stand_ins]
             if len(mine) > 1:
-                places = _places(module, self._parameters[name])
+                parameter = self._parameters[name]
+                places = _places(module, parameter)
                 for k in mine:
-                    self._stand_ins[k][name] = _Copy(self._parameters[name], _stand_in(self._parameters[name]), places)
+                    leaf = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+                    self._stand_ins[k][name] = _Copy(parameter, leaf, places)
 
     @contextlib.contextmanager
     def placed(self, stage: int) -> Iterator[dict[int, str]]:
@@ -222,10 +224,6 @@ def _flat(gradients: _Gradients, parameters: Sequence[nn.Parameter]) -> Tensor:
 
 def _places(module: nn.Module, parameter: nn.Parameter) -> tuple[tuple[nn.Module, str], ...]:
     return tuple((m, name) for m in module.modules() for name, p in m._parameters.items() if p is parameter)
-
-
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
 
 
 def _digest(parameter: Tensor) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.capturing import capture
-from lightning_avgpipe.capture.units import initial_units
+from lightning_avgpipe.planning.divisible import Divisible
 
 
 class Recurrent(nn.Module):
@@ -75,7 +75,7 @@ class OtherLayout(Recurrent):
 
 def legal(module: Any) -> list[str]:
     """Nodes before which the step may be cut."""
-    graph = capture("training_step", module.training_step, (torch.randn(4, 4),), module, initial_units(module))
+    graph = capture("training_step", module.training_step, (torch.randn(4, 4),), module, Divisible(module).units())
     return [node.name for node in graph.nodes[1:] if graph.obstacles[node.index] is None]
 
 
@@ -179,6 +179,6 @@ def test_a_tensor_like_a_parameter_is_free() -> None:
             return self.head(self.cell(self.embed(x + start))).mean() + torch.rand_like(weight).mean()
 
     module = Like()
-    graph = capture("training_step", module.training_step, (torch.randn(4, 4),), module, initial_units(module))
+    graph = capture("training_step", module.training_step, (torch.randn(4, 4),), module, Divisible(module).units())
     assert [node.name for node in graph.nodes][:4] == ["embed", "cell", "head", "mean"]
     assert "rand_like" in [node.name for node in graph.nodes]

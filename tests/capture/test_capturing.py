@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.units import initial_units, refine, split_units
 from lightning_avgpipe.errors import CaptureError, PartitionError
+from lightning_avgpipe.planning.divisible import Divisible
 
 
 class Two(nn.Module):
@@ -28,7 +28,7 @@ class Two(nn.Module):
 
 
 def graph_of(module: nn.Module, step: Any, *args: Any, units: Sequence[str] | None = None) -> CallGraph:
-    return capture("step", step, args, module, units or initial_units(module))
+    return capture("step", step, args, module, units or Divisible(module).units())
 
 
 def names(graph: CallGraph) -> list[str]:
@@ -286,14 +286,14 @@ def test_containers_are_opened_and_units_are_refined() -> None:
     module = nn.Module()
     module.blocks = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2))
     module.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    units = initial_units(module)
+    units = Divisible(module).units()
     assert units == ("blocks.0", "blocks.1", "head.0", "head.1")
-    finer = refine(module, units, ["blocks.1", "head.0"])
+    finer = Divisible(module).refine(units, ["blocks.1", "head.0"])
     assert finer[:3] == ("blocks.0", "blocks.1.self_attn", "blocks.1.linear1")
     assert "head.0" in finer
-    assert split_units(module, units, ["blocks.1.norm1"])[1] == "blocks.1.self_attn"
+    assert Divisible(module).split(units, ["blocks.1.norm1"])[1] == "blocks.1.self_attn"
     with pytest.raises(PartitionError, match=r"did you mean 'blocks\.1\.norm1'"):
-        split_units(module, units, ["blocks.1.nrom1"])
+        Divisible(module).split(units, ["blocks.1.nrom1"])
 
 
 class Checkpointed(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.measure import measure
-from lightning_avgpipe.capture.units import initial_units
+from lightning_avgpipe.planning.divisible import Divisible
 from tests.strategy.test_attributes_of_steps import assigned, foreach, in_place, loaded, vector
 
 
@@ -33,7 +33,7 @@ def test_capture_and_measuring_put_weights_back_that_the_step_changes(update: ob
         return (module.head(module.student(x)) - module.teacher(x)).square().mean()
 
     before = {name: (p, p.data_ptr(), p.detach().clone()) for name, p in module.named_parameters()}
-    graph = capture("step", step, (torch.randn(3, 4),), module, initial_units(module))
+    graph = capture("step", step, (torch.randn(3, 4),), module, Divisible(module).units())
     measure(graph, step, (torch.randn(3, 4),), module)
     for name, parameter in module.named_parameters():
         assert parameter is before[name][0] and parameter.data_ptr() == before[name][1]
@@ -48,7 +48,7 @@ def test_the_update_of_a_teacher_does_not_keep_a_student_that_comes_between_in_o
         assigned(module.student, module.teacher)
         return (module.head(module.student(x)) - module.teacher(x)).square().mean()
 
-    graph = capture("step", step, (torch.randn(3, 4),), module, initial_units(module))
+    graph = capture("step", step, (torch.randn(3, 4),), module, Divisible(module).units())
     student = next(node.index for node in graph.nodes if node.name == "student")
     assert graph.obstacles[student + 1] is None
     teacher = {node.name for node in graph.executed(student + 1, len(graph.nodes))}

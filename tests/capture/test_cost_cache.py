@@ -15,7 +15,7 @@ from torch import nn
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.cost_cache import CostCache, default_directory, fingerprint
 from lightning_avgpipe.capture.costs import Costs
-from lightning_avgpipe.capture.units import initial_units
+from lightning_avgpipe.planning.divisible import Divisible
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
@@ -34,7 +34,7 @@ class Net(nn.Module):
 def key_of(module: nn.Module, size: int = 3, dtype: torch.dtype = torch.float32, grad: bool = True) -> str:
     args = (torch.randn(size, 4, dtype=dtype), 0)
     with torch.set_grad_enabled(grad):
-        graph = capture("training_step", module.training_step, args, module, initial_units(module))
+        graph = capture("training_step", module.training_step, args, module, Divisible(module).units())
     return fingerprint(graph, module, torch.device("cpu"))[0]
 
 

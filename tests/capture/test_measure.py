@@ -20,14 +20,14 @@ from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
 from lightning_avgpipe.capture.samples import Samples
-from lightning_avgpipe.capture.units import initial_units
 from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.utils import tree
 from tests.models import MODELS, Regression
 
 
 def graph_of(module: Any, args: tuple[Any, ...]) -> CallGraph:
-    return capture("training_step", module.training_step, args, module, initial_units(module))
+    return capture("training_step", module.training_step, args, module, Divisible(module).units())
 
 
 def measured(module: Any, args: tuple[Any, ...], **options: Any) -> tuple[CallGraph, Costs]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.capture.capturing import capture
-from lightning_avgpipe.capture.units import initial_units, refine
+from lightning_avgpipe.planning.divisible import Divisible
 from tests.trainers import assert_defaults_equal_accumulation, trainer
 
 
@@ -187,7 +187,7 @@ def test_parts_that_are_reached_in_any_way_are_divided(model: Callable[[], Base]
 
 def test_a_capture_stays_coarse_where_it_can() -> None:
     module = BetweenCalls()
-    units = initial_units(module)
+    units = Divisible(module).units()
     graph = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, units)
     assert units == ("net", "norm", "head")
     assert graph.units == ("norm", "head", *(f"net.blocks.{i}" for i in range(8)))
@@ -199,9 +199,8 @@ def test_what_is_called_in_parts_and_as_a_whole_is_a_unit_and_has_units() -> Non
     module = Twice()
     graph = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, ["net"])
     assert graph.units == ("net", "net.blocks.0")
-    finer = capture(
-        "training_step", module.training_step, (torch.randn(4, 16), 0), module, refine(module, graph.units, ["net"])
-    )
+    units = Divisible(module).refine(graph.units, ["net"])
+    finer = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, units)
     assert finer.units == tuple(f"net.blocks.{i}" for i in range(8))
 
 
@@ -212,7 +211,7 @@ def test_a_buffer_of_a_module_that_is_not_called_is_changed_on_one_stage() -> No
             return super().training_step(batch, batch_idx)
 
     module = Counts()
-    graph = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, initial_units(module))
+    graph = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, Divisible(module).units())
     assert graph.nodes[0].states == ("net.calls",)
     assert float(module.net.calls) == 0
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.units import initial_units
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.engine.task import Task
+from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action
 from lightning_avgpipe.weights.tied import TiedParameters
@@ -400,7 +400,7 @@ SAMPLES = [torch.randn(3, WIDTH) for _ in range(3)]
 
 
 def graph_of(module: Any) -> CallGraph:
-    return capture("training_step", module.training_step, (SAMPLES[0],), module, initial_units(module))
+    return capture("training_step", module.training_step, (SAMPLES[0],), module, Divisible(module).units())
 
 
 def trained(

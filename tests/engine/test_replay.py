@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.capturing import capture
-from lightning_avgpipe.capture.units import initial_units
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.balance import gaps
+from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.weights.tied import copied_parameters
@@ -286,7 +286,7 @@ def test_every_legal_cut_gives_the_same_gradients(model: Callable[[], Layers], n
         (plain.training_step(part.data) * part.weight).backward()
     graph = capture(
         "training_step", piped.training_step, (split(copy.deepcopy(batch), num_microbatches)[0].data,), piped,
-        initial_units(piped),
+        Divisible(piped).units(),
     )  # fmt: skip
     cuts = [gap.position for gap in gaps(graph) if gap.obstacle is None]
     assert cuts, graph.obstacles

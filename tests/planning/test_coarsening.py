@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.capturing import capture
-from lightning_avgpipe.capture.coarsening import Closing, closing
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.tracer import StepTracer
-from lightning_avgpipe.capture.units import initial_units, refine
+from lightning_avgpipe.planning.coarsening import Closing, closing
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 from tests.driver import Engine, assert_same_gradients
@@ -49,10 +48,10 @@ class Net(nn.Module):
 
 def opened(module: Net, cut: str, keep: Sequence[str] = ()) -> Closing | None:
     """Capture with all blocks open, and close what a cut before a unit leaves whole."""
-    units = refine(module, initial_units(module), [f"blocks.{i}" for i in range(len(module.blocks))])
+    units = Divisible(module).refine(Divisible(module).units(), [f"blocks.{i}" for i in range(len(module.blocks))])
     graph = capture("training_step", module.training_step, (torch.randn(2, 8), 0), module, units)
     cuts = [next(node.index for node in graph.nodes if node.name == cut)]
-    found = closing(module, graph, cuts, keep)
+    found = closing(Divisible(module), graph, cuts, keep)
     if found is not None:
         coarse = capture("training_step", module.training_step, (torch.randn(2, 8), 0), module, found.units)
         assert found.is_met_by(coarse, cuts)

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import nn
 
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph, Opened
+from lightning_avgpipe.planning.divisible import Divisible
 
 
 @dataclass(frozen=True)
@@ -69,21 +71,19 @@ class Closing:
         )
 
 
-def closing(
-    root: nn.Module, graph: CallGraph, cuts: Sequence[int], keep: Collection[str], ignore: Collection[nn.Module] = ()
-) -> Closing | None:
+def closing(subject: Divisible, graph: CallGraph, cuts: Sequence[int], keep: Collection[str]) -> Closing | None:
     """What can be closed; None if there is nothing.
 
     Args:
+        subject: whose step it is.
         graph: as captured.
         cuts: positions that stay.
         keep: paths of modules that stay units, or hold units.
-        ignore: modules that only observe.
     """
     calls: dict[str, list[Opened]] = {}
     for call in graph.opened:
         calls.setdefault(call.path, []).append(call)
-    rules = _Rules(root, graph, cuts, keep, ignore)
+    rules = _Rules(subject, graph, cuts, keep)
     allowed = [path for path, of_module in calls.items() if rules.allow(path, of_module)]
     chosen = [path for path in allowed if not any(path.startswith(f"{other}.") for other in allowed)]
     if not chosen:
@@ -98,39 +98,35 @@ def closing(
     return Closing(graph, tuple(dict.fromkeys(outer)), tuple(names), tuple(bounds))
 
 
+@dataclass(frozen=True)
 class _Rules:
     """Which modules may be closed. Same arguments as :func:`closing`."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        graph: CallGraph,
-        cuts: Sequence[int],
-        keep: Collection[str],
-        ignore: Collection[nn.Module],
-    ) -> None:
-        self._root = root
-        self._graph = graph
-        self._cuts = cuts
-        self._keep = keep
-        self._ignore = {id(module) for module in ignore}
-        self._names = {id(p): name for name, p in root.named_parameters()}
+    subject: Divisible
+    graph: CallGraph
+    cuts: Sequence[int]
+    keep: Collection[str]
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.subject.module.named_parameters()}
 
     def allow(self, path: str, calls: Sequence[Opened]) -> bool:
         """Whether a module, given all of its calls, may become a unit."""
-        module, below = self._root.get_submodule(path), f"{path}."
-        if any(name.startswith(below) for name in self._keep):
+        module, below = self.subject.module.get_submodule(path), f"{path}."
+        if any(name.startswith(below) for name in self.keep):
             return False
-        if any(inner._forward_hooks or id(inner) in self._ignore for inner in module.modules()):
+        observers = set(map(id, self.subject.observers))
+        if any(inner._forward_hooks or id(inner) in observers for inner in module.modules()):
             return False  # hooks are glue, which every stage executes
         if not all(self._is_whole(module, below, call) for call in calls):
             return False
         inside = {i for call in calls for i in range(call.begin, call.end)}
-        return all(n.index in inside for n in self._graph.nodes if n.kind == "call" and n.name.startswith(below))
+        return all(n.index in inside for n in self.graph.nodes if n.kind == "call" and n.name.startswith(below))
 
     def _is_whole(self, module: nn.Module, below: str, call: Opened) -> bool:
-        nodes = self._graph.nodes[call.begin : call.end]
-        if not nodes or call.observes or any(call.begin < cut < call.end for cut in self._cuts):
+        nodes = self.graph.nodes[call.begin : call.end]
+        if not nodes or call.observes or any(call.begin < cut < call.end for cut in self.cuts):
             return False
         used = {name for node in nodes for name in node.parameters}
         changed = {name for node in nodes for name in node.states}
