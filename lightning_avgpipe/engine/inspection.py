@@ -31,19 +31,21 @@ ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
 _SHOWN = 3  # names in a message
 
 
-def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Where the gradients of a forward's outputs go."""
+def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """Autograd's nodes on which the outputs of a forward depend."""
     nodes = [tensor.grad_fn for tensor in outputs]
     seen = set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        nodes += [following for following, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [following for following, _ in node.next_functions]
+
+
+def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Where the gradients of a forward's outputs go."""
+    return (leaf for node in nodes_of(outputs) if (leaf := getattr(node, "variable", None)) is not None)
 
 
 class Inspection(TorchDispatchMode):

@@ -197,19 +197,6 @@ class Pipeline:
         """Path of a module and name of the attributes that step functions read on other processes than the last."""
         return frozenset(key for loaded in self.steps.values() for key in loaded.read_elsewhere())
 
-    def run(self, step: str, schedule: Schedule, task: Task, observers: Iterable[Observer] = ()) -> list[Any] | None:
-        """Run one iteration.
-
-        Args:
-            step: name of a loaded step function.
-            schedule: rows for all K stages.
-            task: the micro-batches, and what to do with them.
-            observers: see the iteration.
-        Returns:
-            On the process of the last stage what the step returned for each micro-batch; None elsewhere.
-        """
-        return run_together([self], step, [schedule], [task], observers)[0].results
-
     def lanes(self, step: str, schedule: Schedule, task: Task, observers: Sequence[Observer] = ()) -> list[Lane]:
         """Those of this process, ready to begin an iteration.
 
