@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.names import listed
 
 _FIRST = 2  # steps
-_SHOWN = 3  # names in a message
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -58,10 +58,9 @@ class Checksums:
         differ = (_sums(here) != before).any(1).tolist()
         changed = [f"'{name}'" for name, differs in zip(names, differ, strict=True) if differs]
         if changed:
-            more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             raise ConfigurationError(
                 f"between two steps a hook (say on_train_batch_end, or code after the step in optimizer_step) has "
-                f"changed {', '.join(changed[:_SHOWN])}{more} of pipeline 0's model, which hooks see, and not of the "
+                f"changed {listed(changed)} of pipeline 0's model, which hooks see, and not of the "
                 f"{others} other parallel model(s). Change each of them, 'for n in range(strategy.num_pipelines): with "
                 "strategy.parallel_model(n) as model: ...', or use num_pipelines=1"
             )

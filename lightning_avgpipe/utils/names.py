@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 
 def joined(path: str, leaf: str) -> str:
@@ -21,6 +21,11 @@ def around(name: str) -> Iterator[str]:
 def nearest(name: str, known: Collection[str]) -> str:
     """The name itself if it is known, or the innermost path around it that is; empty if none is."""
     return next((path for path in (name, *around(name)) if path in known), "")
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """``a, b, c and 4 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def close_to(name: str, known: Collection[str]) -> str:
