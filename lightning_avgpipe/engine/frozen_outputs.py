@@ -110,11 +110,10 @@ class FrozenOutputs:
 
     def __init__(self, limit: float, folder: str | None = None) -> None:
         self._samples = KeptSamples(limit, folder)
-        self._depth = 0
-        self._described: Callable[[int], Any] = _nothing
+        self._described: Callable[[int], Any]
+        self._depth = self.hits = 0
         self._tellers: Sequence[int] = ()
-        self.hits = 0
-        self.forget()
+        self.stop()
 
     def forget(self) -> None:
         """Keep nothing of what was kept."""
@@ -155,7 +154,7 @@ class FrozenOutputs:
 
     def stop(self) -> None:
         """Nothing is frozen any more, or others keep what it gives."""
-        self._depth, self._described = 0, _nothing
+        self._depth, self._described = 0, lambda depth: None
         self.forget()
 
     def begin_epoch(self) -> None:
@@ -306,10 +305,6 @@ class FrozenOutputs:
         _log.warning("outputs of frozen layers are not kept any more: %s", why)
         self.forget()
         self.why_not = why
-
-
-def _nothing(depth: int) -> None:
-    """There are no frozen nodes yet."""
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -72,7 +72,7 @@ class Joint:
         exchange: between them.
 
     Attributes:
-        runs: whether a unit runs here.
+        runs: whether a unit runs here, for which the others only wait.
     """
 
     def __init__(self, exchange: Exchange) -> None:
