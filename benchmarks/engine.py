@@ -50,7 +50,7 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.compiling import Compiler, Execution
 from lightning_avgpipe.engine.microbatch import split
-from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import cut_at
@@ -185,7 +185,7 @@ class Engine:
             RandomKey(0, self.iterations),
         )
         rows = build(schedule, NUM_STAGES, self.num_microbatches, advance)
-        return self.pipeline.run(STEP, rows, task) or []
+        return run_together([self.pipeline], STEP, [rows], [task])[0].results or []
 
 
 class Peer:

@@ -34,7 +34,7 @@ from benchmarks.rounds import record
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.observer import Observers
-from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
@@ -127,7 +127,7 @@ class Ours:
         return self.built[name]
 
     def run(self, name: str) -> None:
-        self.pipeline.run("training_step", self.schedule(name), self.task, self.observers)
+        run_together([self.pipeline], "training_step", [self.schedule(name)], [self.task], self.observers)
 
 
 class Peer:

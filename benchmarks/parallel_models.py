@@ -68,7 +68,8 @@ class Bench:
         count, ensemble = len(self.pipelines), self.deployment.models.ensemble
         self.optimizer.zero_grad()
         if ensemble is not None:
-            ensemble.models.clear_gradients()
+            for replica in ensemble.models.replicas[1:]:
+                replica.clear_gradients()
         tasks = [
             Task(
                 lambda i, *args: self._step(*args),
@@ -87,7 +88,7 @@ class Bench:
             self.optimizer.step()
             for n in range(1, count):
                 assert ensemble is not None
-                for made in ensemble.optimizers(n):
+                for made in ensemble.optimizers.of(n):
                     made.step()
         if ensemble is not None:
             with self.observers.activity("averaging"):

@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.comm.wire import Wire
 from lightning_avgpipe.engine.observer import Observers
-from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
@@ -189,9 +190,8 @@ class Bench:
         """One iteration; on rank 0 what happened in it."""
         args = [(torch.ones(1, 1),)] * self.num_microbatches
         task = Task(lambda i, x: self.model.training_step(x), args, lambda i, loss: loss, RandomKey(0))
-        return record(
-            self.cluster, self.observers, lambda: self.pipeline.run("training_step", schedule, task, self.observers)
-        )
+        run = partial(run_together, [self.pipeline], "training_step", [schedule], [task], self.observers)
+        return record(self.cluster, self.observers, run)
 
     def calibrate(self, wanted_s: dict[Kind, float]) -> None:
         """Make actions last as long as wanted, whatever the engine adds to the sleep."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.microbatch import MicroBatch, split
-from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.divisible import Divisible, Step
@@ -69,9 +69,8 @@ class Engine:
             lambda i, loss: None if loss is None else loss * parts[i].weight,
             RandomKey(0, iteration),
         )
-        losses = self.pipeline.run(
-            self.step, build(schedule, self.num_stages, len(parts), advance=advance), task, observers
-        )
+        rows = build(schedule, self.num_stages, len(parts), advance=advance)
+        losses = run_together([self.pipeline], self.step, [rows], [task], observers)[0].results
         self.pipeline.steps[self.step].copies.sum_gradients()
         assert losses is not None
         return losses
@@ -81,7 +80,8 @@ class Engine:
         parts = split(batch, self.num_microbatches)
         task = Task(lambda i, *args: self._call(*args), [(part.data, 0) for part in parts])
         with torch.no_grad():
-            results = self.pipeline.run(self.step, build("forward", self.num_stages, len(parts)), task)
+            rows = build("forward", self.num_stages, len(parts))
+            results = run_together([self.pipeline], self.step, [rows], [task])[0].results
         assert results is not None
         return results
 

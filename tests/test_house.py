@@ -24,8 +24,6 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "comm/process_groups.py:ProcessGroups": (19, 17, "that interface for processes"),
     "comm/returns.py:Returns": (12, 12, "one protocol: who asks, who invites, and who is there"),
     "comm/stage_map.py:StageMap": (18, 0, "a method for each question about who hosts what"),
-    "elastic/ensemble.py:Ensemble": (19, 9, "one call for each moment in the life of parallel models"),
-    "elastic/models.py:Models": (18, 5, "the models as one, for each thing that happens to them"),
     "engine/replay.py:_Replayer": (8, 18, "where a replay stands in the graph"),
     "strategy/advance_control.py:AdvanceControl": (10, 15, "what has been measured, and what is decided from it"),
     "strategy/bundles.py:BundledLoader": (6, 13, "what Lightning asks of a loader, and where reading stands"),

@@ -24,7 +24,6 @@ class Averager:
     Attributes:
         steps: averaged or not, since the last averaging.
         active: pipelines that had a batch since then.
-        outer: the optimizer of the reference, over all its tensors; None if it has none.
         turns: in which models meet the reference one after the other.
     """
 
@@ -33,7 +32,7 @@ class Averager:
         self._elasticity = elasticity
         self._replica_group = replica_group
         self.steps = self.active = 0
-        self.outer: Optimizer | None = None
+        self._outer: Optimizer | None = None
         self._begun: tuple[Averaging, Callable[[], None]] | None = None
         self.turns = Turns(models, elasticity, replica_group)
 
@@ -41,10 +40,16 @@ class Averager:
         """The reference has these tensors too."""
         reference = self._models.reference
         if self._elasticity.outer_optimizer is not None:
-            if self.outer is None:
-                self.outer = self._elasticity.outer_optimizer(list(reference.values()))
+            if self._outer is None:
+                self._outer = self._elasticity.outer_optimizer(list(reference.values()))
             else:
-                self.outer.param_groups[0]["params"] += [reference[name] for name in names]
+                self._outer.param_groups[0]["params"] += [reference[name] for name in names]
+
+    @property
+    def outer(self) -> Optimizer | None:
+        """The optimizer of the reference, over all its tensors; None if it has none."""
+        self.finish()
+        return self._outer
 
     def load_progress(self, steps: int, active: int) -> None:
         """Go on in the midst of an interval between averagings."""
@@ -70,7 +75,7 @@ class Averager:
             self.finish()
 
     def _meeting(self, active: int) -> tuple[Averaging, Callable[[], None]]:
-        averaging = Averaging(self._models.contents(), self._models.centres(), active, self._replica_group)
+        averaging = Averaging(*self._models.tensors(), active, self._replica_group)
         if self._models.shared is None:
             return averaging, nothing
         self._models.placement.read_back()
@@ -78,8 +83,8 @@ class Averager:
 
     def recentre(self) -> None:
         """Models have gone: the others move alike, so that the reference stays where it is and is their mean."""
-        models = self._models.contents(), self._models.centres()
-        Averaging(*models, self._models.size, self._replica_group).end(alpha=0.0, outer_lr=0.0)
+        averaging = Averaging(*self._models.tensors(), self._models.size, self._replica_group)
+        averaging.end(alpha=0.0, outer_lr=0.0)
 
     @property
     def is_under_way(self) -> bool:
@@ -97,8 +102,8 @@ class Averager:
             whole = False
             averaging, end_buffers = self._meeting(self._models.size)
         alpha = self._elasticity.dilution(self._models.total)
-        if self.outer is not None and whole:
-            averaging.end_with(self.outer, alpha)
+        if self._outer is not None and whole:
+            averaging.end_with(self._outer, alpha)
         else:
             averaging.end(alpha, self._elasticity.rate(self._models.total) if whole else 1.0)
         end_buffers()

@@ -14,40 +14,39 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.names import listed
 
 _FIRST = 2  # steps
-_SHOWN = 3  # names in a message
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Checksums:
-    """Of one model's weights."""
+    """Of one model's weights.
 
-    def __init__(self) -> None:
+    Args:
+        weights: that hooks see between steps, by name, as they are at any time.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
         self._left = _FIRST
         self._marked: tuple[list[str], Tensor] | None = None
 
-    def set(self, weights: Mapping[str, Tensor], last: bool) -> None:
-        """A step has ended.
-
-        Args:
-            weights: that hooks see from now on, by name.
-            last: whether it was the last one of an epoch.
-        """
+    def set(self, last: bool) -> None:
+        """A step has ended; ``last``: of an epoch."""
         self._marked = None
-        if weights and (self._left or last):
+        if self._weights and (self._left or last):
             self._left = max(0, self._left - 1)
-            self._marked = list(weights), _sums(weights)
+            self._marked = list(self._weights), _sums(self._weights)
 
     def forget(self) -> None:
         """Somebody may change the weights who changes those of all models."""
         self._marked = None
 
-    def check(self, weights: Mapping[str, Tensor], others: int) -> None:
+    def check(self, others: int) -> None:
         """The next step begins.
 
         Args:
-            weights: as they are now.
             others: number of models that no hook has seen.
         Raises:
             ConfigurationError: they are not as they were; names them.
@@ -55,14 +54,13 @@ class Checksums:
         if self._marked is None:
             return
         (names, before), self._marked = self._marked, None
-        here = {name: weights[name] for name in names}
+        here = {name: self._weights[name] for name in names}
         differ = (_sums(here) != before).any(1).tolist()
         changed = [f"'{name}'" for name, differs in zip(names, differ, strict=True) if differs]
         if changed:
-            more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             raise ConfigurationError(
                 f"between two steps a hook (say on_train_batch_end, or code after the step in optimizer_step) has "
-                f"changed {', '.join(changed[:_SHOWN])}{more} of pipeline 0's model, which hooks see, and not of the "
+                f"changed {listed(changed)} of pipeline 0's model, which hooks see, and not of the "
                 f"{others} other parallel model(s). Change each of them, 'for n in range(strategy.num_pipelines): with "
                 "strategy.parallel_model(n) as model: ...', or use num_pipelines=1"
             )

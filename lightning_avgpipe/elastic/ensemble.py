@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +14,10 @@ from lightning_avgpipe.elastic.averager import Averager
 from lightning_avgpipe.elastic.averaging import Elasticity
 from lightning_avgpipe.elastic.checksum import Checksums
 from lightning_avgpipe.elastic.finite import has_nonfinite
+from lightning_avgpipe.elastic.model_optimizers import ModelOptimizers
 from lightning_avgpipe.elastic.model_tensors import ModelTensors
 from lightning_avgpipe.elastic.models import Models
-from lightning_avgpipe.elastic.optimizer_clone import clone_optimizer, follow
-from lightning_avgpipe.elastic.optimizer_start import load_states, states_of_group_0
-from lightning_avgpipe.elastic.replica import Placement, Replica
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.elastic.replica import Placement
 from lightning_avgpipe.weights.belongings import Belongings, OptimizerStates
 
 
@@ -42,6 +39,7 @@ class Ensemble:
     Attributes:
         models: their tensors.
         averager: holds them together.
+        optimizers: of each.
         checksums: of pipeline 0's weights between steps.
     """
 
@@ -56,55 +54,39 @@ class Ensemble:
         written: Sequence[Tensor] = (),
     ) -> None:
         self._module = module
-        self._replica_group = replica_group
-        self._optimizers = optimizers
         self._placement = Placement(module, (), observers, changing, written)
         self.models = Models(self._placement, replica_group)
         self.averager = Averager(self.models, elasticity, replica_group)
-        self._clones: list[list[Optimizer]] = [[]]
-        self._shown: Replica | None = None
-        self.checksums = Checksums()
-        self.follow()
+        self.optimizers = ModelOptimizers(optimizers, self.models, replica_group)
+        self.checksums = Checksums(self._placement.own.parameters)
+        self._follow()
 
     # -- which models there are --------------------------------------------------------------------------------------
 
-    def resize(self, size: int) -> bool:
-        """Have so many parallel models; tells whether that is a change.
+    def follow(self, size: int) -> bool:
+        """Have so many parallel models, and what has begun to train in the module in each; tells of any change.
 
         New ones start from the reference, with the optimizer state of group 0's pipeline 0. Those with the highest
         numbers go, and the others move alike, so that the reference stays where it is and is their mean.
-        """
-        if size == self.models.size:
-            return False
-        self.averager.turns.stop()
-        self.show_reference(False)
-        self.checksums.forget()
-        if self.averager.steps:
-            self.averager.begin()
-            self.averager.finish()
-        if size < self.models.size:
-            self.models.drop(size)
-            del self._clones[size:]
-            self.averager.recentre()
-        if size > self.models.size:
-            self._grow(size)
-        return True
-
-    def _grow(self, size: int) -> None:
-        buffers, optimizers = self.models.mean_buffers(), self._optimizers()
-        states = None if self._replica_group is None else states_of_group_0(optimizers, self._replica_group)
-        while self.models.size < size:
-            own = self.models.counterparts(self.models.add(buffers))
-            self._clones.append([clone_optimizer(optimizer, own) for optimizer in optimizers])
-            for made, state in zip(self._clones[-1], states or (), strict=False):
-                load_states(made, state)
-
-    def follow(self) -> bool:
-        """Follow the module: what has begun to train gets copies. Tells whether something has.
 
         Raises:
             ConfigurationError: an optimizer trains something that is no parameter of the module.
         """
+        changed, before = self._follow(), self.models.size
+        if size == before:
+            return changed
+        self.averager.turns.stop()
+        self.checksums.forget()
+        if self.averager.steps:
+            self.averager.begin()
+            self.averager.finish()
+        self.models.resize(size)
+        self.optimizers.resize()
+        if size < before:
+            self.averager.recentre()
+        return True
+
+    def _follow(self) -> bool:
         self.show_reference(False)
         own = self._placement.own.parameters
         known = self.models.reference
@@ -116,22 +98,10 @@ class Ensemble:
         if not new:
             return False
         self.averager.turns.stop()
-        self._check_optimizers()
+        self.optimizers.check(self._module)
         self.models.train(new)
         self.averager.follow(new)
         return True
-
-    def _check_optimizers(self) -> None:
-        known = {id(parameter) for parameter in self._module.parameters()}
-        for optimizer in self._optimizers():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in known and parameter.requires_grad:
-                        raise ConfigurationError(
-                            f"{type(optimizer).__name__} trains a tensor of shape {tuple(parameter.shape)} that is no "
-                            "parameter of the LightningModule, so parallel models cannot have their own; make it a "
-                            "parameter of a submodule, or use num_pipelines=1"
-                        )
 
     def dissolve(self, average: bool = True) -> None:
         """Leave the reference in the module, and keep nothing else.
@@ -143,15 +113,13 @@ class Ensemble:
             self.show_reference(False)
             self.averager.begin()
         self.show_reference(True)
-        shown, own = self._shown, self._placement.own
+        shown, own = self.models.shown, self._placement.own
         assert shown is not None
         with torch.no_grad():
             for name, buffer in own.buffers.items():
                 if shown.buffers[name] is not buffer:
                     buffer.copy_(shown.buffers[name])
         self._placement.put(own)
-        self.models.clear()
-        self._clones, self._shown = [[]], None
 
     # -- where they are ----------------------------------------------------------------------------------------------
 
@@ -159,29 +127,23 @@ class Ensemble:
         """Parameters are about to move between processes: show pipeline 0's model, and let nothing be under way."""
         self.averager.turns.stop()
         self.show_reference(False)
-        self.check_checksums()
+        self.checksums.check(self.models.size - 1)
 
     @property
     def belongings(self) -> list[Belongings]:
         """All that moves with a parameter or buffer, beside the module's own tensors and their optimizers' states."""
-        shared = {} if self.models.shared is None else self.models.shared.buffers
-        states = [
-            OptimizerStates(made, partial(getattr, replica, "parameters"))
-            for replica, made in zip(self.models.replicas, self._clones, strict=True)
-        ]
-        if self.averager.outer is not None:
-            states.append(OptimizerStates([self.averager.outer], lambda: self.models.reference))
-        return [
-            ModelTensors(self._placement, self.models.replicas, self.models.reference, self.models.leaf, shared),
-            *states,
-        ]
+        states = self.optimizers.states()
+        if (outer := self.averager.outer) is not None:
+            states.append(OptimizerStates([outer], lambda: self.models.reference))
+        return [ModelTensors(self.models), *states]
 
     # -- which model the module shows --------------------------------------------------------------------------------
 
     def place(self, number: int) -> None:
         """Put a parallel model into the module; in the place of number 0 the reference, if that is shown."""
         self.averager.finish()
-        self._placement.put(self._shown if number == 0 and self._shown is not None else self.models.replicas[number])
+        replica = self.models.replicas[number]
+        self._placement.put(replica if number else self.models.shown or replica)
 
     @contextlib.contextmanager
     def placed(self, number: int) -> Iterator[None]:
@@ -196,27 +158,16 @@ class Ensemble:
     def show_reference(self, reference: bool) -> None:
         """From now on the module has the weights of the reference, or those of pipeline 0."""
         self.averager.finish()
-        if reference == (self._shown is not None):
+        if reference == (self.models.shown is not None):
             return
-        own = self._placement.own
         if reference:
             self.averager.turns.catch_up()
-            self._shown = Replica(0)
-            self._shown.parameters = own.parameters
-            self._shown.buffers = self.models.mean_buffers()
-            self._shown.memory = own.memory
-            self._placement.put(self._shown)
-        else:
-            self._placement.put(own)
-            self._shown = None
-        for name, parameter in own.parameters.items():
-            centre = self.models.reference[name]
-            parameter.data, centre.data = centre.data, parameter.data
+        self.models.show(reference)
 
     @contextlib.contextmanager
     def showing_reference(self, reference: bool) -> Iterator[None]:
         """The same within this context."""
-        before = self._shown is not None
+        before = self.models.shown is not None
         self.show_reference(reference)
         try:
             yield
@@ -224,18 +175,6 @@ class Ensemble:
             self.show_reference(before)
 
     # -- steps -------------------------------------------------------------------------------------------------------
-
-    def optimizers(self, number: int) -> list[Optimizer]:
-        """Those of pipeline n; of pipeline 0 those that everybody knows."""
-        return self._clones[number] if number else list(self._optimizers())
-
-    def follow_optimizers(self, only: Optimizer | None = None) -> None:
-        """Pipelines 1..N-1 will step with the hyper-parameters that pipeline 0 has now; or ``only`` one optimizer."""
-        for replica, clones in zip(self.models.replicas[1:], self._clones[1:], strict=True):
-            if only is None or any(made is only for made in clones):
-                own = self.models.counterparts(replica)
-                for made, optimizer in zip(clones, self._optimizers(), strict=True):
-                    follow(made, optimizer, own)
 
     @torch.no_grad()
     def restart(self, number: int, alike: int | None) -> None:
@@ -258,41 +197,17 @@ class Ensemble:
         if alike is not None:
             for name, buffer in replica.buffers.items():
                 buffer.copy_(self.models.replicas[alike].buffers[name])
-        for optimizer in self.optimizers(number):
+        for optimizer in self.optimizers.of(number):
             for state in [optimizer.state[p] for p in replica.parameters.values() if p in optimizer.state]:
                 if has_nonfinite(value for value in state.values() if isinstance(value, Tensor)):
                     state.clear()  # of a step that went before
 
-    def settle(self) -> None:
-        """What groups have told each other arrives, and nothing is late after that. All of them call it."""
-        if self._shown is None:  # else it has arrived, and the reference is in the place of a model
-            self.averager.turns.settle()
-
     def mark(self, last: bool) -> None:
         """Hooks come next; ``last`` as for :meth:`Checksums.set`. Where there is one model, they see all there are."""
         if self.models.size > 1 and not self.averager.is_under_way:
-            self.checksums.set(self._placement.own.parameters, last)
-
-    def check_checksums(self) -> None:
-        """Hooks have been; the reference is not shown.
-
-        Raises:
-            ConfigurationError: they have changed pipeline 0's model alone.
-        """
-        self.checksums.check(self._placement.own.parameters, self.models.size - 1)
+            self.checksums.set(last)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    @property
-    def outer(self) -> Optimizer | None:
-        """The optimizer of the reference, over ``names``; None if it has none."""
-        self.averager.finish()
-        return self.averager.outer
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Parameters of which each model has its own, also those that other processes hold."""
-        return tuple(self.models.reference)
 
     def tensors(self, number: int) -> dict[str, Tensor]:
         """A parallel model's own tensors by name; what other processes hold is on meta. The reference is not shown."""

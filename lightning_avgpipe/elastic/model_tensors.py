@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_avgpipe.elastic.replica import Placement, Replica, alike
+from lightning_avgpipe.elastic.models import Models
+from lightning_avgpipe.elastic.replica import alike
 from lightning_avgpipe.weights.ownership import fill, vacate
 
 
@@ -16,26 +17,15 @@ class ModelTensors:
     """Tensors of models 1..N-1, of the reference, and of its buffers over groups; those of model 0 are the module's.
 
     Args:
-        placement: that shows model 0.
-        replicas: of all models.
-        reference: the reference of all parameters that are trained anywhere.
-        leaf: makes another model's parameter of a name.
-        shared: buffers of the reference over groups; empty if there is one group.
+        models: of which the module shows model 0.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        replicas: Sequence[Replica],
-        reference: Mapping[str, Tensor],
-        leaf: Callable[[str], nn.Parameter],
-        shared: dict[str, Tensor],
-    ) -> None:
-        self._placement = placement
-        self._others = replicas[1:]
-        self._reference = reference
-        self._leaf = leaf
-        self._shared = shared
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._placement = models.placement
+        self._others = models.replicas[1:]
+        self._reference = models.reference
+        self._shared = {} if models.shared is None else models.shared.buffers
 
     def held(self, name: str) -> dict[str, Any]:
         """Contents and gradients."""
@@ -56,7 +46,7 @@ class ModelTensors:
             self._placement.add([name])
         for replica, model in zip(self._others, item["models"], strict=True):
             if name in self._reference:
-                replica.parameters[name] = self._leaf(name)
+                replica.parameters[name] = self._models.leaf(name)
                 replica.parameters[name].data, replica.parameters[name].grad = model
             elif name in replica.buffers:
                 replica.buffers[name] = alike(replica.buffers[name], model[0])

@@ -25,6 +25,7 @@ class Models:
         replicas: of each model.
         reference: name -> tensor, of all parameters that are trained anywhere; what other processes hold is on meta.
         shared: buffers of the reference over groups; None if there is one group.
+        shown: what the module has in the place of model 0 while it shows the reference; None: it does not.
     """
 
     def __init__(self, placement: Placement, replica_group: ReplicaGroup | None) -> None:
@@ -32,6 +33,7 @@ class Models:
         self._replica_group = replica_group
         self.replicas: list[Replica] = [placement.own]
         self.reference: dict[str, Tensor] = {}
+        self.shown: Replica | None = None
         self.shared = None if replica_group is None else SharedBuffers(placement.own.buffers, replica_group)
 
     @property
@@ -54,31 +56,14 @@ class Models:
         """Parameters of which there is something here, in the same order on processes with the same stages."""
         return [name for name in self.reference if name in self.placement.own.parameters]
 
-    def contents(self) -> list[list[Tensor]]:
-        """Of these parameters, for each model."""
-        return [[replica.parameters[name].detach() for name in self.mine] for replica in self.replicas]
-
-    def centres(self) -> list[Tensor]:
-        """Of these parameters, those of the reference."""
-        return [self.reference[name] for name in self.mine]
-
-    def counterparts(self, replica: Replica) -> dict[int, Tensor]:
-        """``id -> tensor`` of a model in the place of each of the module's own."""
-        return {id(p): replica.parameters[name] for name, p in self.placement.own.parameters.items()}
-
-    def clear_gradients(self, number: int | None = None) -> None:
-        """Of pipeline n, or of pipelines 1..N-1; those of pipeline 0 are the module's."""
-        for replica in self.replicas[1:] if number is None else (self.replicas[number],):
-            for parameter in replica.parameters.values():
-                parameter.grad = None
+    def tensors(self) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Of these parameters, for each model, and those of the reference."""
+        models = [[replica.parameters[name].detach() for name in self.mine] for replica in self.replicas]
+        return models, [self.reference[name] for name in self.mine]
 
     def parameters(self, number: int) -> dict[str, nn.Parameter]:
         """Those that pipeline n trains, as far as they are here, in the same order on processes with these stages."""
         return {name: self.replicas[number].parameters[name] for name in self.mine}
-
-    def gradients(self, number: int) -> dict[str, Tensor]:
-        """Of pipeline n, as far as they are here, by the names of the parameters."""
-        return {name: p.grad for name, p in self.parameters(number).items() if p.grad is not None}
 
     def buffers(self, number: int, names: Collection[str]) -> dict[str, Tensor]:
         """Of model n those of these names that are here, and under names of their own other tensors that steps write
@@ -104,7 +89,7 @@ class Models:
         found |= {name: [r.buffers[name] for r in others] for name in buffers if name in own.buffers}
         return found
 
-    def mean_buffers(self) -> dict[str, Tensor]:
+    def _mean_buffers(self) -> dict[str, Tensor]:
         """Means of what is no integer, and the other buffers of pipeline 0; over groups as of the last averaging."""
         if self.shared is not None:
             return {name: alike(buffer, buffer.clone()) for name, buffer in self.shared.buffers.items()}
@@ -132,23 +117,29 @@ class Models:
                 replica.parameters[name] = self.leaf(name)
                 replica.buffers.pop(name, None)
 
-    def add(self, buffers: Mapping[str, Tensor]) -> Replica:
-        """Another model, which begins at the reference with such buffers."""
-        replica = Replica(self.size)
-        replica.buffers = {name: alike(buffer, buffer.clone()) for name, buffer in buffers.items()}
-        replica.memory = [tensor.detach().clone() for tensor in self.placement.written]
-        for name in self.mine:
-            replica.parameters[name] = self.leaf(name)
-        self.replicas.append(replica)
-        return replica
-
-    def drop(self, size: int) -> None:
-        """Models from this number on go."""
+    def resize(self, size: int) -> None:
+        """Models from this number on go, or there are more: they begin at the reference, which is not shown."""
         del self.replicas[size:]
+        buffers = self._mean_buffers() if self.size < size else {}
+        while self.size < size:
+            replica = Replica(self.size)
+            replica.buffers = {name: alike(buffer, buffer.clone()) for name, buffer in buffers.items()}
+            replica.memory = [tensor.detach().clone() for tensor in self.placement.written]
+            for name in self.mine:
+                replica.parameters[name] = self.leaf(name)
+            self.replicas.append(replica)
 
-    def clear(self) -> None:
-        """Keep nothing but what the module has."""
-        self.replicas, self.reference = [self.placement.own], {}
+    def show(self, reference: bool) -> None:
+        """Let the module have the reference in the place of model 0, or that again."""
+        own, self.shown = self.placement.own, None
+        if reference:
+            self.shown = Replica(0)
+            self.shown.parameters, self.shown.memory = own.parameters, own.memory
+            self.shown.buffers = self._mean_buffers()
+        self.placement.put(self.shown or own)
+        for name, parameter in own.parameters.items():
+            centre = self.reference[name]
+            parameter.data, centre.data = centre.data, parameter.data
 
     def leaf(self, name: str) -> nn.Parameter:
         """A model's own parameter, as the reference has it, that trains as the module's does."""

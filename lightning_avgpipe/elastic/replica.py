@@ -38,6 +38,11 @@ class Replica:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
 
+    def clear_gradients(self) -> None:
+        """Of its parameters."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
 
 class Placement:
     """Puts replicas into the module, one at a time.
@@ -113,11 +118,6 @@ class Placement:
             placed.memory[i] = tensor.detach()
             tensor.data = replica.memory[i]
         self._placed = replica
-
-    @property
-    def placed(self) -> Replica:
-        """What the module shows."""
-        return self._placed
 
     def read_back(self) -> None:
         """Take note of buffers that user code has assigned anew."""

@@ -38,7 +38,7 @@ class Turns:
     def begin(self) -> None:
         """The models are about to step, one after the other. All have stepped as often; the reference is not shown."""
         if self._averaging is None and self._models.mine:  # a process may have frozen stages only
-            total, tensors = self._models.total, (self._models.contents(), self._models.centres())
+            total, tensors = self._models.total, self._models.tensors()
             alpha, rate = self._elasticity.dilution(total), self._elasticity.rate(total)
             self._averaging = StaggeredAveraging(DEFAULT, *tensors, alpha, rate, self._replica_group)
 
@@ -64,9 +64,10 @@ class Turns:
 
     def settle(self) -> None:
         """The same, and what follows does not depend on what has been. All groups call it."""
-        self.catch_up()
-        if self._averaging is not None:
-            self._averaging.settle()
+        if self._models.shown is None:  # else it has arrived, and the reference is in the place of a model
+            self.catch_up()
+            if self._averaging is not None:
+                self._averaging.settle()
 
     def stop(self) -> None:
         """What meets the reference next does so anew."""

@@ -92,19 +92,11 @@ class Meter(Observer, ABC):
         self._after(stage, action, pipeline)
         if action.kind.stash > 0:
             made = tree.tensors(work.results.get(action.micro_batch)) if output is None else output.tensors
-            received = () if work.received is None else work.received.tensors
-            self.keep(stage, action.micro_batch, received, made, pipeline)
+            self._keep(work, [tensor for tensor in made if tensor is not None])
         return output
 
-    def keep(
-        self,
-        stage: int,
-        micro_batch: int,
-        received: Iterable[Tensor | None],
-        made: Iterable[Tensor | None],
-        pipeline: int = 0,
-    ) -> None:
-        """A forward has received these, and sent or returned those."""
+    def _keep(self, work: Work, made: Sequence[Tensor]) -> None:
+        """A forward has sent or returned these."""
         return  # an allocator knows
 
     @abstractmethod
@@ -155,21 +147,13 @@ class HostMeter(Meter):
         self._total: dict[int, int] = defaultdict(int)
         self._peak: dict[int, int] = defaultdict(int)
 
-    def keep(
-        self,
-        stage: int,
-        micro_batch: int,
-        received: Iterable[Tensor | None],
-        made: Iterable[Tensor | None],
-        pipeline: int = 0,
-    ) -> None:
-        for tensor in received:
+    def _keep(self, work: Work, made: Sequence[Tensor]) -> None:
+        for tensor in () if work.received is None else work.received.tensors:
             if tensor is not None and has_memory(tensor):
-                self._note(stage, tensor)
-                self._received[stage, pipeline, micro_batch].append(storage_id(tensor))
+                self._note(work.stage, tensor)
+                self._received[work.stage, work.pipeline, work.action.micro_batch].append(storage_id(tensor))
         for tensor in made:
-            if tensor is not None:
-                self._note(stage, tensor)
+            self._note(work.stage, tensor)
 
     def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
         found = {}
@@ -193,7 +177,7 @@ class HostMeter(Meter):
                 self._note(stage, tensor)
                 return tensor.detach()  # an output itself would keep its own graph alive
 
-        return SavedHooks(pack, _unpack)
+        return SavedHooks(pack, lambda tensor: tensor)
 
     def _after(self, stage: int, action: Action, pipeline: int) -> None:
         # in one process the stage before still has what it sent: it counts there
@@ -249,7 +233,3 @@ class DeviceMeter(Meter):
         now = self._memory.allocated_bytes()
         self._highest = max(self._highest, now)
         self._own[stage] += now - self._began
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor

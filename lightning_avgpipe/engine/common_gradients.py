@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.engine.abreast import Abreast
+from lightning_avgpipe.utils.patching import nothing
 
 
 class CommonGradients:
@@ -49,7 +50,7 @@ class CommonGradients:
         if i is None:
             return action()
         if i in self._adding:
-            self.meet(what, _nothing)
+            self.meet(what, nothing)
         self._reading.add(i)
         with self.abreast.together():
             return action()
@@ -73,7 +74,7 @@ class CommonGradients:
                 own(tensors, *args, **kwargs)
                 return
             if i in self._reading:
-                self.meet("a backward after gradients were read", _nothing)
+                self.meet("a backward after gradients were read", nothing)
             self._adding.add(i)
             weight = self._weights[i]
             if not weight:  # a mean over nothing is no number
@@ -91,7 +92,3 @@ class CommonGradients:
             yield
         finally:
             torch.autograd.backward = own
-
-
-def _nothing() -> None:
-    """All have met."""

@@ -110,11 +110,10 @@ class FrozenOutputs:
 
     def __init__(self, limit: float, folder: str | None = None) -> None:
         self._samples = KeptSamples(limit, folder)
-        self._depth = 0
-        self._described: Callable[[int], Any] = _nothing
+        self._described: Callable[[int], Any]
+        self._depth = self.hits = 0
         self._tellers: Sequence[int] = ()
-        self.hits = 0
-        self.forget()
+        self.stop()
 
     def forget(self) -> None:
         """Keep nothing of what was kept."""
@@ -137,15 +136,15 @@ class FrozenOutputs:
         self._samples.drop_others(same)
         joined, self._tellers = tuple(tellers) != tuple(self._tellers), tellers
         self._depth, self._described = depth, described
-        if not self._samples and depth not in same:
+        if not self._samples.known and depth not in same:
             return self.forget()
         self._depths = {depth: _Depth(described(depth)), **same}
         self._tidy()
-        self._epoch.expected = min(self._epoch.expected, len(self._samples))
+        self._epoch.expected = min(self._epoch.expected, len(self._samples.known))
         if len(tellers) < 2:
             self._fresh = []
         elif joined:  # some of them have nothing yet
-            self._fresh = [*self._samples]
+            self._fresh = [*self._samples.known]
         return None
 
     def _tidy(self) -> None:
@@ -155,7 +154,7 @@ class FrozenOutputs:
 
     def stop(self) -> None:
         """Nothing is frozen any more, or others keep what it gives."""
-        self._depth, self._described = 0, _nothing
+        self._depth, self._described = 0, lambda depth: None
         self.forget()
 
     def begin_epoch(self) -> None:
@@ -171,7 +170,7 @@ class FrozenOutputs:
             )
         elif seen:
             _log.info("of %d samples of the last epoch outputs of frozen layers were kept for %d", seen, known)
-        self._epoch = _Epoch(len(self._samples))
+        self._epoch = _Epoch(len(self._samples.known))
 
     def look_up(self, samples: Mapping[int, list[bytes]]) -> frozenset[int]:
         """An iteration begins.
@@ -186,7 +185,7 @@ class FrozenOutputs:
         compares = set[int]()
         for i, keys in now.keys.items():
             now.wanted[i] = {*self._depths}
-            here = [self._samples[key].form.depth for key in keys if key in self._samples]
+            here = [self._samples.known[key].form.depth for key in keys if key in self._samples.known]
             self._epoch.seen += len(keys)
             self._epoch.known += len(here)
             # samples of one micro-batch that are kept in different forms (padded to other lengths) have other digests
@@ -247,7 +246,7 @@ class FrozenOutputs:
         for tensor, one in zip(host, form.shared, strict=True):
             if one is not None and not torch.equal(tensor, one):
                 return self._differ(f"a tensor of shape {tuple(tensor.shape)}, which is not one row for each sample,")
-        there = {row: known for row, key in enumerate(keys) if (known := self._samples.get(key)) is not None}
+        there = {row: known for row, key in enumerate(keys) if (known := self._samples.known.get(key)) is not None}
         there = {row: known for row, known in there.items() if known.form.depth == depth}
         for row, known in there.items():
             for tensor, part, own in zip(host, known.tensors, divided, strict=True):
@@ -270,7 +269,7 @@ class FrozenOutputs:
         rows: list[tuple[Key, FormName, list[Tensor | None]]] = []
         size = 0
         while self._fresh and size < _NEWS_BYTES:
-            if (kept := self._samples.get(key := self._fresh.pop())) is not None:
+            if (kept := self._samples.known.get(key := self._fresh.pop())) is not None:
                 rows.append((key, kept.form, kept.tensors))
                 size += sum(part.nbytes for part in kept.tensors if part is not None)
         return rows, {name: self._samples.forms[name] for _, name, _ in rows}
@@ -286,7 +285,7 @@ class FrozenOutputs:
             if name.depth not in self._depths:
                 self._depths[name.depth] = _Depth(self._described(name.depth))
         for key, name, parts in rows:
-            if key not in self._samples or self._samples[key].form.depth < name.depth:
+            if key not in self._samples.known or self._samples.known[key].form.depth < name.depth:
                 self._samples.keep(key, name, parts)
         return None
 
@@ -306,10 +305,6 @@ class FrozenOutputs:
         _log.warning("outputs of frozen layers are not kept any more: %s", why)
         self.forget()
         self.why_not = why
-
-
-def _nothing(depth: int) -> None:
-    """There are no frozen nodes yet."""
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

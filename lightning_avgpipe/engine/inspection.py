@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.placeholder import has_memory
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import storage_id
@@ -28,22 +29,22 @@ from lightning_avgpipe.utils.torch_compat import storage_id
 # From names of buffers that a step changes to what other models have, by name: parameters, and these buffers.
 ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
 
-_SHOWN = 3  # names in a message
 
-
-def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Where the gradients of a forward's outputs go."""
+def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """Autograd's nodes on which the outputs of a forward depend."""
     nodes = [tensor.grad_fn for tensor in outputs]
     seen = set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        nodes += [following for following, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [following for following, _ in node.next_functions]
+
+
+def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Where the gradients of a forward's outputs go."""
+    return (leaf for node in nodes_of(outputs) if (leaf := getattr(node, "variable", None)) is not None)
 
 
 class Inspection(TorchDispatchMode):
@@ -87,14 +88,13 @@ class Inspection(TorchDispatchMode):
         """
         if not self._found:
             return
-        places = [f"'{name}' (at {place})" for name, place in list(self._found.items())[:_SHOWN]]
-        more = len(self._found) - len(places)
+        places = listed([f"'{name}' (at {place})" for name, place in self._found.items()])
         raise ConfigurationError(
-            f"while pipeline {pipeline} ran, training_step used {', '.join(places)}"
-            f"{f' and {more} more' if more else ''} of another parallel model. Each has parameters and buffers of its "
-            "own, which are put where modules register them, and into their attributes, lists, tuples and dicts; a "
-            "closure, a functools.partial, a global, an optimizer or an object that is no nn.Module keeps those of one "
-            "model. Get them from the module whenever they are used (self.layer.weight), or use num_pipelines=1"
+            f"while pipeline {pipeline} ran, training_step used {places} of another parallel model. Each has "
+            "parameters and buffers of its own, which are put where modules register them, and into their attributes, "
+            "lists, tuples and dicts; a closure, a functools.partial, a global, an optimizer or an object that is no "
+            "nn.Module keeps those of one model. Get them from the module whenever they are used (self.layer.weight), "
+            "or use num_pipelines=1"
         )
 
     def _look(self, tensor: Tensor, place: Callable[[], str]) -> None:

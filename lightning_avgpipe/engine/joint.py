@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from lightning_avgpipe.engine.exchange import Exchange
+from lightning_avgpipe.engine.inspection import leaves_of, nodes_of
 from lightning_avgpipe.errors import CaptureError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.object_state import ITEMS, same_items
@@ -39,11 +39,11 @@ class Unit:
     held: Sequence[bool]
 
 
-class _Given:
-    """In the place of a tensor in a result: the call's argument itself."""
+class _Place:
+    """Of a tensor in a result: the call's argument of this number itself, or one that the unit made."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, argument: int | None) -> None:
+        self.argument = argument
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Joint:
         exchange: between them.
 
     Attributes:
-        runs: whether a unit runs here.
+        runs: whether a unit runs here, for which the others only wait.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -346,7 +346,7 @@ class _Entered:
 
     def unused(self, made: Sequence[Tensor], first: int) -> list[int]:
         """From a number on, those on which nothing depends that was made."""
-        used = _ends(made)
+        used = {id(leaf) for leaf in leaves_of(made)}
         return [i for i in range(first, len(self.leaves)) if id(self.leaves[i]) not in used]
 
 
@@ -363,20 +363,15 @@ def _taken(leaf: Any, made: list[Tensor], inside: dict[int, int]) -> Any:
     """What stands for a leaf of a result on its way: its tensors travel apart."""
     if not isinstance(leaf, Tensor):
         return leaf
-    if id(leaf) in inside:
-        return _Given(inside[id(leaf)])
-    made.append(leaf)
-    return _Made()
-
-
-class _Made:
-    """In the place of a tensor that a unit made."""
+    if id(leaf) not in inside:
+        made.append(leaf)
+    return _Place(inside.get(id(leaf)))
 
 
 def _filled(leaf: Any, pieces: Any, inputs: Sequence[Tensor]) -> Any:
-    if isinstance(leaf, _Made):
-        return next(pieces)
-    return inputs[leaf.index] if isinstance(leaf, _Given) else leaf
+    if not isinstance(leaf, _Place):
+        return leaf
+    return next(pieces) if leaf.argument is None else inputs[leaf.argument]
 
 
 def _hidden(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
@@ -416,7 +411,7 @@ def _refuse_outer(record: _Record, made: Sequence[Tensor], begin: Tensor) -> Non
     assert begin.grad_fn is not None
     first, unit = begin.grad_fn._sequence_nr(), record.unit
     known = {id(t) for t in (*record.leaves, *unit.module.parameters())}
-    for node in _nodes(made):
+    for node in nodes_of(made):
         variable = getattr(node, "variable", None)
         strange = id(variable) not in known if variable is not None else node._sequence_nr() < first
         if strange:
@@ -426,21 +421,3 @@ def _refuse_outer(record: _Record, made: Sequence[Tensor], begin: Tensor) -> Non
                 "argument nor its own; other processes cannot send it a gradient. Pass it as an argument, or use one "
                 "process (devices=1)"
             )
-
-
-def _ends(made: Sequence[Tensor]) -> set[int]:
-    """Ids of the leaves that tensors depend on."""
-    return {id(node.variable) for node in _nodes(made) if hasattr(node, "variable")}
-
-
-def _nodes(made: Sequence[Tensor]) -> Iterator[Any]:
-    """All of the graph that tensors depend on."""
-    nodes: list[Node] = [t.grad_fn for t in made if t.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs, digests
 from lightning_avgpipe.schedule import Schedule, num_forward_only
 from lightning_avgpipe.utils import tree
@@ -24,6 +25,7 @@ class Keeping:
         kept: the outputs that this process has.
         cluster: of the process.
         graph: of the step.
+        freezing: which of its parameters are trained by now.
         stage: the first that trains.
         frozen: nodes, from the first.
         owners: ranks of the processes with the stage.
@@ -33,6 +35,7 @@ class Keeping:
     kept: FrozenOutputs
     cluster: Cluster
     graph: CallGraph
+    freezing: Freezing
     stage: int
     frozen: int
     owners: tuple[int, ...]
@@ -50,15 +53,16 @@ class Keeping:
         """Names of the tensors of a batch that the frozen layers read."""
         return frozenset(leaf.name for leaf in self.graph.needed_leaves(0, self.frozen))
 
-    def known(self, samples: Samples, schedule: Schedule, holds: bool) -> frozenset[int]:
+    def known(self, samples: Samples, schedule: Schedule) -> frozenset[int]:
         """The micro-batches of an iteration for which outputs are kept. Every process calls it.
 
         Args:
             samples: data and number of samples, by micro-batch.
             schedule: of the iteration.
-            holds: whether what was frozen when the plan was made still is, and perhaps more.
         """
         found: frozenset[int] = frozenset()
+        # something may have been frozen or unfrozen since the plan was made
+        holds = self.freezing.trained <= self.graph.trained
         applies = holds and num_forward_only(schedule) == self.stage  # it is still the first that trains
         if self.cluster.rank in self.owners:
             if not holds:  # what is kept may not be true any more

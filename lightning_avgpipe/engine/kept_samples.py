@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -106,14 +106,15 @@ class Kept(NamedTuple):
         return [None if row is None else row.tensor for row in self.rows]
 
 
-class KeptSamples(Mapping[Key, Kept]):
-    """Samples, by key.
+class KeptSamples:
+    """What is kept of samples.
 
     Args:
         limit: bytes on the host; what is beyond goes into files.
         folder: for these files; None: where temporary files go.
 
     Attributes:
+        known: samples by key.
         forms: that they have.
         were_read: whether any was.
     """
@@ -126,49 +127,40 @@ class KeptSamples(Mapping[Key, Kept]):
     def clear(self) -> None:
         """Keep nothing."""
         self._rows = _Rows(self._limit, self._folder)
-        self._kept: dict[Key, Kept] = {}
+        self.known: dict[Key, Kept] = {}
         self.forms: dict[FormName, Form] = {}
         self.were_read = False
-
-    def __getitem__(self, key: Key) -> Kept:
-        return self._kept[key]
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._kept)
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def keep(self, key: Key, name: FormName, parts: Sequence[Tensor | None]) -> bool:
         """Keep a sample, if there is room, in the place of what is kept of it."""
         self._drop(key)
         kept = Kept(name, tuple(None if part is None else self._rows.put(part) for part in parts))
-        self._kept[key] = kept
+        self.known[key] = kept
         if any(row is None and part is not None for row, part in zip(kept.rows, parts, strict=True)):
             self._drop(key)  # others stay
             return False
         return True
 
     def _drop(self, key: Key) -> None:
-        kept = self._kept.pop(key, None)
+        kept = self.known.pop(key, None)
         for row in () if kept is None else kept.rows:
             if row is not None:
                 self._rows.drop(row)
 
     def drop_others(self, depths: Collection[int]) -> None:
         """Keep samples behind these depths only."""
-        for key in [key for key, kept in self._kept.items() if kept.form.depth not in depths]:
+        for key in [key for key, kept in self.known.items() if kept.form.depth not in depths]:
             self._drop(key)
 
     def tidy(self, depth: int) -> set[int]:
         """Forget forms that no sample has, but for those of one depth; returns it and the depths of samples."""
-        used = {kept.form.depth for kept in self._kept.values()} | {depth}
+        used = {kept.form.depth for kept in self.known.values()} | {depth}
         self.forms = {name: form for name, form in self.forms.items() if name.depth in used}
         return used
 
     def read(self, keys: Sequence[Key], device: torch.device) -> tuple[tuple[Tensor, ...], Any]:
         """The tensors of a micro-batch of samples of one form, and what the nodes before returned."""
-        kept = [self._kept[key] for key in keys]
+        kept = [self.known[key] for key in keys]
         name, form, tensors = kept[0].form, self.forms[kept[0].form], []
         for i, shared in enumerate(form.shared):
             if shared is not None:

@@ -101,11 +101,6 @@ class Lockstep(StepTracer):
         """Whether all processes run the same code now."""
         return self._runs and not self._inside
 
-    @property
-    def in_unit(self) -> bool:
-        """Whether a unit runs in this process, which the others only wait for."""
-        return self.joint.runs
-
     def quiet(self) -> contextlib.AbstractContextManager[None]:
         """Within this context code runs that each process runs for itself: optimizers, logging."""
         return self.aside() if self.follows else contextlib.nullcontext()  # type: ignore[return-value]

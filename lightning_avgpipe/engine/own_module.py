@@ -26,6 +26,8 @@ class OwnModule:
         shown: whether hooks on this process see what it made of its own.
 
     Attributes:
+        program: as given.
+        module: as given.
         attributes: its own.
     """
 
@@ -37,8 +39,8 @@ class OwnModule:
         of_units: OwnAttributes | None,
         shown: bool,
     ) -> None:
-        self._program = program
-        self._module = module
+        self.program = program
+        self.module = module
         self._weights = weights
         self._of_units = of_units or OwnAttributes(module, (), True)
         self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
@@ -46,13 +48,13 @@ class OwnModule:
     @contextmanager
     def placed(self) -> Iterator[dict[int, str]]:
         """Within this context it is as the stage has it; gives ``id -> name`` of what stands for parameters."""
-        with self._weights.placed(self._program.stage) as copies, self._of_units.placed(), self.attributes.placed():
+        with self._weights.placed(self.program.stage) as copies, self._of_units.placed(), self.attributes.placed():
             yield copies
 
     def changed_buffers(self) -> dict[str, Tensor]:
         """Those that the stage's forwards change, by name."""
-        names = dict.fromkeys(name for node in self._program.nodes for name in node.states)
-        return {name: self._module.get_buffer(name) for name in names}
+        names = dict.fromkeys(name for node in self.program.nodes for name in node.states)
+        return {name: self.module.get_buffer(name) for name in names}
 
     def end(self) -> None:
         """An iteration has ended."""

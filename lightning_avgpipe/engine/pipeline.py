@@ -117,7 +117,8 @@ class Pipeline:
         versions = self._weights.get(graph.step) if len(programs) > 1 else None
         if versions is not None:
             versions.divide({k: parameters_of(program) for k, program in enumerate(programs)}, self.cluster.stages)
-        keeping = self._keeping(graph, cuts, frozen)
+        freezing = Freezing(graph, cuts, self._module)
+        keeping = self._keeping(graph, cuts, frozen, freezing)
         of_units = OwnAttributes(self._module, graph.of_units, self.number == 0)
         ahead = {
             k + 1: Stage(programs[k], self._module, self.cluster.device, double, shown=False, of_units=of_units)
@@ -132,16 +133,16 @@ class Pipeline:
             )
             for k in self.cluster.stages
         ]  # fmt: skip
-        leaves, freezing = self._leaves(programs, relays, keeping), Freezing(graph, cuts, self._module)
+        leaves = self._leaves(programs, relays, keeping)
         self.steps[graph.step] = LoadedStep(graph, cuts, stages, copies, leaves, freezing, keeping, doubles, of_units)
 
-    def _keeping(self, graph: CallGraph, cuts: Sequence[int], frozen: int) -> Keeping | None:
+    def _keeping(self, graph: CallGraph, cuts: Sequence[int], frozen: int, freezing: Freezing) -> Keeping | None:
         """Of the outputs of so many frozen nodes; what is kept of fewer stays, where the stage can go on from it."""
         if self.kept is None or not frozen:
             return None
         stage = bisect.bisect_right(cuts, frozen)
         owners = self.cluster.stage_map.ranks(stage)
-        keeping = Keeping(self.kept, self.cluster, graph, stage, frozen, owners)
+        keeping = Keeping(self.kept, self.cluster, graph, freezing, stage, frozen, owners)
         start = (0, *cuts)[stage]
 
         def described(depth: int) -> Any:
@@ -195,20 +196,8 @@ class Pipeline:
 
     def read_elsewhere(self) -> frozenset[tuple[str, str]]:
         """Path of a module and name of the attributes that step functions read on other processes than the last."""
-        return frozenset(key for loaded in self.steps.values() for key in loaded.read_elsewhere())
-
-    def run(self, step: str, schedule: Schedule, task: Task, observers: Iterable[Observer] = ()) -> list[Any] | None:
-        """Run one iteration.
-
-        Args:
-            step: name of a loaded step function.
-            schedule: rows for all K stages.
-            task: the micro-batches, and what to do with them.
-            observers: see the iteration.
-        Returns:
-            On the process of the last stage what the step returned for each micro-batch; None elsewhere.
-        """
-        return run_together([self], step, [schedule], [task], observers)[0].results
+        steps = [loaded for loaded in self.steps.values() if loaded.cuts]
+        return frozenset(key for of in steps for key, position in of.graph.reads if position <= of.cuts[-1])
 
     def lanes(self, step: str, schedule: Schedule, task: Task, observers: Sequence[Observer] = ()) -> list[Lane]:
         """Those of this process, ready to begin an iteration.

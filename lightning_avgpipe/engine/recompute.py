@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.capture.snapshot import Attributes, attribute_values, random_state
+from lightning_avgpipe.engine.own_module import OwnModule
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
@@ -211,11 +212,9 @@ class Repetition:
     """What a stage, or a neighbour that has what it received, does once more.
 
     Args:
-        program: of the stage.
-        module: the whole module.
+        own: what the stage makes of the module.
         device: where it computes.
         recompute: what is to be repeated.
-        variables: attributes that the step changes.
         relayed: whether what the stage receives goes on to the next one.
 
     Attributes:
@@ -223,20 +222,11 @@ class Repetition:
         units: makes calls of units keep their inputs; None: none does.
     """
 
-    def __init__(
-        self,
-        program: StageProgram,
-        module: nn.Module,
-        device: torch.device,
-        recompute: Recompute,
-        variables: Sequence[Any],
-        relayed: bool,
-    ) -> None:
-        self._program = program
-        self._module = module
+    def __init__(self, own: OwnModule, device: torch.device, recompute: Recompute, relayed: bool) -> None:
+        program, module = self._program, self._module = own.program, own.module
         self._stages = recompute.stages
         repeats = bool(recompute.stages or recompute.modules)
-        self._read = [*variables, *_unowned(program, module)] if repeats else []
+        self._read = [*own.attributes.variables, *_unowned(program, module)] if repeats else []
         self.units = UnitRepeater(module, recompute, device, self._read) if recompute.modules else None
         self._scope = _scope(program, module) if recompute.stages else []
         self.overwritten = _overwritten(program) if recompute.stages or relayed else frozenset[int]()

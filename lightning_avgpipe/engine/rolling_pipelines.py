@@ -27,8 +27,7 @@ class RollingPipelines:
     def __init__(self, cluster: Cluster, step: str) -> None:
         self._context = IterationContext(cluster.waits, cluster.world.rank, oldest_first=True)
         self._step = step
-        self._lanes: dict[int, list[Lane]] = {}
-        self._begun: dict[int, tuple[Pipeline, Schedule]] = {}
+        self._begun: dict[int, tuple[Pipeline, Schedule, list[Lane]]] = {}
 
     def begin(self, pipeline: Pipeline, schedule: Schedule, task: Task) -> None:
         """A pipeline begins an iteration: its model is ready for it. Nothing runs yet.
@@ -43,19 +42,17 @@ class RollingPipelines:
                 "iterations cannot roll; use rolling=False, or another schedule"
             )
         assert pipeline.number not in self._begun
-        self._begun[pipeline.number] = pipeline, schedule
-        self._lanes[pipeline.number] = pipeline.lanes(self._step, schedule, task)
+        self._begun[pipeline.number] = pipeline, schedule, pipeline.lanes(self._step, schedule, task)
 
     def finish(self, number: int) -> Outcome:
         """Run what there is to run, of all pipelines, until the iteration of one has ended here."""
-        own = self._lanes[number]
+        pipeline, schedule, own = self._begun[number]
         with intercepting(), torch.enable_grad():
             execute(
-                [lane for lanes in self._lanes.values() for lane in lanes],
+                [lane for _, _, lanes in self._begun.values() for lane in lanes],
                 self._context,
                 lambda: not any(lane.actions for lane in own),
             )
-        pipeline, schedule = self._begun[number]
         outcome = pipeline.outcome(self._step, schedule)
         for lane in own:  # what is in their channels belongs to the next iteration, which a neighbour may have begun
             lane.stage.clear()
@@ -64,11 +61,10 @@ class RollingPipelines:
 
     def clear(self) -> None:
         """Nothing is under way any more, in this process."""
-        for number in list(self._begun):
-            clear(self._lanes[number])
+        for number, (*_, lanes) in list(self._begun.items()):
+            clear(lanes)
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        pipeline, _ = self._begun.pop(number)
-        del self._lanes[number]
+        pipeline, *_ = self._begun.pop(number)
         pipeline.steps[self._step].own[-1].end()

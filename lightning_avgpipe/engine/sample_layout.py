@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_avgpipe.errors import BatchError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.tensors import is_strided
 
 WAY_OUT = (
@@ -425,12 +426,7 @@ def _sizes_by_name(batch: Any) -> str:
     by_size: dict[int, list[str]] = {}
     for name, leaf in _arrays(batch):
         by_size.setdefault(int(leaf.shape[0]), []).append(f"{name} {tuple(leaf.shape)}")
-    return "; ".join(f"{size} in {_first_of(names)}" for size, names in by_size.items())
-
-
-def _first_of(names: list[str]) -> str:
-    more = len(names) - _NAMES_PER_SIZE
-    return ", ".join(names[:_NAMES_PER_SIZE]) + (f" and {more} more" if more > 0 else "")
+    return "; ".join(f"{size} in {listed(names, _NAMES_PER_SIZE)}" for size, names in by_size.items())
 
 
 def _shortened(value: Any, limit: int = 80) -> str:

@@ -14,6 +14,8 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.observer import Observer, Work
 
+# the arguments of torch.batch_norm, whose order is not that of torch.nn.functional
+_IN_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
 _WHAT = "a batch normalisation (sync_batchnorm=True)"
 
 
@@ -58,7 +60,8 @@ class _Synchronised(TorchFunctionMode):
         if func is functional.batch_norm:
             return self._normalised(*args, **kwargs)
         if func is torch.batch_norm:
-            return self._as_in_torch(*args, **kwargs)
+            given = {**dict(zip(_IN_TORCH, args, strict=False)), **kwargs}
+            return self._normalised(**{name: value for name, value in given.items() if name != "cudnn_enabled"})
         return func(*args, **kwargs)
 
     def _normalised(
@@ -86,20 +89,6 @@ class _Synchronised(TorchFunctionMode):
         if bias is not None:
             normalised = normalised + bias.view(shape)
         return normalised.to(input.dtype)
-
-    def _as_in_torch(
-        self,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
-    ) -> Tensor:
-        return self._normalised(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 class _Normalise(torch.autograd.Function):

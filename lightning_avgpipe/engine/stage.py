@@ -80,8 +80,7 @@ class Stage:
         self.module = OwnModule(program, module, copies, of_units, shown)
         self._step = StageStep(program, module, device, foreign_tensors, execution.compiler)
         self._prefix = FrozenPrefix(program, device, kept)
-        variables = self.module.attributes.variables
-        self._repetition = Repetition(program, module, device, execution.recompute, variables, relayed)
+        self._repetition = Repetition(self.module, device, execution.recompute, relayed)
         self._halves = Halves(program.stage)
         self.stash: dict[int, Stash | Inputs] = {}
         self.results: dict[int, Any] = {}

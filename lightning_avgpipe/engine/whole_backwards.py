@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,13 +29,6 @@ from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 
 
-def with_whole_backwards(plan: Plan, schedule: Schedule, *rest: Any) -> Plan:
-    """The plan with what :func:`whole_backwards` finds, which takes the same arguments, if the schedule splits any."""
-    if not any(action.kind is INPUT_GRADIENT for row in schedule for action in row):
-        return plan
-    return replace(plan, whole=whole_backwards(plan, schedule, *rest))
-
-
 def whole_backwards(
     plan: Plan,
     schedule: Schedule,
@@ -46,7 +38,7 @@ def whole_backwards(
     device: torch.device,
     recompute: Recompute,
 ) -> dict[int, str]:
-    """Stage -> why its backward runs whole, of those that cannot split it. Nothing else remains.
+    """Stage -> why its backward runs whole, of those that are to split it and cannot. Nothing else remains.
 
     Args:
         plan: of the stages.
@@ -57,7 +49,9 @@ def whole_backwards(
         device: where to compute.
         recompute: what is repeated.
     """
-    graph, found = plan.graph, {}
+    graph, found = plan.graph, dict[int, str]()
+    if not any(action.kind is INPUT_GRADIENT for row in schedule for action in row):
+        return found
     units = {id(module.get_submodule(path)): path for path in graph.units}
     drawing = Drawing.of(module, graph)
     repeat = UnitRepeater(module, recompute, device) if recompute.modules else None

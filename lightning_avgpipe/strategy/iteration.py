@@ -273,8 +273,8 @@ class Iterations:
             finally:
                 if ensemble is not None:
                     ensemble.place(0)
-        if trains:
-            self.deployment.pipeline.steps[step].share_kept()
+        if trains and (keeping := self.deployment.pipeline.steps[step].keeping) is not None:
+            keeping.share()
         return outcomes
 
     def _of_replicas(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -307,7 +307,8 @@ class Iterations:
         if num_pipelines > 1 and pipeline.kept is not None:  # one of them would not do for all
             pipeline.kept.forget()
             return frozenset()
-        found = pipeline.steps["training_step"].known(samples, schedule)
+        keeping = pipeline.steps["training_step"].keeping
+        found = frozenset[int]() if keeping is None else keeping.known(samples, schedule)
         # memory is measured where everything runs
         return frozenset() if self.schedule_control.measures(works, num_pipelines) else found
 

@@ -85,7 +85,7 @@ class ParallelModels:
         """Full name -> gradient of one model, as far as it is held here."""
         ensemble = self._ensemble
         if ensemble is not None:
-            return ensemble.models.gradients(number)
+            return {name: p.grad for name, p in ensemble.models.parameters(number).items() if p.grad is not None}
         return OneModel(self._module).gradients(number)
 
     def restart(self, number: int, like: int | None) -> None:
@@ -123,7 +123,7 @@ class ParallelModels:
         self._finish_averaging()
         deployment.models.show_reference(False)
         if deployment.models.ensemble is not None:
-            deployment.models.ensemble.check_checksums()
+            deployment.models.ensemble.checksums.check(deployment.models.ensemble.models.size - 1)
         saved = deployment.models.saved.count
         pipelines = deployment.models.train(self._configuration.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
@@ -251,7 +251,8 @@ class ParallelModels:
         """Lightning clears the gradients of pipeline 0; here go those of the others."""
         self.begin_accumulation()
         if self._ensemble is not None:
-            self._ensemble.models.clear_gradients()
+            for replica in self._ensemble.models.replicas[1:]:
+                replica.clear_gradients()
 
     # -- the optimizers' step ----------------------------------------------------------------------------------------
 
@@ -305,7 +306,7 @@ class ParallelModels:
         closure = functools.partial(_done, None if number in self.skipped or number in self.check.left_out else loss)
         stepped = False
         with ensemble.placed(number), self._step_log.muted():
-            for made in ensemble.optimizers(number):
+            for made in ensemble.optimizers.of(number):
                 with _noticing(made) as steps:
                     precision.optimizer_step(made, model=self._module, closure=closure, **kwargs)
                 stepped |= bool(steps)
@@ -332,7 +333,7 @@ class ParallelModels:
         if ensemble is None or not any(optimizer is known for known in self._trainer.optimizers):
             return []
         stepping = (n for n in range(1, self._fed) if n not in self.skipped)
-        return [made for n in stepping for made in ensemble.optimizers(n)]
+        return [made for n in stepping for made in ensemble.optimizers.of(n)]
 
     def follow_optimizers(self, optimizer: Optimizer) -> None:
         """The other pipelines' optimizers take over the hyper-parameters of pipeline 0's, before any of them steps.
@@ -342,7 +343,7 @@ class ParallelModels:
         """
         if self._ensemble is not None:
             known = any(optimizer is first for first in self._trainer.optimizers)
-            self._ensemble.follow_optimizers(None if known else optimizer)
+            self._ensemble.optimizers.follow(None if known else optimizer)
 
     # -- which model the module shows --------------------------------------------------------------------------------
 

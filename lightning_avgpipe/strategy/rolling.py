@@ -158,7 +158,7 @@ class RollingIterations(AheadIterations):
                 if iteration is not None and goes_on:
                     self._go_on(n, iteration)
             if not goes_on:  # which all groups foresee
-                ensemble.settle()
+                ensemble.averager.turns.settle()
             if iteration is not None:
                 self._issue(iteration)
                 self._foresight.check()
@@ -184,7 +184,7 @@ class RollingIterations(AheadIterations):
         self._next = None
         self.batches.forget_ahead()
         if together and self.deployment.models.ensemble is not None:
-            self.deployment.models.ensemble.settle()
+            self.deployment.models.ensemble.averager.turns.settle()
 
     def give_way(self) -> bool:
         """Where rolling was left open: whether the step, which has been captured, or its data do not bear it; then
@@ -365,7 +365,7 @@ class RollingIterations(AheadIterations):
         """Clear the gradients of one model."""
         assert self.deployment.models.ensemble is not None
         if n:
-            self.deployment.models.ensemble.models.clear_gradients(n)
+            self.deployment.models.ensemble.models.replicas[n].clear_gradients()
         else:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()

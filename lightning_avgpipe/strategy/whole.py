@@ -208,7 +208,7 @@ class WholeSteps:
     def _log(self, log: Callable[..., Any], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Rank 0 logs; what it logs may be held elsewhere."""
         lockstep = self._lockstep
-        if lockstep is not None and lockstep.in_unit:
+        if lockstep is not None and lockstep.joint.runs:
             raise AvgPipeError(
                 f"self.log({name!r}) is called inside a submodule that one process runs; return the value and log it "
                 "in the step"

@@ -68,7 +68,7 @@ class ParallelPipelines:
             changed = self._first.graph("training_step").changed
             self.ensemble = self._make(self._cluster.replica_group, changed, self._written())
         ensemble = self.ensemble
-        stale = ensemble.follow() | ensemble.resize(num_pipelines)
+        stale = ensemble.follow(num_pipelines)
         self.saved.load(ensemble)
         if stale or begins or len(self.pipelines) < num_pipelines:
             self._cluster.transport.widen(num_pipelines)

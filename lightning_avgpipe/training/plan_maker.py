@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.whole_backwards import with_whole_backwards
+from lightning_avgpipe.engine.whole_backwards import whole_backwards
 from lightning_avgpipe.errors import AvgPipeError, MicroBatchError, SkippedStepError, described
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.divisible import Step
@@ -132,9 +132,8 @@ class PlanMaker:
 
             def make(step: Step) -> Plan:
                 made = planner.plan(step, units, conditions)
-                return with_whole_backwards(
-                    made, schedule, self._module, step.run, step.args, device, planner.recompute
-                )
+                run, args, repeats = step.run, step.args, planner.recompute
+                return replace(made, whole=whole_backwards(made, schedule, self._module, run, args, device, repeats))
 
             return self._on_first(examples, make)
 

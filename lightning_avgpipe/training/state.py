@@ -91,13 +91,13 @@ def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str
             tensors = ensemble.tensors(n)
             state["models"].append(gather(cluster.group, tensors, {name: (owner[name],) for name in tensors}))
         state["optimizers"] = [
-            [full_optimizer_state(optimizer, cluster.group) for optimizer in ensemble.optimizers(n)]
+            [full_optimizer_state(optimizer, cluster.group) for optimizer in ensemble.optimizers.of(n)]
             for n in range(ensemble.models.size)
             if ensemble.models.first + n
         ]
-        if ensemble.outer is not None:
-            state["outer_names"] = list(ensemble.names)
-            state["outer_optimizer"] = full_optimizer_state(ensemble.outer, cluster.group)
+        if ensemble.averager.outer is not None:
+            state["outer_names"] = list(ensemble.models.reference)
+            state["outer_optimizer"] = full_optimizer_state(ensemble.averager.outer, cluster.group)
     if cluster.stage_map.num_groups > 1 and cluster.rank == 0:
         state = _joined(state, cluster)
     return state
@@ -123,13 +123,14 @@ def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
     for n, tensors in enumerate(state["models"][first : first + size]):
         ensemble.load(n, tensors)
     for number in range(max(first, 1), first + size):
-        for optimizer, saved in zip(ensemble.optimizers(number - first), state["optimizers"][number - 1], strict=True):
+        own = ensemble.optimizers.of(number - first)
+        for optimizer, saved in zip(own, state["optimizers"][number - 1], strict=True):
             optimizer.state.clear()
             load_present_state(optimizer, saved["state"])
-    if ensemble.outer is not None and "outer_optimizer" in state:
-        saved, position = state["outer_optimizer"], {name: i for i, name in enumerate(ensemble.names)}
+    if ensemble.averager.outer is not None and "outer_optimizer" in state:
+        saved, position = state["outer_optimizer"], {name: i for i, name in enumerate(ensemble.models.reference)}
         numbers = {old: position[name] for old, name in enumerate(state["outer_names"]) if name in position}
-        load_present_state(ensemble.outer, {numbers[old]: entry for old, entry in saved["state"].items()})
+        load_present_state(ensemble.averager.outer, {numbers[old]: entry for old, entry in saved["state"].items()})
 
 
 def load_present_state(optimizer: Optimizer, states: Mapping[int, Any]) -> None:

@@ -36,6 +36,11 @@ def fitting(patterns: Sequence[str], known: Iterable[str]) -> list[str]:
     return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
 
 
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """``a, b, c and 4 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def close_to(name: str, known: Collection[str]) -> str:
     """What to do about a name that is not known."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)

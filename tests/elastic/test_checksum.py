@@ -101,13 +101,13 @@ def test_a_mark_tells_any_bit() -> None:
     }  # fmt: skip
     weights["b"][0] = torch.nan
     for name in weights:
-        marks = Checksums()
-        marks.set(weights, last=False)
-        marks.check(weights, 1)
-        marks.set(weights, last=False)
+        marks = Checksums(weights)
+        marks.set(last=False)
+        marks.check(1)
+        marks.set(last=False)
         weights[name][-1].neg_()
         with pytest.raises(ConfigurationError, match=f"changed '{name}' of"):
-            marks.check(weights, 1)
+            marks.check(1)
 
 
 def test_pruning_is_refused() -> None:

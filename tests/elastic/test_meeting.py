@@ -86,10 +86,10 @@ def test_two_groups_average_as_one_with_all_models() -> None:
         lambda ensemble: ensemble.show_reference(True),
         lambda ensemble: ensemble.tensors(0),
         lambda ensemble: ensemble.load(0, {}),
-        lambda ensemble: ensemble.resize(2),
-        lambda ensemble: ensemble.follow(),
+        lambda ensemble: ensemble.follow(2),
+        lambda ensemble: ensemble.follow(1),
         lambda ensemble: ensemble.dissolve(),
-        lambda ensemble: ensemble.outer,
+        lambda ensemble: ensemble.averager.outer,
     ],
     ids=["place", "show_reference", "tensors", "load", "resize", "follow", "dissolve", "outer"],
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.engine.microbatch import split
-from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.balance import gaps
 from lightning_avgpipe.planning.divisible import Divisible
@@ -305,7 +305,7 @@ def test_every_legal_cut_gives_the_same_gradients(model: Callable[[], Layers], n
             [(part.data,) for part in parts],
             lambda i, loss, parts=parts: loss * parts[i].weight,
         )
-        pipeline.run("training_step", build("1f1b", cluster.stage_map.num_stages, len(parts)), task)
+        run_together([pipeline], "training_step", [build("1f1b", cluster.stage_map.num_stages, len(parts))], [task])
         pipeline.steps["training_step"].copies.sum_gradients()
         copied = copied_parameters(stage_programs(graph, chosen))
         for (name, a), b in zip(plain.named_parameters(), piped.parameters(), strict=True):

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.microbatch import MicroBatch, split, split_with
-from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan, cut_like
@@ -165,7 +165,8 @@ def in_one_process(
         parts = subject.parts(batch)
         schedule = build("1f1b" if step == TRAINING else "forward", plan.num_stages, len(parts))
         with mode(step):
-            results = pipeline.run(step, schedule, subject.task(step, parts, iteration))
+            tasks = [subject.task(step, parts, iteration)]
+            results = run_together([pipeline], step, [schedule], tasks)[0].results
         if step == TRAINING:
             pipeline.steps[TRAINING].copies.sum_gradients()
         assert results is not None
