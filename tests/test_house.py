@@ -25,7 +25,6 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "comm/network.py:Network": (18, 0, "an interface: all that depends on how messages travel"),
     "comm/process_groups.py:ProcessGroups": (19, 17, "that interface for processes"),
     "comm/returns.py:Returns": (12, 12, "one protocol: who asks, who invites, and who is there"),
-    "comm/stage_map.py:StageMap": (18, 0, "a method for each question about who hosts what"),
     "elastic/ensemble.py:Ensemble": (19, 9, "one call for each moment in the life of parallel models"),
     "elastic/models.py:Models": (18, 5, "the models as one, for each thing that happens to them"),
     "elastic/staggered.py:StaggeredAveraging": (3, 11, "the terms of one formula"),

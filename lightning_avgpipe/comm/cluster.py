@@ -26,7 +26,7 @@ from lightning_avgpipe.comm.parties import Parties, control_routes
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.comm.returns import Returns
 from lightning_avgpipe.comm.routes import Party, Route
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.stage_map import StageMap, names
 from lightning_avgpipe.comm.transport import Transport
 from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.utils.patching import nothing
@@ -84,7 +84,7 @@ class Cluster:
         self._network = network
         self._shares_devices = shares_devices
         self._deaths = deaths
-        self._names = [stage_map.name(other) for other in range(stage_map.world_size)]
+        self._names = names(stage_map)
         self._links: tuple[Link, ...] | None = None
         self._agreement: Agreement | None = None
         self._is_open = False
@@ -106,7 +106,7 @@ class Cluster:
             self.group = self._together(Party("group", layout[number]), rank)
             if position == 0:
                 self.leaders = self._together(Party("leaders", tuple(ranks[0] for ranks in layout)), rank)
-            team, replica = stage_map.team(number)
+            team, replica = divmod(number, stage_map.replicas)
             if self.membership is not None:
                 whole, world = self._parties.counterparts(position, replica), Party("world", self.world.ranks)
                 self.replica_group = LivingReplicaGroup(whole, world, self._meetings, network, self._moved)
@@ -177,7 +177,7 @@ class Cluster:
     @property
     def team(self) -> tuple[int, int]:
         """The team of this process's group, and which of its replicas the group is."""
-        return self.stage_map.team(self.group_number)
+        return divmod(self.group_number, self.stage_map.replicas)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class Cluster:
     @property
     def hosts_last(self) -> bool:
         """Whether the loss is computed here."""
-        return self.rank == self.stage_map.leader
+        return self.rank == 0
 
     @property
     def shares_last(self) -> bool:
@@ -317,7 +317,7 @@ class Cluster:
             self.replicas = None
         self.stage_map = stage_map
         self._whole = replace(stage_map, layout=self._whole.layout)
-        self._names[:] = [self._whole.name(other) for other in range(self._whole.world_size)]
+        self._names[:] = names(self._whole)
         self._links = None
         self.transport.rearrange(stage_map)
         if self._is_open and stage_map.stage_replicas:

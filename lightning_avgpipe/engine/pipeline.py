@@ -267,7 +267,7 @@ class Pipeline:
         frozen, training = num_forward_only(schedule), trains(schedule.rows[-1])
         for stage in loaded.stages:
             number, rank = stage.program.stage, self._cluster.rank
-            if rank not in self._cluster.stage_map.hosts(number, training):
+            if rank not in self._cluster.stage_map.ranks(number, training):
                 continue
             ends = self._cluster.transport.ends(self.number, number, training)
             # the first stage that trains has nobody to send gradients to
@@ -292,7 +292,7 @@ class Pipeline:
         """What the iteration that has ended gave."""
         last, stage_map, rank = self._loaded[step].stages[-1], self._cluster.stage_map, self._cluster.rank
         number, training = last.program.stage, trains(schedule.rows[-1])
-        if rank not in stage_map.hosts(number, training):
+        if rank not in stage_map.ranks(number, training):
             return Outcome(None, frozenset(), 0)
         first, every = stage_map.share(number, rank, training)
         numbers = range(first, schedule.num_microbatches, every)
@@ -324,7 +324,7 @@ def run_together(
     cluster = pipelines[0]._cluster
     for schedule in schedules:
         check_runnable(schedule)
-        check_hosted(schedule, cluster.stage_map.owners())
+        check_hosted(schedule, [*map(cluster.stage_map.owner, range(cluster.stage_map.num_stages))])
     context = IterationContext(cluster.waits, cluster.world.rank, tuple(observers))
     lanes = [
         lane

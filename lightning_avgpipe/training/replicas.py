@@ -38,7 +38,7 @@ def check_shared(graph: CallGraph, cuts: Sequence[int], stage_map: StageMap) -> 
     """
     trains = graph.step == "training_step"
     ends = (*cuts, len(graph.nodes))
-    shared = [k for k in range(len(ends)) if len(stage_map.hosts(k, trains)) > 1]
+    shared = [k for k in range(len(ends)) if len(stage_map.ranks(k, trains)) > 1]
     if kept := sorted({joined(*key) for key in _kept_on(graph, (0, *ends), shared)}):
         raise PartitionError(
             f"{graph.step} keeps {', '.join(map(repr, kept))} for the next micro-batch, which with "

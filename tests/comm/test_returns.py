@@ -13,7 +13,7 @@ from lightning_avgpipe.comm.membership import Membership
 from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.comm.requests import STOP
 from lightning_avgpipe.comm.returns import Returns
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.stage_map import StageMap, names
 from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.utils.patching import nothing
@@ -39,7 +39,7 @@ def returns_of(hub: threads.Hub, rank: int, anew: bool = False, stopped: bool = 
         membership.stand_apart()
     else:
         membership.leave(1, "it died")
-    monitor = Monitor(rank, [MAP.name(other) for other in range(3)], None, TIMEOUT_S, arrivals.notify)
+    monitor = Monitor(rank, names(MAP), None, TIMEOUT_S, arrivals.notify)
     if stopped:
         monitor.requests.note(STOP)
     meetings = Meetings(rank, membership, network, nothing)

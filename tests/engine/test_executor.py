@@ -12,7 +12,7 @@ import torch
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.stage_map import StageMap, names
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.observer import Observer, Work
@@ -180,7 +180,7 @@ def test_an_error_in_an_action_is_named_on_all_processes(layout: str, rank: int,
     assert note in {f"stage {k} of 4 (rank {rank}) failed in {action}" for k in stage_map.stages(rank)}
     for other in set(range(stage_map.world_size)) - {rank}:
         assert isinstance(outcomes[other], PeerError)
-        told = f"{stage_map.name(rank)}, which runs {action} of stage "
+        told = f"{names(stage_map)[rank]}, which runs {action} of stage "
         assert told in str(outcomes[other]) and "Blown: the fuse has blown" in str(outcomes[other])
 
 
