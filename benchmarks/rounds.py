@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from lightning_avgpipe.comm.clock import offset_in
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.recording import Recorder, assemble
@@ -28,7 +29,7 @@ def record(cluster: Cluster, observers: Observers, iterate: Callable[[], object]
     cluster.group.barrier()
     with observers.having(recorder):
         iterate()
-    recordings = cluster.group.gather_objects(recorder.finish(cluster.group.clock(), cluster.waits.timeout_s))
+    recordings = cluster.group.gather_objects(recorder.finish(offset_in(cluster.group), cluster.waits.timeout_s))
     return (
         None
         if cluster.rank

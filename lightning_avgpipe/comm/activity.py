@@ -22,19 +22,20 @@ class Activity:
         rank: of this process.
 
     Attributes:
+        rank: as given.
         text: as ``waits for the input of F0``; or empty.
     """
 
     def __init__(self, names: Sequence[str], rank: int) -> None:
         self._names = names
-        self._rank = rank
+        self.rank = rank
         self.text = ""
         self._thread = threading.get_ident()
 
     @property
     def name(self) -> str:
         """Of this process."""
-        return self._names[self._rank]
+        return self._names[self.rank]
 
     @contextlib.contextmanager
     def during(self, text: str) -> Iterator[None]:

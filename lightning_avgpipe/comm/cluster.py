@@ -94,8 +94,8 @@ class Cluster:
         self.membership: Membership | None = None
         self.returns: Returns | None = None
         if min_groups is not None and min_groups < stage_map.num_groups:
-            self.membership = Membership(stage_map, rank, min_groups)
-            self._meetings = Meetings(rank, self.membership, network, self._go_on, self._shrunk)
+            self.membership = Membership(stage_map.layout, rank, min_groups)
+            self._meetings = Meetings(self.membership, network, self._groups_changed)
         layout = stage_map.layout
         number, position = stage_map.position(rank)
         self.world = self._together(Party("world", tuple(range(stage_map.world_size))), rank)
@@ -109,7 +109,7 @@ class Cluster:
             team, replica = divmod(number, stage_map.replicas)
             if self.membership is not None:
                 whole, world = self._parties.counterparts(position, replica), Party("world", self.world.ranks)
-                self.replica_group = LivingReplicaGroup(whole, world, self._meetings, network, self._moved)
+                self.replica_group = LivingReplicaGroup(whole, world, rank, self._meetings, network, self._moved)
             elif stage_map.num_teams > 1:
                 members = self._together(self._parties.counterparts(position, replica), rank)
                 self.replica_group = ReplicaGroup(members, team, on_host=shares_devices)
@@ -250,7 +250,7 @@ class Cluster:
             self._begin(self._network.run_store(apart or store), keeper or self._names[0])
             if self.membership is not None and keeper is not None and store is not None:
                 self.returns = Returns(
-                    self._number, self._whole.layout, self.membership, self._meetings, self._network, self.waits,
+                    self._number, self.membership, self._meetings, self._network, self.waits,
                     store, self._moved,
                 )  # fmt: skip
 
@@ -418,21 +418,19 @@ class Cluster:
     def _moved(self) -> None:
         self._arrivals.moved()
 
-    def _shrunk(self) -> None:
-        if self.leads and not self._has_led:
-            self._has_led = True
-            self.when_leading()
-
     def _stand_apart(self, membership: Membership) -> None:
         """All other groups have left, as far as this process can see."""
         membership.stand_apart()
         self._network.stand_apart(self._whole.layout[membership.group])
         self._meetings.enter(membership.count)
 
-    def _go_on(self) -> None:
-        """Groups have left the averaging, or come back, at the same point of the program on all that go on."""
+    def _groups_changed(self) -> None:
+        """Groups have left, or come back; for averaging at the same point of the program on all that go on."""
         self.stage_map = self._of_groups_left(self.stage_map)
         self.transport.follow(self.stage_map)
+        if self.leads and not self._has_led:
+            self._has_led = True
+            self.when_leading()
 
     def _of_groups_left(self, stage_map: StageMap) -> StageMap:
         if self.membership is None:
@@ -442,7 +440,7 @@ class Cluster:
 
     def _together(self, party: Party, rank: int) -> Collectives:
         if self.survives and party.what in ("world", "leaders"):
-            return LivingCollectives(party, self._meetings, self._network, self._moved)
+            return LivingCollectives(party, rank, self._meetings, self._network, self._moved)
 
         def run(collective: Callable[[], object], doing: str) -> None:
             def connected() -> None:
@@ -451,7 +449,7 @@ class Cluster:
 
             self.waits.run(connected, doing)
 
-        return Collectives(party, party.ranks.index(rank), self._network, run, self._moved)
+        return Collectives(party, rank, self._network, run, self._moved)
 
     # -- what rank 0 says, and batches -------------------------------------------------------------------------------
 

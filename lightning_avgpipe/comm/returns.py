@@ -19,7 +19,7 @@ import json
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -87,7 +87,7 @@ class Visit(Collectives):
         party = Party("visit", (invitation.leader, *invitation.ranks))
         deadline = time.monotonic() + limit_s
         given_up = lambda: time.monotonic() > deadline  # noqa: E731
-        super().__init__(party, party.ranks.index(rank), network, partial(waits.run, given_up=given_up), moved)
+        super().__init__(party, rank, network, partial(waits.run, given_up=given_up), moved)
         self._ticket = invitation.ticket
         self._made: Any = None
 
@@ -109,7 +109,6 @@ class Returns:
 
     Args:
         rank: of this process among all.
-        layout: the processes of each group at the start.
         membership: of the groups.
         meetings: of this process.
         network: connects processes.
@@ -121,7 +120,6 @@ class Returns:
     def __init__(
         self,
         rank: int,
-        layout: Sequence[tuple[int, ...]],
         membership: Membership,
         meetings: Meetings,
         network: Network,
@@ -130,7 +128,6 @@ class Returns:
         moved: Callable[[], None],
     ) -> None:
         self._rank = rank
-        self._layout = layout
         self._membership = membership
         self._meetings = meetings
         self._network = network
@@ -139,7 +136,6 @@ class Returns:
         self._store = network.visiting_store(store)  # for the main thread
         self._moved = moved
         self._known: set[str] = set()  # tickets that are answered, or were asked for a group that is there
-        self._limit_s = waits.timeout_s / 2
         self._last: Visit | None = None
 
     # -- the others --------------------------------------------------------------------------------------------------
@@ -148,7 +144,7 @@ class Returns:
     def missing(self) -> tuple[int, ...]:
         """The groups that are not there, by their numbers at the start. The same on all processes."""
         there = self._membership.groups(self._meetings.averaging)
-        return tuple(group for group in range(len(self._layout)) if group not in there)
+        return tuple(group for group in range(len(self._membership.layout)) if group not in there)
 
     def beat(self) -> None:
         """The others go on: whoever asks has reason to wait. The first process calls it."""
@@ -170,7 +166,7 @@ class Returns:
             if not ticket or ticket in self._known:
                 continue
             self._known.add(ticket)
-            invitation = Invitation(group, self._layout[group], self._rank, self._membership.count, ticket)
+            invitation = Invitation(group, self._membership.layout[group], self._rank, self._membership.count, ticket)
             if reason := why_not(group) or ("" if self._network.is_first else "the others are not in their first run"):
                 self.refuse(invitation, reason)
             else:
@@ -239,6 +235,11 @@ class Returns:
         return True
 
     @property
+    def _limit_s(self) -> float:
+        """Longest time that a visit takes."""
+        return self._waits.timeout_s / 2
+
+    @property
     def _here_s(self) -> float:
         return min(_HERE_S, self._limit_s)
 
@@ -274,7 +275,7 @@ class Returns:
         store.set(f"here/{ticket}/{self._rank}", "1")
         told = json.loads(answer)
         self.prepare()
-        return Invitation(group, self._layout[group], told["leader"], told["changes"], ticket)
+        return Invitation(group, self._membership.layout[group], told["leader"], told["changes"], ticket)
 
     def _look_for_others(self) -> None:
         """Whether there are any: the store may be that of a run which is about to end.
@@ -282,7 +283,7 @@ class Returns:
         Raises:
             PeerError: nobody answers.
         """
-        others = [rank for ranks in self._layout if self._rank not in ranks for rank in ranks]
+        others = [rank for ranks in self._membership.layout if self._rank not in ranks for rank in ranks]
         board = Board(self._network.this_run_store(self._shared), self._rank, lambda: others)
         question, deadline = board.ask(), time.monotonic() + self._here_s
         while not board.answers(question):

@@ -75,13 +75,15 @@ def weighing(
         replicas: connects these processes.
     """
     own = [sum(part.counted for part in parts) for parts in works]
-    summed = replicas.members.begin_sum(torch.tensor([*own, *[0.0] * (num_pipelines - len(own))], dtype=torch.float64))
+    counted = torch.tensor([*own, *[0.0] * (num_pipelines - len(own))], dtype=torch.float64)
+    arrive = replicas.begin_sum([counted])
 
     @functools.cache
     def weighed() -> list[list[MicroBatch]]:
+        arrive()
         return [
             [replace(part, weight=part.counted / total if total else part.weight / replicas.count) for part in parts]
-            for parts, total in zip(works, summed().tolist(), strict=False)
+            for parts, total in zip(works, counted.tolist(), strict=False)
         ]
 
     return weighed

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_avgpipe.comm.clock import offset_in
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.message import Message
@@ -39,8 +40,8 @@ def test_tensors_are_summed_and_go_from_one_to_another() -> None:
         total = group.sum(torch.tensor([1.0, group.rank]))
 
         def pass_on() -> None:
-            group.send(torch.full((2, 3), float(group.rank), dtype=torch.float64), (group.rank + 1) % 3)
-            arrived.append(group.receive(torch.empty(2, 3, dtype=torch.float64), (group.rank - 1) % 3))
+            group.peer((group.rank + 1) % 3).send(torch.full((2, 3), float(group.rank), dtype=torch.float64))
+            arrived.append(group.peer((group.rank - 1) % 3).receive(torch.empty(2, 3, dtype=torch.float64)))
 
         group.together("a round", pass_on)
         return total.tolist(), float(arrived[0][1, 2])
@@ -72,7 +73,7 @@ def test_groups_their_leaders_and_replicas_meet_each_among_themselves() -> None:
 
 
 def test_clocks_of_one_host_agree() -> None:
-    for offset in results(run(THREE, lambda cluster: cluster.group.clock())):
+    for offset in results(run(THREE, lambda cluster: offset_in(cluster.group))):
         assert abs(offset.offset_s) <= offset.error_s
 
 

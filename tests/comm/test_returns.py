@@ -32,7 +32,7 @@ def answer(hub: threads.Hub, rank: int, question: int) -> None:
 def returns_of(hub: threads.Hub, rank: int, anew: bool = False, stopped: bool = False) -> Returns:
     """Of a process; group 1 has left."""
     network, arrivals = threads.MemoryNetwork(hub, rank), Arrivals()
-    membership = Membership(MAP, rank, min_groups=1)
+    membership = Membership(MAP.layout, rank, min_groups=1)
     membership.begin(network.lasting_store(network.run_store(None)), outlives=True)
     membership.begun = True
     if anew:
@@ -42,10 +42,10 @@ def returns_of(hub: threads.Hub, rank: int, anew: bool = False, stopped: bool = 
     monitor = Monitor(rank, names(MAP), None, TIMEOUT_S, arrivals.notify)
     if stopped:
         monitor.requests.note(STOP)
-    meetings = Meetings(rank, membership, network, nothing)
+    meetings = Meetings(membership, network, nothing)
     meetings.enter(membership.count)
     waits = Waits(arrivals, monitor, TIMEOUT_S)
-    return Returns(rank, MAP.layout, membership, meetings, network, waits, hub.store, nothing)
+    return Returns(rank, membership, meetings, network, waits, hub.store, nothing)
 
 
 def test_who_asks_is_invited_by_the_first_process() -> None:
