@@ -29,7 +29,9 @@ def record(cluster: Cluster, observers: Observers, iterate: Callable[[], object]
     cluster.group.barrier()
     with observers.having(recorder):
         iterate()
-    recordings = cluster.group.gather_objects(recorder.finish(offset_in(cluster.group), cluster.waits.timeout_s))
+    recordings = cluster.group.gather_objects(
+        recorder.finish(offset_in(cluster.group), cluster.channels.waits.timeout_s)
+    )
     return (
         None
         if cluster.rank

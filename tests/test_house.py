@@ -16,7 +16,6 @@ MOST_METHODS, MOST_ATTRIBUTES, MOST_LINES = 12, 10, 500
 EXEMPT: dict[str, tuple[int, int, str]] = {
     "callbacks/freezing.py:AdaptiveFreezing": (9, 17, "options of the user, and what is known of each layer so far"),
     "callbacks/tuner.py:AvgPipeTuner": (7, 13, "options of the user, and the search that they begin"),
-    "comm/cluster.py:Cluster": (26, 27, "all that a process has of the others"),
     "comm/lone_group.py:LoneGroup": (16, 0, "torch's interface of process groups"),
     "comm/network.py:Network": (18, 0, "an interface: all that depends on how messages travel"),
     "comm/process_groups.py:ProcessGroups": (19, 17, "that interface for processes"),

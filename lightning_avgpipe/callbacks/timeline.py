@@ -112,7 +112,9 @@ class PipelineTimeline(Callback):
         if trainer.global_step == self._steps_before:
             return  # gradients accumulate, the step comes with a later batch
         cluster = _cluster(trainer)
-        recordings = cluster.group.gather_objects(recorder.finish(offset_in(cluster.group), cluster.waits.timeout_s))
+        recordings = cluster.group.gather_objects(
+            recorder.finish(offset_in(cluster.group), cluster.channels.waits.timeout_s)
+        )
         if cluster.leads:
             timeline = assemble(recordings, [cluster.stage_map.ranks(k) for k in range(cluster.stage_map.num_stages)])
             self._publish(trainer, timeline, max(recording.clock.error_s for recording in recordings))

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from lightning_avgpipe.utils.packages import LIGHTNING
 
@@ -22,12 +22,13 @@ class Activity:
         rank: of this process.
 
     Attributes:
+        names: as given.
         rank: as given.
         text: as ``waits for the input of F0``; or empty.
     """
 
-    def __init__(self, names: Sequence[str], rank: int) -> None:
-        self._names = names
+    def __init__(self, names: list[str], rank: int) -> None:
+        self.names = names
         self.rank = rank
         self.text = ""
         self._thread = threading.get_ident()
@@ -35,7 +36,7 @@ class Activity:
     @property
     def name(self) -> str:
         """Of this process."""
-        return self._names[self.rank]
+        return self.names[self.rank]
 
     @contextlib.contextmanager
     def during(self, text: str) -> Iterator[None]:

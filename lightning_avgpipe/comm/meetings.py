@@ -51,13 +51,14 @@ class Meetings:
         changed: told, in the main thread, when other groups average, or do anything with this process, than before.
 
     Attributes:
+        membership: as given.
         taken: changes with which this process tries what it does together with others.
         averaging: changes with which models are averaged: the same on all processes, at the same point.
     """
 
     def __init__(self, membership: Membership, network: Network, changed: Callable[[], None]) -> None:
         self.taken = self.averaging = 0
-        self._membership = membership
+        self.membership = membership
         self._network = network
         self._changed = changed
         self._groups: dict[tuple[Party, int], Any] = {}
@@ -70,9 +71,14 @@ class Meetings:
         """A run begins, with a store that lasts for all runs."""
         self._waits, self._store = waits, store
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Those that average, by their numbers at the start. The same on all processes."""
+        return self.membership.groups(self.averaging)
+
     def party(self, whole: Party, changes: int) -> Party:
         """Those of a party that are left after so many changes."""
-        left = set(self._membership.ranks(changes))
+        left = set(self.membership.ranks(changes))
         return Party(whole.what, tuple(rank for rank in whole.ranks if rank in left), whole.on_host)
 
     def process_group(self, whole: Party, changes: int) -> Any:
@@ -91,7 +97,7 @@ class Meetings:
             GivenUpError: there are fewer by now.
             PeerError: it broke, or takes too long.
         """
-        waits, membership = self._waits, self._membership
+        waits, membership = self._waits, self.membership
         assert waits is not None
 
         def attempt() -> None:
@@ -134,7 +140,7 @@ class Meetings:
             done = self.attempt(lambda: self.run(collective, doing, changes), changes)  # noqa: B023
             if self._decide(name, done, len(ranks), doing, changes) is None:
                 return
-            self._take(self._membership.count)
+            self._take(self.membership.count)
             self._part_from(whole.what, self.taken)
 
     def attempt(self, function: Callable[[], object], changes: int) -> bool:
@@ -143,7 +149,7 @@ class Meetings:
         Raises:
             PeerError: this group fails.
         """
-        if self._membership.count > changes:
+        if self.membership.count > changes:
             return False
         try:
             function()
@@ -172,7 +178,7 @@ class Meetings:
             return True
         assert self._waits is not None
         with self._across():  # others may know more than this process does
-            self._waits.until(lambda: self._membership.count >= left, "waits to learn which group has left")
+            self._waits.until(lambda: self.membership.count >= left, "waits to learn which group has left")
         self.averaging = left
         self._take(max(self.taken, left))
         self._part_from(AVERAGING, left)
@@ -185,9 +191,9 @@ class Meetings:
             PeerError: it is in one of the groups that have left.
         """
         assert self._waits is not None
-        if self._membership.group not in self._membership.groups(changes):
+        if self.membership.group not in self.membership.groups(changes):
             self._waits.monitor.look()  # which knows why, unless the store is slow
-            raise PeerError(f"the other groups go on without group {self._membership.group}")
+            raise PeerError(f"the other groups go on without group {self.membership.group}")
         self.taken = changes
         self._changed()
 
@@ -196,7 +202,7 @@ class Meetings:
         waits, store = self._waits, self._store
         assert waits is not None and store is not None
         if voters == 1:
-            return None if done else self._membership.count
+            return None if done else self.membership.count
         number = self._numbers[name]
         token = f"meetings/{name}/{number}/{changes}"
         decision = f"{token}/decision"
@@ -208,8 +214,8 @@ class Meetings:
         with waits.monitor.during(doing), self._across():
             while not store.check([decision]):
                 waits.monitor.check()
-                if not done or self._membership.count > changes:
-                    store.compare_set(decision, "", f"{self._membership.count}")
+                if not done or self.membership.count > changes:
+                    store.compare_set(decision, "", f"{self.membership.count}")
                 elif time.monotonic() - begin > limit_s:
                     account = waits.monitor.account()
                     late = PeerError(f"{waits.monitor.name} {doing}, for more than {limit_s:g} s{account.text}")
@@ -225,7 +231,7 @@ class Meetings:
         Raises:
             PeerError: all answer, or one of the own group does not.
         """
-        waits, membership = self._waits, self._membership
+        waits, membership = self._waits, self.membership
         assert waits is not None
         monitor = waits.monitor
         monitor.look()

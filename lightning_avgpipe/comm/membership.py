@@ -54,7 +54,7 @@ class Membership:
         apart: whether this process was started anew, and is with its own group only.
     """
 
-    def __init__(self, layout: Sequence[tuple[int, ...]], rank: int, min_groups: int) -> None:
+    def __init__(self, layout: tuple[tuple[int, ...], ...], rank: int, min_groups: int) -> None:
         self.changes: tuple[Change, ...] = ()
         self.begun = self.apart = False
         self.layout = layout
@@ -122,7 +122,7 @@ class Membership:
             self._add(Change(group, sendable(why)))
 
     def read(self) -> str | None:
-        """Take note of what the store has; returns why the group of this process has left, if it has since it is there."""
+        """Take note of what the store has; returns why the group of this process has left since it is there, or None."""
         assert self._store is not None
         found = _listed(self._store)
         if len(found) > self.count:

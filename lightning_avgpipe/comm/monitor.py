@@ -60,7 +60,7 @@ class Monitor:
     def __init__(
         self,
         rank: int,
-        names: Sequence[str],
+        names: list[str],
         store: dist.Store | None,
         timeout_s: float,
         wake: Callable[[], None],

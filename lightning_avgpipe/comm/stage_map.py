@@ -43,6 +43,7 @@ class StageMap:
             Empty: each process hosts whole stages.
         order: the processes of a group, those of the last stage first, of each stage in the order of turns; rank 0 is
             the first. Empty: ascending.
+        shares_devices: whether several processes have the same device.
     """
 
     num_stages: int
@@ -52,6 +53,7 @@ class StageMap:
     placement: Placement = "loop"
     stage_replicas: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+    shares_devices: bool = False
 
     @classmethod
     def on(
@@ -80,7 +82,7 @@ class StageMap:
                 f"{size} of them, and there must be a whole number of replicas; use devices={replicas * size}, or "
                 "another number of replicas or stages"
             )
-        return cls(num_stages, layout, reader, replicas, placement)
+        return cls(num_stages, layout, reader, replicas, placement, shares_devices=device_layout.sharing > 1)
 
     @classmethod
     def _with_stage_replicas(cls, device_layout: DeviceLayout, num_stages: int, reader: int) -> StageMap:

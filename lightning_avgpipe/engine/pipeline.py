@@ -269,7 +269,7 @@ class Pipeline:
             number, rank = stage.program.stage, self._cluster.rank
             if rank not in self._cluster.stage_map.ranks(number, training):
                 continue
-            ends = self._cluster.transport.ends(self.number, number, training)
+            ends = self._cluster.channels.transport.ends(self.number, number, training)
             # the first stage that trains has nobody to send gradients to
             to_previous = ends.to_previous if number > frozen else None
             lane = Lane(stage, ends.values, ends.to_next, ends.gradients, to_previous, task, self.place)
@@ -325,7 +325,7 @@ def run_together(
     for schedule in schedules:
         check_runnable(schedule)
         check_hosted(schedule, [*map(cluster.stage_map.owner, range(cluster.stage_map.num_stages))])
-    context = IterationContext(cluster.waits, cluster.world.rank, tuple(observers))
+    context = IterationContext(cluster.channels.waits, cluster.world.rank, tuple(observers))
     lanes = [
         lane
         for pipeline, schedule, task in zip(pipelines, schedules, tasks, strict=True)

@@ -118,7 +118,7 @@ class Stream(Observer):
         Args:
             observers: of this batch.
         """
-        context = IterationContext(self._cluster.waits, self._cluster.world.rank, (self, *observers))
+        context = IterationContext(self._cluster.channels.waits, self._cluster.world.rank, (self, *observers))
         self._kept.pop(self.batch, None)
         rows = [row_of_batch(place, self.batch, self.known) for place in self._places]
         if not self._lanes:
@@ -186,7 +186,7 @@ class Stream(Observer):
             k = lane.stage.program.stage
             if k and together and self._whole:
                 sent, taken = (forwards_by(places[stage], last, self._forwards_of) for stage in (k - 1, k))
-                lane.drop(sent - taken, self._cluster.waits)
+                lane.drop(sent - taken, self._cluster.channels.waits)
         clear(self._lanes)
         if self._lanes:
             self._pipeline.own(self._step)[-1].end()

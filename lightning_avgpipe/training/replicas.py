@@ -19,6 +19,8 @@ from dataclasses import replace
 import torch
 
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.microbatch import MicroBatch
@@ -59,6 +61,13 @@ def _kept_on(graph: CallGraph, bounds: Sequence[int], shared: Sequence[int]) -> 
     for path, name in {*graph.of_units, *graph.written}:
         if not path or any(f"{path}.".startswith(f"{unit}.") or f"{unit}.".startswith(f"{path}.") for unit in units):
             yield path, name
+
+
+def sharing_last(cluster: Cluster) -> Collectives | None:
+    """The replicas of the last stage, on each of them; None if there is one."""
+    replicas, counts = cluster.replicas, cluster.stage_map.stage_replicas
+    shares = counts[-1:] > (1,) and cluster.stage_map.num_stages - 1 in cluster.stages
+    return replicas.members if shares and replicas is not None else None
 
 
 def weighing(

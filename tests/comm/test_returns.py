@@ -5,12 +5,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.board import Answer, Board
 from lightning_avgpipe.comm.meetings import Meetings
 from lightning_avgpipe.comm.membership import Membership
 from lightning_avgpipe.comm.monitor import Monitor
+from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.requests import STOP
 from lightning_avgpipe.comm.returns import Returns
 from lightning_avgpipe.comm.stage_map import StageMap, names
@@ -45,7 +47,7 @@ def returns_of(hub: threads.Hub, rank: int, anew: bool = False, stopped: bool = 
     meetings = Meetings(membership, network, nothing)
     meetings.enter(membership.count)
     waits = Waits(arrivals, monitor, TIMEOUT_S)
-    return Returns(rank, membership, meetings, network, waits, hub.store, nothing)
+    return Returns(Process(rank, torch.device("cpu"), TIMEOUT_S, network), meetings, waits, hub.store)
 
 
 def test_who_asks_is_invited_by_the_first_process() -> None:

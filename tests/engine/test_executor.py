@@ -75,19 +75,19 @@ class Order(Observer):
 
 def iterate(cluster: Cluster, schedule: Schedule = SCHEDULE, pipelines: int = 1, observers: Any = ()) -> list[Lane]:
     """One iteration of this process; with the lanes of all pipelines."""
-    cluster.transport.widen(pipelines)
+    cluster.channels.transport.widen(pipelines)
     lanes = []
     for n in range(pipelines):
         turns = turns_of(schedule)
         for stage in cluster.stages:
-            ends = cluster.transport.ends(n, stage)
+            ends = cluster.channels.transport.ends(n, stage)
             adding: Any = Adding(stage, schedule.num_stages)
             task = Task(lambda i: None, [], key=RandomKey(0, pipeline=n))
             lane = Lane(adding, ends.values, ends.to_next, ends.gradients, ends.to_previous, task)
             row = in_turn(schedule.rows[stage], *cluster.stage_map.share(stage, cluster.rank))
             lane.begin(row, observers, turns.get(stage))
             lanes.append(lane)
-    execute(lanes, IterationContext(cluster.waits, cluster.world.rank, tuple(observers)))
+    execute(lanes, IterationContext(cluster.channels.waits, cluster.world.rank, tuple(observers)))
     return lanes
 
 
