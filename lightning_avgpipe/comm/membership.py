@@ -122,7 +122,7 @@ class Membership:
             self._add(Change(group, sendable(why)))
 
     def read(self) -> str | None:
-        """Take note of what the store has; returns why the group of this process has left since it is there, or None."""
+        """Take note of what the store has; returns why this process's group has left since it is there, or None."""
         assert self._store is not None
         found = _listed(self._store)
         if len(found) > self.count:
