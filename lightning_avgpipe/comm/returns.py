@@ -296,10 +296,7 @@ class Returns:
         """
         waits, doing = self._waits, "waits until the other groups count this one in"
         deadline = time.monotonic() + waits.timeout_s
-        lasting, run = (
-            self._network.lasting_store(self._shared),
-            self._network.this_run_store(self._shared),
-        )
+        lasting, run = self._network.lasting_store(self._shared), self._network.this_run_store(self._shared)
         with waits.monitor.during(doing):
             while (joined := waits.monitor.talk(partial(self._enter, lasting, run, invitation))) is None:
                 self._check(invitation.ticket)
