@@ -46,6 +46,7 @@ from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.compiling import Compiler, Execution
@@ -130,7 +131,8 @@ def replaying(
         )
         graph, cut = plan.graph, plan.cuts
     device = torch.device("cpu")
-    cluster = Cluster(StageMap(NUM_STAGES), 0, device, TIMEOUT, ProcessGroups(0, device, TIMEOUT))
+    process = Process(0, device, TIMEOUT.total_seconds(), ProcessGroups(0, device, TIMEOUT))
+    cluster = Cluster(StageMap(NUM_STAGES), process)
     execution = Execution(compiler=Compiler({}) if compiled else None)
     first, last = (
         Stage(program, model, cluster.device, TiedParameters(model, cluster, {}), execution)

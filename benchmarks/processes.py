@@ -24,6 +24,7 @@ import torch.distributed as dist
 from benchmarks import network
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.schedule.kinds import Placement
@@ -88,7 +89,7 @@ def connected(
     world_size = dist.get_world_size()
     rank, device = dist.get_rank(), torch.device("cpu")
     stage_map = StageMap.on(DeviceLayout(world_size), each * world_size, placement=placement)
-    cluster = Cluster(stage_map, rank, device, TIMEOUT, network(rank, device, TIMEOUT))
+    cluster = Cluster(stage_map, Process(rank, device, TIMEOUT.total_seconds(), network(rank, device, TIMEOUT)))
     cluster.open()
     yield cluster
     cluster.group.barrier()

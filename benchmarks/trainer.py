@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.models import SIZES, LanguageModel, Size
 from benchmarks.processes import add_options, begin, launch
-from benchmarks.rounds import in_turns
+from benchmarks.rounds import in_turns, timeline_of
 from lightning_avgpipe import AvgPipeStrategy
-from lightning_avgpipe.engine.recording import Recorder, assemble
+from lightning_avgpipe.engine.recording import Recorder
 from lightning_avgpipe.schedule import StageCosts, simulate
 
 PROCESSES = 2
@@ -87,12 +87,8 @@ class _Clock(L.Callback):
         if self._recorder is None:
             return
         self._seen.__exit__(None, None, None)
-        cluster = trainer.strategy.cluster  # type: ignore[attr-defined]
-        clock = cluster.group.clock()
-        recordings = cluster.group.gather_objects(self._recorder.finish(clock, cluster.waits.timeout_s))
-        if cluster.rank == 0:
-            stages = range(cluster.stage_map.num_stages)
-            timeline = assemble(recordings, [cluster.stage_map.ranks(k) for k in stages])
+        timeline = timeline_of(trainer.strategy.cluster, self._recorder)  # type: ignore[attr-defined]
+        if timeline is not None:
             again = simulate([timeline.schedule()] * timeline.num_pipelines, StageCosts.measured(timeline))
             self.simulated_s.append(again.iteration_s)
 

@@ -116,7 +116,7 @@ def preempted(rank: int, folder: Path) -> tuple[int, list[str]]:
     def be_signalled(batch: Any, batch_idx: int) -> None:
         if batch_idx == 1 and rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        requests = runner.strategy.cluster.monitor.requests
+        requests = runner.strategy.cluster.channels.monitor.requests
         deadline = time.monotonic() + 20
         while batch_idx == 3 and rank == 0 and not requests.known:  # so that the signal comes before the end
             assert time.monotonic() < deadline

@@ -18,6 +18,7 @@ from lightning_avgpipe.comm.channel import Inbox, Outbox, Traffic
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.memory_channel import MemoryChannel
 from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.routes import Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.observer import Observer, Work
@@ -293,7 +294,7 @@ class MemoryGroup:
 
 def alone(num_stages: int) -> Cluster:
     """The cluster of one process with all stages."""
-    return Cluster(StageMap(num_stages), 0, CPU, TIMEOUT, MemoryNetwork(Hub(Injector()), 0))
+    return Cluster(StageMap(num_stages), Process(0, CPU, TIMEOUT.total_seconds(), MemoryNetwork(Hub(Injector()), 0)))
 
 
 def run(
@@ -322,7 +323,8 @@ def run(
     outcomes: list[Any] = [None] * stage_map.world_size
 
     def live(rank: int) -> None:
-        cluster = Cluster(stage_map, rank, CPU, timeout, MemoryNetwork(hub, rank), min_groups=min_groups)
+        process = Process(rank, CPU, timeout.total_seconds(), MemoryNetwork(hub, rank))
+        cluster = Cluster(stage_map, process, min_groups)
         try:
             for _ in range(runs):
                 cluster.open(hub.store, keeper=keeper)
@@ -331,10 +333,10 @@ def run(
         except Killed as error:
             outcomes[rank] = error
             hub.leave(rank)
-            cluster.monitor.close()
+            cluster.channels.monitor.close()
         except Exception as error:  # handed to the test
             outcomes[rank] = error
-            cluster.monitor.report(error)
+            cluster.channels.monitor.report(error)
             cluster.close(failed=True)
 
     threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}") for rank in range(len(outcomes))]

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.comm.clock import offset_in
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.errors import ConfigurationError
@@ -111,7 +112,9 @@ class PipelineTimeline(Callback):
         if trainer.global_step == self._steps_before:
             return  # gradients accumulate, the step comes with a later batch
         cluster = _cluster(trainer)
-        recordings = cluster.group.gather_objects(recorder.finish(cluster.group.clock(), cluster.waits.timeout_s))
+        recordings = cluster.group.gather_objects(
+            recorder.finish(offset_in(cluster.group), cluster.channels.waits.timeout_s)
+        )
         if cluster.leads:
             timeline = assemble(recordings, [cluster.stage_map.ranks(k) for k in range(cluster.stage_map.num_stages)])
             self._publish(trainer, timeline, max(recording.clock.error_s for recording in recordings))

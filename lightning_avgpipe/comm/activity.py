@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from lightning_avgpipe.utils.packages import LIGHTNING
 
@@ -22,19 +22,21 @@ class Activity:
         rank: of this process.
 
     Attributes:
+        names: as given.
+        rank: as given.
         text: as ``waits for the input of F0``; or empty.
     """
 
-    def __init__(self, names: Sequence[str], rank: int) -> None:
-        self._names = names
-        self._rank = rank
+    def __init__(self, names: list[str], rank: int) -> None:
+        self.names = names
+        self.rank = rank
         self.text = ""
         self._thread = threading.get_ident()
 
     @property
     def name(self) -> str:
         """Of this process."""
-        return self._names[self._rank]
+        return self.names[self.rank]
 
     @contextlib.contextmanager
     def during(self, text: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.comm.collectives import Collectives, Peer
 
 _SMALL = 64
 _LARGE = (256 * 1024, 2 * 1024**2, 16 * 1024**2)
@@ -46,40 +46,40 @@ def measure_bandwidth(group: Collectives) -> list[list[float]]:
                 def both(first: bool = group.rank == a, peer: int = peer) -> None:
                     for asks in (first, not first):
                         if asks:
-                            own[peer] = _ask(group, peer)
+                            own[peer] = _ask(group.peer(peer))
                         else:
-                            _answer(group, peer)
+                            _answer(group.peer(peer))
 
                 group.together(f"the measurement of the link between ranks {a} and {b}", both)
         group.barrier(f"round {number} of the measurement of links")
     return group.exchange_objects(own)
 
 
-def _ask(group: Collectives, peer: int) -> float:
-    small_s = _seconds(group, peer, _SMALL)
+def _ask(peer: Peer) -> float:
+    small_s = _seconds(peer, _SMALL)
     for size in _LARGE:
-        large_s = _seconds(group, peer, size)
+        large_s = _seconds(peer, size)
         if large_s > _LONG_S:
             break
-    group.send(torch.zeros(1, dtype=torch.int64), peer)  # no more
+    peer.send(torch.zeros(1, dtype=torch.int64))  # no more
     return (size - _SMALL) / max(large_s - small_s, 1e-9)
 
 
-def _seconds(group: Collectives, peer: int, size: int) -> float:
+def _seconds(peer: Peer, size: int) -> float:
     """Least time for a message there, and a small one back."""
     payload, found = torch.zeros(size, dtype=torch.uint8), []
     for _ in range(_REPETITIONS):
         begin = time.perf_counter()
-        group.send(torch.tensor([size]), peer)
-        group.send(payload, peer)
-        group.receive(torch.empty(1, dtype=torch.int64), peer)
+        peer.send(torch.tensor([size]))
+        peer.send(payload)
+        peer.receive(torch.empty(1, dtype=torch.int64))
         found.append(time.perf_counter() - begin)
         if found[0] > 4 * _LONG_S:
             break
     return min(found)
 
 
-def _answer(group: Collectives, peer: int) -> None:
-    while size := int(group.receive(torch.empty(1, dtype=torch.int64), peer)):
-        group.receive(torch.empty(size, dtype=torch.uint8), peer)
-        group.send(torch.ones(1, dtype=torch.int64), peer)
+def _answer(peer: Peer) -> None:
+    while size := int(peer.receive(torch.empty(1, dtype=torch.int64))):
+        peer.receive(torch.empty(size, dtype=torch.uint8))
+        peer.send(torch.ones(1, dtype=torch.int64))

@@ -40,6 +40,10 @@ class Board:
         self._rank = rank
         self._ranks = ranks
 
+    def move(self, store: dist.Store) -> None:
+        """From now on it is in another store, of the same processes and more."""
+        self._store = store
+
     # -- failures ----------------------------------------------------------------------------------------------------
 
     def post_failure(self, text: str) -> None:

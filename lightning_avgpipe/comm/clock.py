@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.utils.device import Moment, has_passed, port_of, seconds_between
 
 host_now = time.perf_counter
+_ROUNDS = 16  # of a question and its answer
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,28 @@ def estimate_offset(rounds: Iterable[tuple[float, float, float]]) -> ClockOffset
     """
     asked, other, answered = min(rounds, key=lambda times: times[2] - times[0])
     return ClockOffset(other - (asked + answered) / 2, (answered - asked) / 2)
+
+
+def offset_in(group: Collectives) -> ClockOffset:
+    """How far this process's clock is from that of rank 0. Every process of the group calls it."""
+    rounds: list[tuple[float, float, float]] = []
+
+    def exchange() -> None:
+        first, reading = group.peer(0), torch.empty((), dtype=torch.float64)
+        for _ in range(_ROUNDS):
+            asked = host_now()
+            first.send(reading)
+            reading = first.receive(reading)
+            rounds.append((asked, float(reading), host_now()))
+
+    def answer() -> None:
+        for peer in map(group.peer, range(1, group.world_size)):
+            for _ in range(_ROUNDS):
+                reading = peer.receive(torch.empty((), dtype=torch.float64))
+                peer.send(torch.full_like(reading, host_now()))
+
+    group.together("an alignment of clocks", answer if group.rank == 0 else exchange)
+    return estimate_offset(rounds) if rounds else ClockOffset()
 
 
 class DeviceClock:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.clock import ClockOffset, estimate_offset, host_now
 from lightning_avgpipe.comm.codec import as_bytes
 from lightning_avgpipe.comm.network import Network
 from lightning_avgpipe.comm.routes import Party
@@ -17,7 +17,6 @@ from lightning_avgpipe.comm.transfer import transfer
 
 T = TypeVar("T")
 
-_CLOCK_ROUNDS = 16
 _TAG = 0
 _BLOCK, _SIZE = 1024, 8  # bytes of an exchange's first message, and of the number that it begins with
 
@@ -27,12 +26,12 @@ class Collectives:
 
     Args:
         party: of the members.
-        rank: of this process among the members, in their order.
+        rank: of this process among all.
         network: connects them; not asked if there is only one.
         run: runs something that waits for the others, and says for errors what this process does meanwhile.
         moved: called when bytes went over a connection.
 
-    All methods mean ranks among the members.
+    All methods but ``ranks`` mean ranks among the members.
     """
 
     def __init__(
@@ -50,19 +49,14 @@ class Collectives:
         self._moved = moved
 
     @property
-    def party(self) -> Party:
-        """The members."""
-        return self._party
-
-    @property
     def rank(self) -> int:
         """Of this process."""
-        return self._rank
+        return self.ranks.index(self._rank)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Of the members among all."""
-        return self.party.ranks
+        return self._party.ranks
 
     @property
     def world_size(self) -> int:
@@ -108,12 +102,12 @@ class Collectives:
         def exchange() -> None:
             del items[1:]
             if self.rank != 0:
-                self.send(torch.tensor([mine.numel()]), 0)
-                self.send(mine, 0)
+                self.peer(0).send(torch.tensor([mine.numel()]))
+                self.peer(0).send(mine)
                 return
-            for rank in range(1, self.world_size):
-                size = self.receive(torch.empty(1, dtype=torch.int64), rank)
-                items.append(_unpickled(self.receive(torch.empty(int(size), dtype=torch.uint8), rank)))
+            for peer in map(self.peer, range(1, self.world_size)):
+                size = peer.receive(torch.empty(1, dtype=torch.int64))
+                items.append(_unpickled(peer.receive(torch.empty(int(size), dtype=torch.uint8))))
 
         self.together("a gathering of objects", exchange)
         return items
@@ -156,27 +150,6 @@ class Collectives:
         self.process_group.allgather(parts, mine).wait()
         return parts
 
-    def clock(self) -> ClockOffset:
-        """How far this process's clock is from that of rank 0. Every rank calls it."""
-        rounds: list[tuple[float, float, float]] = []
-
-        def exchange() -> None:
-            reading = torch.empty((), dtype=torch.float64)
-            for _ in range(_CLOCK_ROUNDS):
-                asked = host_now()
-                self.send(reading, 0)
-                reading = self.receive(reading, 0)
-                rounds.append((asked, float(reading), host_now()))
-
-        def answer() -> None:
-            for peer in range(1, self.world_size):
-                for _ in range(_CLOCK_ROUNDS):
-                    reading = self.receive(torch.empty((), dtype=torch.float64), peer)
-                    self.send(torch.full_like(reading, host_now()), peer)
-
-        self.together("an alignment of clocks", answer if self.rank == 0 else exchange)
-        return estimate_offset(rounds) if rounds else ClockOffset()
-
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over processes, in place, for a tensor on the host."""
         mine = tensor.clone()
@@ -187,47 +160,55 @@ class Collectives:
         self.together("a sum", exchange)
         return tensor
 
-    def begin_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin :meth:`sum`, and go on meanwhile; what is returned ends it. All begin and end theirs."""
-        if self.world_size == 1:
-            return lambda: tensor
-        end = self._begin("a sum", lambda: self.process_group.allreduce([tensor]))
-
-        def finish() -> Tensor:
-            end()
-            return tensor
-
-        return finish
-
     def _begin(self, what: str, begin: Callable[[], Any]) -> Callable[[], None]:
         try:
             work = begin()
         except RuntimeError:  # a connection broke: whoever waits says which
             return lambda: self.together(what, lambda: begin().wait())
-        return lambda: self.wait_for(work, what)
+        return lambda: wait_for(self, work, what)
 
-    def wait_for(self, work: Any, what: str) -> None:
-        """Wait for what has begun, in this thread if it is over."""
-        try:
-            over = work.is_completed() and work.wait()
-        except RuntimeError:  # a connection broke: it says so once more, where that is made out
-            over = False
-        if not over:
-            self.together(what, work.wait)
-
-    def send(self, tensor: Tensor, rank: int) -> None:
-        """Send to a member that receives; both within :meth:`together`."""
-        flat = as_bytes(tensor.cpu().contiguous())
-        transfer(lambda part: self.process_group.send([part], rank, _TAG), flat, self._moved)
-
-    def receive(self, like: Tensor, rank: int) -> Tensor:
-        """What a member sends, of this shape and type, on the host; both within :meth:`together`."""
-        received = torch.empty(like.shape, dtype=like.dtype)
-        transfer(lambda part: self.process_group.recv([part], rank, _TAG), as_bytes(received), self._moved)
-        return received
+    def peer(self, rank: int) -> Peer:
+        """A member, to send to or receive from within :meth:`together`."""
+        return Peer(self.process_group, rank, self._moved)
 
     def _broadcast(self, flat: Tensor, source: int) -> None:
         transfer(lambda part: self.process_group.broadcast(part, source), flat, self._moved)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A member of a set of processes, as another one sees it.
+
+    Attributes:
+        process_group: connects them.
+        rank: of it among the members.
+        moved: called when bytes went over a connection.
+    """
+
+    process_group: Any
+    rank: int
+    moved: Callable[[], None]
+
+    def send(self, tensor: Tensor) -> None:
+        """Send to it; it receives."""
+        flat = as_bytes(tensor.cpu().contiguous())
+        transfer(lambda part: self.process_group.send([part], self.rank, _TAG), flat, self.moved)
+
+    def receive(self, like: Tensor) -> Tensor:
+        """What it sends, of this shape and type, on the host."""
+        received = torch.empty(like.shape, dtype=like.dtype)
+        transfer(lambda part: self.process_group.recv([part], self.rank, _TAG), as_bytes(received), self.moved)
+        return received
+
+
+def wait_for(members: Collectives, work: Any, what: str) -> None:
+    """Wait for what a set of processes has begun, in this thread if it is over."""
+    try:
+        over = work.is_completed() and work.wait()
+    except RuntimeError:  # a connection broke: it says so once more, where that is made out
+        over = False
+    if not over:
+        members.together(what, work.wait)
 
 
 def _pickled(item: Any) -> Tensor:

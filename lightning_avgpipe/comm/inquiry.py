@@ -52,9 +52,12 @@ class Inquiries:
         self._names = names
         self._ranks = ranks
         self._answer = answer
-        self._wanted = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Questions are numbered anew: what was asked or answered is of another board."""
+        self._wanted, self._answered = False, 0
         self._asked: tuple[int, float] | None = None  # number, and until when answers are awaited
-        self._answered = 0
 
     @property
     def awaits_answers(self) -> bool:

@@ -43,7 +43,7 @@ def measure_links(
         PeerError: no answer in time.
     """
     found: dict[tuple[int, int], Link] = {}
-    ends = list(itertools.pairwise(stage_map.owners()))
+    ends = list(itertools.pairwise(map(stage_map.owner, range(stage_map.num_stages))))
     for hop, (a, b) in enumerate(ends):
         if a == b or (a, b) in found:
             continue

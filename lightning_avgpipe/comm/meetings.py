@@ -46,32 +46,21 @@ class Meetings:
     """This process's part, in all runs.
 
     Args:
-        rank: of this process among all.
         membership: of the groups.
         network: connects processes.
-        adopted: told when the groups that average are fewer than before.
-        shrunk: told when those are fewer with which this process does anything, in its main thread.
+        changed: told, in the main thread, when other groups average, or do anything with this process, than before.
 
     Attributes:
-        rank: as given.
+        membership: as given.
         taken: changes with which this process tries what it does together with others.
         averaging: changes with which models are averaged: the same on all processes, at the same point.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        membership: Membership,
-        network: Network,
-        adopted: Callable[[], None],
-        shrunk: Callable[[], None] = nothing,
-    ) -> None:
-        self.rank = rank
+    def __init__(self, membership: Membership, network: Network, changed: Callable[[], None]) -> None:
         self.taken = self.averaging = 0
-        self._membership = membership
+        self.membership = membership
         self._network = network
-        self._adopted = adopted
-        self._shrunk = shrunk
+        self._changed = changed
         self._groups: dict[tuple[Party, int], Any] = {}
         self._trying = threading.local()  # in a thread of an attempt, with how many changes
         self._waits: Waits | None = None
@@ -82,9 +71,14 @@ class Meetings:
         """A run begins, with a store that lasts for all runs."""
         self._waits, self._store = waits, store
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Those that average, by their numbers at the start. The same on all processes."""
+        return self.membership.groups(self.averaging)
+
     def party(self, whole: Party, changes: int) -> Party:
         """Those of a party that are left after so many changes."""
-        left = set(self._membership.ranks(changes))
+        left = set(self.membership.ranks(changes))
         return Party(whole.what, tuple(rank for rank in whole.ranks if rank in left), whole.on_host)
 
     def process_group(self, whole: Party, changes: int) -> Any:
@@ -103,7 +97,7 @@ class Meetings:
             GivenUpError: there are fewer by now.
             PeerError: it broke, or takes too long.
         """
-        waits, membership = self._waits, self._membership
+        waits, membership = self._waits, self.membership
         assert waits is not None
 
         def attempt() -> None:
@@ -134,7 +128,7 @@ class Meetings:
         for group in self._groups.values():
             self._network.part(group)
         self._groups.clear()
-        self._adopted()
+        self._changed()
 
     def hold(self, whole: Party, collective: Callable[[], object], doing: str) -> None:
         """Do something together with all of a party that are left, again if some leave meanwhile."""
@@ -146,7 +140,7 @@ class Meetings:
             done = self.attempt(lambda: self.run(collective, doing, changes), changes)  # noqa: B023
             if self._decide(name, done, len(ranks), doing, changes) is None:
                 return
-            self._take(self._membership.count)
+            self._take(self.membership.count)
             self._part_from(whole.what, self.taken)
 
     def attempt(self, function: Callable[[], object], changes: int) -> bool:
@@ -155,7 +149,7 @@ class Meetings:
         Raises:
             PeerError: this group fails.
         """
-        if self._membership.count > changes:
+        if self.membership.count > changes:
             return False
         try:
             function()
@@ -184,11 +178,10 @@ class Meetings:
             return True
         assert self._waits is not None
         with self._across():  # others may know more than this process does
-            self._waits.until(lambda: self._membership.count >= left, "waits to learn which group has left")
+            self._waits.until(lambda: self.membership.count >= left, "waits to learn which group has left")
         self.averaging = left
         self._take(max(self.taken, left))
         self._part_from(AVERAGING, left)
-        self._adopted()
         return False
 
     def _take(self, changes: int) -> None:
@@ -198,18 +191,18 @@ class Meetings:
             PeerError: it is in one of the groups that have left.
         """
         assert self._waits is not None
-        if self._membership.group not in self._membership.groups(changes):
+        if self.membership.group not in self.membership.groups(changes):
             self._waits.monitor.look()  # which knows why, unless the store is slow
-            raise PeerError(f"the other groups go on without group {self._membership.group}")
+            raise PeerError(f"the other groups go on without group {self.membership.group}")
         self.taken = changes
-        self._shrunk()
+        self._changed()
 
     def _decide(self, name: str, done: bool, voters: int, doing: str, changes: int) -> int | None:
         """None if something was done by all; else how many groups had left."""
         waits, store = self._waits, self._store
         assert waits is not None and store is not None
         if voters == 1:
-            return None if done else self._membership.count
+            return None if done else self.membership.count
         number = self._numbers[name]
         token = f"meetings/{name}/{number}/{changes}"
         decision = f"{token}/decision"
@@ -221,8 +214,8 @@ class Meetings:
         with waits.monitor.during(doing), self._across():
             while not store.check([decision]):
                 waits.monitor.check()
-                if not done or self._membership.count > changes:
-                    store.compare_set(decision, "", f"{self._membership.count}")
+                if not done or self.membership.count > changes:
+                    store.compare_set(decision, "", f"{self.membership.count}")
                 elif time.monotonic() - begin > limit_s:
                     account = waits.monitor.account()
                     late = PeerError(f"{waits.monitor.name} {doing}, for more than {limit_s:g} s{account.text}")
@@ -238,7 +231,7 @@ class Meetings:
         Raises:
             PeerError: all answer, or one of the own group does not.
         """
-        waits, membership = self._waits, self._membership
+        waits, membership = self._waits, self.membership
         assert waits is not None
         monitor = waits.monitor
         monitor.look()
@@ -262,14 +255,16 @@ class LivingCollectives(Collectives):
 
     Args:
         whole: the set at the start.
+        rank: of this process among all.
         meetings: of this process.
         network: connects the members.
         moved: called when bytes went over a connection.
     """
 
-    def __init__(self, whole: Party, meetings: Meetings, network: Network, moved: Callable[[], None]) -> None:
-        super().__init__(whole, 0, network, lambda collective, doing: None, moved)
-        self.whole = whole
+    def __init__(
+        self, whole: Party, rank: int, meetings: Meetings, network: Network, moved: Callable[[], None]
+    ) -> None:
+        super().__init__(whole, rank, network, lambda collective, doing: None, moved)
         self._meetings = meetings
 
     @property
@@ -277,32 +272,23 @@ class LivingCollectives(Collectives):
         return self._meetings.taken
 
     @property
-    def party(self) -> Party:
-        """Those that are left."""
-        return self._meetings.party(self.whole, self._changes)
-
-    @property
-    def rank(self) -> int:
-        """Of this process among them."""
-        return self.party.ranks.index(self._meetings.rank)
+    def ranks(self) -> tuple[int, ...]:
+        """Of those that are left."""
+        return self._meetings.party(self._party, self._changes).ranks
 
     @property
     def process_group(self) -> Any:
         """What connects them."""
-        return self._meetings.process_group(self.whole, self._changes)
+        return self._meetings.process_group(self._party, self._changes)
 
     def together(self, what: str, collective: Callable[[], object]) -> None:
         """Run a collective, again if a group leaves meanwhile, unless there is one process."""
         if self.world_size > 1:
-            self._meetings.hold(self.whole, collective, f"waits for the other processes in {what}")
+            self._meetings.hold(self._party, collective, f"waits for the other processes in {what}")
 
     def begin_exchange(self, item: T) -> Callable[[], list[T]]:
         """It begins with its end, when it may be repeated."""
         return partial(self.exchange_objects, item)
-
-    def begin_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """It begins with its end, when it may be repeated."""
-        return partial(self.sum, tensor)
 
 
 class _Averaging(LivingCollectives):
@@ -324,15 +310,16 @@ class LivingReplicaGroup(ReplicaGroup):
     Args:
         whole: those at the start.
         world: all processes at the start.
+        rank: of this process among all.
         meetings: of this process.
         network: connects them.
         moved: called when bytes went over a connection.
     """
 
     def __init__(
-        self, whole: Party, world: Party, meetings: Meetings, network: Network, moved: Callable[[], None]
+        self, whole: Party, world: Party, rank: int, meetings: Meetings, network: Network, moved: Callable[[], None]
     ) -> None:
-        super().__init__(_Averaging(whole, meetings, network, moved), 0, on_host=True)
+        super().__init__(_Averaging(whole, rank, meetings, network, moved), 0, on_host=True)
         self._world = world
         self._meetings = meetings
         self._under_way: list[Callable[[], None]] = []

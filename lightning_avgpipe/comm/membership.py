@@ -19,7 +19,6 @@ from dataclasses import astuple, dataclass
 import torch.distributed as dist
 
 from lightning_avgpipe.comm.board import sendable
-from lightning_avgpipe.comm.stage_map import StageMap
 
 _KEY = "changes"
 
@@ -43,20 +42,22 @@ class Membership:
     """What this process knows of the groups.
 
     Args:
-        stage_map: with the groups at the start.
+        layout: the ranks of each group at the start.
         rank: of this process among all.
         min_groups: as many must be left.
 
     Attributes:
+        layout: as given.
+        group: of this process, by its number at the start.
         changes: groups that have left and come back, in order.
         begun: whether groups may leave: not before the first iteration is done, in which they connect and agree.
         apart: whether this process was started anew, and is with its own group only.
     """
 
-    def __init__(self, stage_map: StageMap, rank: int, min_groups: int) -> None:
+    def __init__(self, layout: tuple[tuple[int, ...], ...], rank: int, min_groups: int) -> None:
         self.changes: tuple[Change, ...] = ()
         self.begun = self.apart = False
-        self._stage_map = stage_map
+        self.layout = layout
         self._min_groups = min_groups
         self._store: dist.Store | None = None
         self._outlives = False
@@ -79,32 +80,21 @@ class Membership:
 
     def group_of(self, rank: int) -> int:
         """The group of a process, by its number at the start."""
-        return self._stage_map.position(rank)[0]
-
-    @property
-    def peers(self) -> frozenset[int]:
-        """The processes of the own group."""
-        return frozenset(self._stage_map.layout[self.group])
+        return next(number for number, ranks in enumerate(self.layout) if rank in ranks)
 
     def groups(self, count: int | None = None) -> tuple[int, ...]:
         """The groups that were there after so many changes; None: after all that are known."""
-        there = dict.fromkeys(range(self._stage_map.num_groups), True)
+        there = dict.fromkeys(range(len(self.layout)), True)
         there.update((change.group, change.enters) for change in self.changes[:count])
         return tuple(number for number, is_there in there.items() if is_there)
 
     def ranks(self, count: int | None = None) -> tuple[int, ...]:
         """The processes of these groups, ascending."""
-        return tuple(sorted(rank for group in self.groups(count) for rank in self._stage_map.layout[group]))
+        return tuple(sorted(rank for group in self.groups(count) for rank in self.layout[group]))
 
     def is_first(self, rank: int) -> bool:
         """Whether a process is the first one of its rank: its group has never left."""
         return all(change.group != self.group_of(rank) for change in self.changes)
-
-    @property
-    def why_left(self) -> str | None:
-        """Why the group of this process has left since it is there; None if it has not."""
-        left = (change for change in self.changes[self._entered :] if change.group == self.group and not change.enters)
-        return next((change.why for change in left), None)
 
     def ends_all(self, group: int) -> str:
         """Why all end if a group does; empty if the others may go on."""
@@ -131,18 +121,20 @@ class Membership:
                 return reason
             self._add(Change(group, sendable(why)))
 
-    def read(self) -> None:
-        """Take note of what the store has."""
+    def read(self) -> str | None:
+        """Take note of what the store has; returns why this process's group has left since it is there, or None."""
         assert self._store is not None
         found = _listed(self._store)
         if len(found) > self.count:
             self.changes = found
+        left = (change for change in self.changes[self._entered :] if change.group == self.group and not change.enters)
+        return next((change.why for change in left), None)
 
     # -- groups that come back ---------------------------------------------------------------------------------------
 
     def stand_apart(self) -> None:
         """This process was started anew: in its store, which its group has alone, all other groups have left."""
-        others = (number for number in range(self._stage_map.num_groups) if number != self.group)
+        others = (number for number in range(len(self.layout)) if number != self.group)
         self.changes, self.apart = tuple(map(Change, others)), True
 
     def enter(self, group: int, count: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_avgpipe.comm.meetings import AVERAGING
@@ -15,15 +15,13 @@ class Parties:
     """All that meet, in the order in which they connect.
 
     Attributes:
-        stage_map: who hosts what.
-        shares_devices: whether several processes have the same device: they meet on the host, since no communicator of
-            devices can have a device twice.
+        stage_map: who hosts what. Processes that share devices meet on the host, since no communicator of devices can
+            have a device twice.
         survives: whether groups may leave, so that no connection may be of several.
     """
 
     stage_map: StageMap
-    shares_devices: bool
-    survives: bool
+    survives: bool = False
 
     def __iter__(self) -> Iterator[Party]:
         stage_map, layout = self.stage_map, self.stage_map.layout
@@ -43,13 +41,13 @@ class Parties:
     def counterparts(self, position: int, replica: int) -> Party:
         """The processes at a position of groups of different teams."""
         ranks = [ranks[position] for ranks in self.stage_map.layout[replica :: self.stage_map.replicas]]
-        return Party(AVERAGING, tuple(sorted(ranks)), on_host=self.shares_devices)
+        return Party(AVERAGING, tuple(sorted(ranks)), on_host=self.stage_map.shares_devices)
 
     def replicas(self, position: int, team: int) -> Party:
         """The processes at a position of the groups of one team."""
         count = self.stage_map.replicas
         ranks = [ranks[position] for ranks in self.stage_map.layout[team * count : (team + 1) * count]]
-        return Party("replicas", tuple(sorted(ranks)), on_host=self.shares_devices)
+        return Party("replicas", tuple(sorted(ranks)), on_host=self.stage_map.shares_devices)
 
     def of_stages(self) -> Iterator[Party]:
         """The replicas of single stages."""
@@ -57,6 +55,11 @@ class Parties:
             for stage, count in enumerate(self.stage_map.stage_replicas):
                 if count > 1:
                     yield Party("replicas", tuple(ranks[i] for i in self.stage_map.ranks(stage)), on_host=False)
+
+
+def subsets(stage_map: StageMap, ranks: Sequence[int]) -> list[Party]:
+    """Some processes of each group, by their ranks in it."""
+    return [Party("subset", tuple(group[i] for i in ranks), on_host=False) for group in stage_map.layout]
 
 
 def control_routes(stage_map: StageMap, relays: bool) -> Iterator[Route]:

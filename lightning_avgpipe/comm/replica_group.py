@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.codec import as_bytes
-from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.comm.collectives import Collectives, wait_for
 
 _BUCKET_BYTES = 64 * 1024**2
 
@@ -91,7 +91,7 @@ class ReplicaGroup:
         @torch.no_grad()
         def end() -> None:
             for exchange in exchanges:
-                self.members.wait_for(exchange.work, what)
+                wait_for(self.members, exchange.work, what)
                 exchange.put()
 
         return end

@@ -19,7 +19,7 @@ import json
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -29,8 +29,7 @@ import torch.distributed as dist
 from lightning_avgpipe.comm.board import Board
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.meetings import Meetings
-from lightning_avgpipe.comm.membership import Membership
-from lightning_avgpipe.comm.network import Network
+from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.requests import STOP
 from lightning_avgpipe.comm.routes import Party
 from lightning_avgpipe.comm.waits import GivenUpError, Waits
@@ -68,26 +67,17 @@ class Visit(Collectives):
 
     Args:
         invitation: to it.
-        rank: of this process among all.
-        network: connects them.
+        process: this one.
         waits: of this process.
-        moved: called when bytes went over a connection.
         limit_s: longest time for all of it.
     """
 
-    def __init__(
-        self,
-        invitation: Invitation,
-        rank: int,
-        network: Network,
-        waits: Waits,
-        moved: Callable[[], None],
-        limit_s: float,
-    ) -> None:
+    def __init__(self, invitation: Invitation, process: Process, waits: Waits, limit_s: float) -> None:
         party = Party("visit", (invitation.leader, *invitation.ranks))
         deadline = time.monotonic() + limit_s
         given_up = lambda: time.monotonic() > deadline  # noqa: E731
-        super().__init__(party, party.ranks.index(rank), network, partial(waits.run, given_up=given_up), moved)
+        run = partial(waits.run, given_up=given_up)
+        super().__init__(party, process.rank, process.network, run, waits.arrivals.moved)
         self._ticket = invitation.ticket
         self._made: Any = None
 
@@ -108,38 +98,21 @@ class Returns:
     """This process's part, on either side.
 
     Args:
-        rank: of this process among all.
-        layout: the processes of each group at the start.
-        membership: of the groups.
-        meetings: of this process.
-        network: connects processes.
+        process: this one.
+        meetings: of the groups.
         waits: of this process.
         store: that all processes share.
-        moved: called when bytes went over a connection.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        layout: Sequence[tuple[int, ...]],
-        membership: Membership,
-        meetings: Meetings,
-        network: Network,
-        waits: Waits,
-        store: dist.Store,
-        moved: Callable[[], None],
-    ) -> None:
-        self._rank = rank
-        self._layout = layout
-        self._membership = membership
+    def __init__(self, process: Process, meetings: Meetings, waits: Waits, store: dist.Store) -> None:
+        self._process = process
+        self._rank, self._network = process.rank, process.network
         self._meetings = meetings
-        self._network = network
+        self._membership = meetings.membership
         self._waits = waits
         self._shared = store
-        self._store = network.visiting_store(store)  # for the main thread
-        self._moved = moved
+        self._store = process.network.visiting_store(store)  # for the main thread
         self._known: set[str] = set()  # tickets that are answered, or were asked for a group that is there
-        self._limit_s = waits.timeout_s / 2
         self._last: Visit | None = None
 
     # -- the others --------------------------------------------------------------------------------------------------
@@ -147,8 +120,7 @@ class Returns:
     @property
     def missing(self) -> tuple[int, ...]:
         """The groups that are not there, by their numbers at the start. The same on all processes."""
-        there = self._membership.groups(self._meetings.averaging)
-        return tuple(group for group in range(len(self._layout)) if group not in there)
+        return tuple(group for group in range(len(self._membership.layout)) if group not in self._meetings.groups)
 
     def beat(self) -> None:
         """The others go on: whoever asks has reason to wait. The first process calls it."""
@@ -170,7 +142,7 @@ class Returns:
             if not ticket or ticket in self._known:
                 continue
             self._known.add(ticket)
-            invitation = Invitation(group, self._layout[group], self._rank, self._membership.count, ticket)
+            invitation = Invitation(group, self._membership.layout[group], self._rank, self._membership.count, ticket)
             if reason := why_not(group) or ("" if self._network.is_first else "the others are not in their first run"):
                 self.refuse(invitation, reason)
             else:
@@ -239,6 +211,11 @@ class Returns:
         return True
 
     @property
+    def _limit_s(self) -> float:
+        """Longest time that a visit takes."""
+        return self._waits.timeout_s / 2
+
+    @property
     def _here_s(self) -> float:
         return min(_HERE_S, self._limit_s)
 
@@ -274,7 +251,7 @@ class Returns:
         store.set(f"here/{ticket}/{self._rank}", "1")
         told = json.loads(answer)
         self.prepare()
-        return Invitation(group, self._layout[group], told["leader"], told["changes"], ticket)
+        return Invitation(group, self._membership.layout[group], told["leader"], told["changes"], ticket)
 
     def _look_for_others(self) -> None:
         """Whether there are any: the store may be that of a run which is about to end.
@@ -282,7 +259,7 @@ class Returns:
         Raises:
             PeerError: nobody answers.
         """
-        others = [rank for ranks in self._layout if self._rank not in ranks for rank in ranks]
+        others = [rank for ranks in self._membership.layout if self._rank not in ranks for rank in ranks]
         board = Board(self._network.this_run_store(self._shared), self._rank, lambda: others)
         question, deadline = board.ask(), time.monotonic() + self._here_s
         while not board.answers(question):
@@ -357,7 +334,7 @@ class Returns:
         self._last = None
 
     def _visit(self, invitation: Invitation) -> Visit:
-        self._last = Visit(invitation, self._rank, self._network, self._waits, self._moved, self._limit_s)
+        self._last = Visit(invitation, self._process, self._waits, self._limit_s)
         return self._last
 
     def _check(self, ticket: str) -> None:

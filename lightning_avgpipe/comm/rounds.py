@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from lightning_avgpipe.errors import described
@@ -27,6 +28,7 @@ class Rounds:
         self._keeper = keeper
         self._talk = talk
         self._lost = lost
+        self._asked: deque[Callable[[], object]] = deque()
         self._count = 0
         self._began: float | None = None  # the round that goes on
         self._goes_on = True
@@ -49,6 +51,10 @@ class Rounds:
         """Whoever waits looks again."""
         with self._changed:
             self._changed.notify_all()
+
+    def ask(self, question: Callable[[], object]) -> None:
+        """Have the thread call something before its next round."""
+        self._asked.append(question)
 
     def until(self, condition: Callable[[], bool], limit_s: float = _LOCAL_S) -> None:
         """Interrupt the pause, and wait for a condition, unless the store is gone or silent.
@@ -89,6 +95,8 @@ class Rounds:
         while self._goes_on:
             self._began, pause_s = time.monotonic(), 0.0
             try:
+                while self._asked:
+                    self._asked.popleft()()
                 pause_s = self._talk()
             except RuntimeError as error:
                 self._lose(f"{self._keeper} is gone, and with it the store that the processes share ({error})")

@@ -37,12 +37,13 @@ class StageMap:
         layout: the ranks of each group among all processes; shape ``(groups, processes of a group)``.
         reader: rank within each group of the process that reads the group's data.
         replicas: groups that train the same models, each on its share of the data; they are a *team*, and teams train
-            other models. Groups of a team follow each other.
+            other models. Groups of a team follow each other: replica r of team t is group ``t * replicas + r``.
         placement: how several stages are placed on each process: in a ``"loop"``, or there and back, as a ``"v"``.
         stage_replicas: of a group the processes that share the micro-batches of each stage, in turns; shape ``(K,)``.
             Empty: each process hosts whole stages.
         order: the processes of a group, those of the last stage first, of each stage in the order of turns; rank 0 is
             the first. Empty: ascending.
+        shares_devices: whether several processes have the same device.
     """
 
     num_stages: int
@@ -52,6 +53,7 @@ class StageMap:
     placement: Placement = "loop"
     stage_replicas: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+    shares_devices: bool = False
 
     @classmethod
     def on(
@@ -80,7 +82,7 @@ class StageMap:
                 f"{size} of them, and there must be a whole number of replicas; use devices={replicas * size}, or "
                 "another number of replicas or stages"
             )
-        return cls(num_stages, layout, reader, replicas, placement)
+        return cls(num_stages, layout, reader, replicas, placement, shares_devices=device_layout.sharing > 1)
 
     @classmethod
     def _with_stage_replicas(cls, device_layout: DeviceLayout, num_stages: int, reader: int) -> StageMap:
@@ -125,25 +127,20 @@ class StageMap:
         """How many there are whose models differ."""
         return self.num_groups // self.replicas
 
-    def team(self, group: int) -> tuple[int, int]:
-        """The team of a group, and which of its replicas the group is."""
-        return divmod(group, self.replicas)
-
     @property
     def world_size(self) -> int:
         """Processes of all groups."""
         return self.num_groups * self.group_size
 
-    @property
-    def leader(self) -> int:
-        """The process of each group that computes the loss; that of group 0 logs and writes."""
-        return self.owner(self.num_stages - 1)
+    def ranks(self, stage: int, trains: bool = True) -> tuple[int, ...]:
+        """The processes of a group that host a stage; those that share its micro-batches in order.
 
-    def ranks(self, stage: int) -> tuple[int, ...]:
-        """The processes of a group that host a stage; those that share its micro-batches in order."""
+        In evaluation the last stage works on one of them only, where all results are.
+        """
         if self.stage_replicas:
             first = sum(self.stage_replicas[stage + 1 :])
-            return (self.order or tuple(range(self.group_size)))[first : first + self.stage_replicas[stage]]
+            count = self.stage_replicas[stage] if trains or stage < self.num_stages - 1 else 1
+            return (self.order or tuple(range(self.group_size)))[first : first + count]
         back, rank = divmod(self.num_stages - 1 - stage, self.group_size)
         return (self.group_size - 1 - rank if self.placement == "v" and back % 2 else rank,)
 
@@ -151,27 +148,10 @@ class StageMap:
         """The first of them, from which others get what the stage has."""
         return self.ranks(stage)[0]
 
-    def hosts(self, stage: int, trains: bool = True) -> tuple[int, ...]:
-        """Those of them that work: in evaluation the last stage is on one, where all results are."""
-        ranks = self.ranks(stage)
-        return ranks if trains or stage < self.num_stages - 1 else ranks[:1]
-
     def share(self, stage: int, rank: int, trains: bool = True) -> tuple[int, int]:
         """Which micro-batches of a stage a process has: every n-th from the first, as ``(first, n)``."""
-        ranks = self.hosts(stage, trains)
+        ranks = self.ranks(stage, trains)
         return ranks.index(rank), len(ranks)
-
-    def meetings(self, stage: int, other: int) -> list[tuple[int, int]]:
-        """Pairs of processes of two stages that have micro-batches in common."""
-        found = []
-        for trains in (True, False):
-            here, there = self.hosts(stage, trains), self.hosts(other, trains)
-            found += [(here[i % len(here)], there[i % len(there)]) for i in range(math.lcm(len(here), len(there)))]
-        return list(dict.fromkeys(found))
-
-    def owners(self) -> list[int]:
-        """Of all stages, shape ``(K,)``."""
-        return [self.owner(stage) for stage in range(self.num_stages)]
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages that a process hosts, ascending."""
@@ -181,14 +161,29 @@ class StageMap:
         """Group, and rank within it, of a rank among all."""
         return next((number, ranks.index(rank)) for number, ranks in enumerate(self.layout) if rank in ranks)
 
-    def name(self, rank: int) -> str:
-        """Of a process by its rank among all, for messages: as ``rank 3 (stage 0 of group 1)``."""
-        number, position = self.position(rank)
-        stages = self.stages(position)
-        group = f" of group {number}" if self.num_groups > 1 else ""
-        if self.stage_replicas:
-            replica, count = self.share(stages[0], position)
-            group = f", replica {replica}{group}" if count > 1 else group
-        if self.replicas > 1:
-            group = f" of replica {number}" if self.num_teams == 1 else f"{group}, replica {self.team(number)[1]}"
-        return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}{group})"
+
+def meetings(stage_map: StageMap, stage: int, other: int) -> list[tuple[int, int]]:
+    """Pairs of processes of two stages, as ranks in a group, that have micro-batches in common."""
+    found = []
+    for trains in (True, False):
+        here, there = stage_map.ranks(stage, trains), stage_map.ranks(other, trains)
+        found += [(here[i % len(here)], there[i % len(there)]) for i in range(math.lcm(len(here), len(there)))]
+    return list(dict.fromkeys(found))
+
+
+def names(stage_map: StageMap) -> list[str]:
+    """Of all processes, for messages: as ``rank 3 (stage 0 of group 1)``."""
+    return [_name(stage_map, rank) for rank in range(stage_map.world_size)]
+
+
+def _name(stage_map: StageMap, rank: int) -> str:
+    number, position = stage_map.position(rank)
+    stages = stage_map.stages(position)
+    group = f" of group {number}" if stage_map.num_groups > 1 else ""
+    if stage_map.stage_replicas:
+        replica, count = stage_map.share(stages[0], position)
+        group = f", replica {replica}{group}" if count > 1 else group
+    if stage_map.replicas > 1:
+        replica = number % stage_map.replicas
+        group = f" of replica {number}" if stage_map.num_teams == 1 else f"{group}, replica {replica}"
+    return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}{group})"

@@ -13,7 +13,7 @@ from lightning_avgpipe.comm.channel import Inbox, Outbox
 from lightning_avgpipe.comm.memory_channel import MemoryChannel
 from lightning_avgpipe.comm.network import Network
 from lightning_avgpipe.comm.routes import Edge, Route
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.stage_map import StageMap, meetings
 from lightning_avgpipe.comm.turns import TurnsInbox, TurnsOutbox
 from lightning_avgpipe.comm.waits import Waits
 
@@ -125,7 +125,7 @@ class Transport:
         """What a stage receives, from each replica of the other stage in its turn."""
         ranks = self._stage_map.layout[self._group]
         first, step = self._stage_map.share(edge.target, ranks.index(self._rank), trains)
-        sources = [ranks[source] for source in self._stage_map.hosts(edge.source, trains)]
+        sources = [ranks[source] for source in self._stage_map.ranks(edge.source, trains)]
         if step == len(sources) == 1:
             return self.inbox(edge)
         turns = [sources[(first + n * step) % len(sources)] for n in range(len(sources))]
@@ -136,7 +136,7 @@ class Transport:
         """Where a stage sends, to each replica of the other stage in its turn."""
         ranks = self._stage_map.layout[self._group]
         first, step = self._stage_map.share(edge.source, ranks.index(self._rank), trains)
-        targets = [ranks[target] for target in self._stage_map.hosts(edge.target, trains)]
+        targets = [ranks[target] for target in self._stage_map.ranks(edge.target, trains)]
         if step == len(targets) == 1:
             return self.outbox(edge)
         met = {(first + n * step) % len(targets) for n in range(len(targets))}
@@ -179,7 +179,7 @@ class Transport:
 
     def _routes(self, edge: Edge, group: int) -> Iterator[Route]:
         ranks = self._stage_map.layout[group]
-        for source, target in self._stage_map.meetings(edge.source, edge.target):
+        for source, target in meetings(self._stage_map, edge.source, edge.target):
             yield Route(edge, ranks[source], ranks[target])
 
     def _route(self, edge: Edge, group: int) -> Route:

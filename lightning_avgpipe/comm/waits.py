@@ -38,6 +38,7 @@ class Waits:
             takes twice as long, and so on.
 
     Attributes:
+        arrivals: as given.
         monitor: as given.
         timeout_s: as given.
     """
@@ -53,7 +54,7 @@ class Waits:
     ) -> None:
         self.monitor = monitor
         self.timeout_s = timeout_s
-        self._arrivals = arrivals
+        self.arrivals = arrivals
         self._patience_s = patience_s
         self._silent_s = silent_s
         self._port = port_of(device)
@@ -62,7 +63,7 @@ class Waits:
     @property
     def broken(self) -> bool:
         """Whether a channel of this process cannot go on."""
-        return self._arrivals.failure is not None
+        return self.arrivals.failure is not None
 
     def limit_s(self, across: int = 0) -> float:
         """The longest wait.
@@ -88,7 +89,7 @@ class Waits:
             self._wait(ready, f"{self.monitor.name} {self.monitor.activity.text}", self.limit_s(across))
 
     def _wait(self, ready: Callable[[], bool], waiting: str, limit_s: float) -> None:
-        arrivals, monitor = self._arrivals, self.monitor
+        arrivals, monitor = self.arrivals, self.monitor
         waited_s, looked = 0.0, time.monotonic()
         while True:
             monitor.check()
@@ -151,7 +152,7 @@ class Waits:
                 errors.append(error)
             finally:
                 done.set()
-                self._arrivals.notify()
+                self.arrivals.notify()
 
         self._thread = threading.Thread(target=work, name=f"avgpipe {doing}", daemon=True)
         self._thread.start()

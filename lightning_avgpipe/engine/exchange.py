@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.codec import TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message, pack, unpack
+from lightning_avgpipe.comm.parties import subsets
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.source import source_line
@@ -32,7 +33,10 @@ class Exchange:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._number = 0
-        self._group = cluster.subset(range(cluster.group.world_size))
+        ranks = range(cluster.group.world_size)
+        connected = cluster.connect(subsets(cluster.stage_map, ranks), "once more for values of steps")
+        assert connected is not None
+        self._group = connected.process_group
 
     @property
     def rank(self) -> int:

@@ -174,7 +174,7 @@ def execute(lanes: Sequence[Lane], context: IterationContext, until: Callable[[]
         monitor.check()
         lane = min(runnable, key=order)
         action = lane.actions[0]
-        monitor.does(f"runs {action} of stage {_stage(lane)}")
+        monitor.activity.text = f"runs {action} of stage {_stage(lane)}"
         try:
             lane.run_next(context.observers)
         except StopIteration as error:  # which a loop around takes for the end of its data, in this process alone
@@ -182,7 +182,7 @@ def execute(lanes: Sequence[Lane], context: IterationContext, until: Callable[[]
         except Exception as error:
             error.add_note(f"{_place(lane, rank)} failed in {action}")
             raise
-    monitor.does("")
+    monitor.activity.text = ""
 
 
 def _place(lane: Lane, rank: int) -> str:

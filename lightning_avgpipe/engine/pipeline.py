@@ -218,9 +218,9 @@ class Pipeline:
         frozen, training = num_forward_only(schedule), trains(schedule.rows[-1])
         for stage in loaded.stages:
             number, rank = stage.program.stage, self.cluster.rank
-            if rank not in self.cluster.stage_map.hosts(number, training):
+            if rank not in self.cluster.stage_map.ranks(number, training):
                 continue
-            ends = self.cluster.transport.ends(self.number, number, training)
+            ends = self.cluster.channels.transport.ends(self.number, number, training)
             if number <= frozen:  # the first stage that trains has nobody to send gradients to
                 ends = replace(ends, to_previous=None)
             lane = Lane(stage, ends, task, self.place)
@@ -243,7 +243,7 @@ class Pipeline:
         """What the iteration that has ended gave."""
         last, stage_map, rank = self.steps[step].stages[-1], self.cluster.stage_map, self.cluster.rank
         number, training = last.program.stage, trains(schedule.rows[-1])
-        if rank not in stage_map.hosts(number, training):
+        if rank not in stage_map.ranks(number, training):
             return Outcome(None, frozenset(), 0)
         first, every = stage_map.share(number, rank, training)
         numbers = range(first, schedule.num_microbatches, every)
@@ -275,8 +275,8 @@ def run_together(
     cluster = pipelines[0].cluster
     for schedule in schedules:
         check_runnable(schedule)
-        check_hosted(schedule, cluster.stage_map.owners())
-    context = IterationContext(cluster.waits, cluster.world.rank, tuple(observers))
+        check_hosted(schedule, [*map(cluster.stage_map.owner, range(cluster.stage_map.num_stages))])
+    context = IterationContext(cluster.channels.waits, cluster.world.rank, tuple(observers))
     lanes = [
         lane
         for pipeline, schedule, task in zip(pipelines, schedules, tasks, strict=True)

@@ -62,7 +62,7 @@ def hooks_with_results(trainer: pl.Trainer, cluster: Cluster, deployment: Deploy
     with contextlib.ExitStack() as undo:
         for name in _HOOKS:
             if name in vars(module) or is_overridden(name, module):
-                run = _followed if cluster.hosts_last else _following
+                run = _followed if cluster.rank == 0 else _following
                 hook = run(name, getattr(module, name), modules, trainer, cluster, deployment)
                 undo.enter_context(replaced(module, name, hook))
         yield
@@ -84,7 +84,7 @@ def _followed(
         writes.check(name, _kept_elsewhere(modules[""], cluster, deployment))
         news = before.news(name, _needed_elsewhere(deployment), writes.found)
         after = _optimization(trainer)
-        cluster.control_channel.publish((news, after if after != optimization else None))
+        cluster.channels.control.publish((news, after if after != optimization else None))
         return result
 
     return run
@@ -119,7 +119,7 @@ def _following(
 
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> None:
-        told: Any = cluster.control_channel.publish()  # by rank 0
+        told: Any = cluster.channels.control.publish()  # by rank 0
         news, optimization = told
         for (path, attribute), content in news:
             value = _Unpickler(io.BytesIO(content), modules, cluster.device).load()

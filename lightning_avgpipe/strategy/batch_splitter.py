@@ -93,7 +93,7 @@ class BatchSplitter:
         """
         replicas, options = self._cluster.replicas, self._configuration.options
         several = self._cluster.stage_map.replicas > 1
-        if replicas is None or not (several and self._cluster.hosts_last) or options.loss_reduction != "mean":
+        if replicas is None or not (several and self._cluster.rank == 0) or options.loss_reduction != "mean":
             return lambda: works
         return weighing(works, options.num_pipelines, replicas)
 
@@ -111,7 +111,7 @@ class BatchSplitter:
         self._batches.distributor.check_seal(batch, pipeline)
         parts = self.parts(batch)
         alone = len(parts) == 1 and self._cluster.stage_map.replicas == 1
-        has_loss = self._cluster.hosts_last or self._cluster.shares_last
+        has_loss = self._cluster.stage_map.num_stages - 1 in self._cluster.stages
         if not (weighs and has_loss) or alone:
             return parts
         if self.loss_weight is not None:

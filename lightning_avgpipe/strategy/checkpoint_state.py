@@ -20,6 +20,7 @@ from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.state import (
     full_optimizer_state,
     full_state_dict,
+    gathers,
     move_state,
     named_optimizer_state,
     own_state_dict,
@@ -83,7 +84,7 @@ class WholeState:
         owner = scattered_owners(module, cluster) if self._is_scattered(cluster) else {}
         if self._distributed:
             return own_state_dict(module, cluster, owner)
-        return full_state_dict(module, cluster, owner) if owner and cluster.gathers else module.state_dict()
+        return full_state_dict(module, cluster, owner) if owner and gathers(cluster) else module.state_dict()
 
     def _is_scattered(self, cluster: Cluster) -> bool:
         """Whether some process is without contents of a part of the module; one that has all of it takes part too."""
@@ -101,7 +102,7 @@ class WholeState:
             return inner.state_dict()
         if self._sharded:
             return full_optimizer_state(inner, cluster.world)
-        return full_optimizer_state(inner, cluster.group) if cluster.gathers else inner.state_dict()
+        return full_optimizer_state(inner, cluster.group) if gathers(cluster) else inner.state_dict()
 
     def complete(self, checkpoint: dict[str, Any], models: bool = True) -> None:
         """Nothing is added."""

@@ -124,7 +124,7 @@ class Comeback:
 
     def begin_epoch(self) -> None:
         """An epoch is about to begin. Every process calls it."""
-        returns = self.cluster.returns
+        returns = self.cluster.channels.returns
         if returns is None:
             return
         if self.cluster.apart:
@@ -134,8 +134,8 @@ class Comeback:
 
     def end(self) -> None:
         """Training is over. Every process calls it."""
-        if self.cluster.returns is not None and self.cluster.leads:
-            self.cluster.returns.end()
+        if self.cluster.channels.returns is not None and self.cluster.leads:
+            self.cluster.channels.returns.end()
 
     # -- the others --------------------------------------------------------------------------------------------------
 
@@ -167,8 +167,8 @@ class Comeback:
     def _why_not(self, group: int) -> str:
         """Why a group cannot come back to this run; empty if it can."""
         trainer, options = self.trainer, self.configuration.options
-        if group < self.cluster.groups_left[0]:
-            return f"it comes before group {self.cluster.groups_left[0]}, which logs and saves now"
+        if group < (first := self.survivors.first):
+            return f"it comes before group {first}, which logs and saves now"
         if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
             return "dataloaders are loaded anew (reload_dataloaders_every_n_epochs)"
         if not isinstance(options.schedule, str) or options.schedule in ("auto", "broadcast"):
@@ -230,8 +230,21 @@ class Comeback:
 
     def _count_in(self, invitation: Invitation) -> None:
         """All agree that the group has come back. Every process calls it, those of the group too."""
-        self.cluster.meet_anew()
+        self._meet()
         self.survivors.count_in(invitation.group, self.configuration.num_pipelines)
+
+    def _meet(self) -> None:
+        """Connect all that meet, now that all of them are there.
+
+        So whoever dies afterwards breaks a connection, and nobody waits for one that will not come. If the group leaves
+        meanwhile, it does so for what follows.
+        """
+        what, sums = "the return of a group", self.cluster.replica_group
+        self.cluster.world.barrier(what)
+        self.cluster.leaders.barrier(what)
+        assert sums is not None
+        sums.begin_sum([torch.zeros(1, device=self.cluster.device)])
+        sums.settle()
 
     def _take(self, legacy: Legacy) -> None:
         """Go on from where the others are, as far as this group does so alone."""

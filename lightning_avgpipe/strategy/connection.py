@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.requests import STOP
 from lightning_avgpipe.comm.stage_map import StageMap
@@ -50,6 +51,7 @@ class Connection:
         self.layout: DeviceLayout | None = None
         self.failed = False
         self.noted: set[str] = set()
+        self._groups: Sequence[tuple[int, ...]] = ()  # ranks of each at the start
         self._hears: Callable[[str], None] = nothing
 
     def __getstate__(self) -> dict[str, Any]:
@@ -75,16 +77,16 @@ class Connection:
             self.backend = self.backend or device_backend(None, device)
             checks.backend(self.backend, device)
         stage_map = StageMap.on(layout, num_stages, placement=options.placement)
-        if self.cluster is None or not self.cluster.has_groups(stage_map):
+        if self.cluster is None or self._groups != stage_map.layout:
+            self._groups = stage_map.layout
             if several and options.reader == "first":
                 stage_map = replace(stage_map, reader=stage_map.owner(0))
             if several:
                 gc.collect()  # a trainer that nobody uses any more is a cycle, and holds its connections until then
             between = None if port_of(device).is_host or not several else device_backend(self.backend, device)
             network = ProcessGroups(rank, device, options.timeout, between)
-            self.cluster = Cluster(
-                stage_map, rank, device, options.timeout, network, layout.sharing > 1, parent.deaths, options.min_groups
-            )
+            process = Process(rank, device, options.timeout.total_seconds(), network, parent.deaths)
+            self.cluster = Cluster(stage_map, process, options.min_groups)
         else:  # a plan of the last run may have placed stages
             self.cluster.rearrange(replace(stage_map, reader=self.cluster.stage_map.reader))
         return self.cluster
@@ -127,23 +129,23 @@ class Connection:
                 self.cluster.open(store, partial(meet, store=store), found.keeper)
             else:
                 number = self.cluster.group_number
-                ranks = self.cluster.ranks_at_start(number)
+                ranks = self._groups[number]
                 apart = launch.meeting_apart(found, number, ranks, rank, options.timeout)
                 of_group = partial(meet, ranks.index(rank), len(ranks), store=apart)
                 self.cluster.open(store, of_group, found.keeper, apart)
-        self.cluster.control_channel.when_agreed(self._hears)
+        self.cluster.channels.control.when_agreed(self._hears)
         for request in tuple(self.noted):  # while other connections were open, or none
-            self.cluster.monitor.requests.note(request)
+            self.cluster.channels.monitor.requests.note(request)
 
     def note(self, request: str) -> None:
         """This process was asked for something. A signal handler may call it: nothing here waits."""
         self.noted.add(request)
         if self.cluster is not None:
-            self.cluster.monitor.requests.note(request)
+            self.cluster.channels.monitor.requests.note(request)
 
     def agreed(self, request: str) -> bool:
         """Whether all processes have agreed to do what some were asked."""
-        return self.cluster is not None and self.cluster.control_channel.agreed(request)
+        return self.cluster is not None and self.cluster.channels.control.agreed(request)
 
     @contextlib.contextmanager
     def listening(self, hears: Callable[[str], None]) -> Iterator[None]:
@@ -159,8 +161,10 @@ class Connection:
         if self.cluster is None or (isinstance(exception, SIGTERMException) and self.agreed(STOP)):
             return
         self.failed = True
-        self.cluster.monitor.report(exception)
-        spared = self.cluster.ranks_without_this
+        self.cluster.channels.monitor.report(exception)
+        meetings, this = self.cluster.meetings, self.cluster.group.ranks[self.cluster.rank]
+        left = () if meetings is None else meetings.membership.ranks()
+        spared = () if this in left else left  # who go on without it
         parent.end_with_this_process(spared)
         if spared and parent.started():
             names = ", ".join(map(str, spared))
@@ -179,7 +183,7 @@ class Connection:
     def stay(self) -> None:
         """Raise PeerError if other groups have gone on without that of this process, which may have been stopped."""
         if self.cluster is not None and self.cluster.survives and not self.failed:
-            self.cluster.monitor.look()
+            self.cluster.channels.monitor.look()
 
     def write(self, write: Callable[[], object]) -> None:
         """Let rank 0 write something; if its group leaves before all know that it has, the next one does so.

@@ -32,7 +32,8 @@ def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
     It respects ``use_distributed_sampler=False`` and a sampler that is distributed already. For data that cannot be
     sampled it warns: there the user's code must know the group.
     """
-    if cluster.place[1] == 1:
+    num_groups = place(cluster)[1]
+    if num_groups == 1:
         yield
         return
     connector = trainer._data_connector
@@ -45,7 +46,7 @@ def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
             found = prepare(dataloader, shuffle, mode)
         if not isinstance(getattr(found, "sampler", None), DistributedSampler):
             rank_zero_warn(
-                f"{cluster.place[1]} groups of processes train on data of their own, but Lightning cannot "
+                f"{num_groups} groups of processes train on data of their own, but Lightning cannot "
                 f"divide a {type(dataloader).__name__} with an iterable dataset or without sampler: each group reads "
                 "all of it unless your code takes a part by trainer.strategy.group_number and "
                 "trainer.strategy.num_groups"
@@ -54,6 +55,13 @@ def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
 
     with replaced(connector, "_prepare_dataloader", prepare_dataloader):
         yield
+
+
+def place(cluster: Cluster) -> tuple[int, int]:
+    """Which group a process is in, and of how many: those at the start while it is apart."""
+    if cluster.apart and cluster.meetings is not None:
+        return cluster.meetings.membership.group, len(cluster.meetings.membership.layout)
+    return cluster.group_number, cluster.stage_map.num_groups
 
 
 def divisible(dataloader: DataLoader[Any]) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.loss import loss_in, trainable_loss
 from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
 from lightning_avgpipe.engine.observer import Observers
@@ -35,6 +36,7 @@ from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.strategy.trained import agree_on_trained
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.plan_maker import Examples
+from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -123,7 +125,7 @@ class Iterations:
             return None
         skipped = [len(found.skipped) == found.count for found in outcomes]
         if trains and self.schedule_control.choice.frozen and self.cluster.group.world_size > 1:
-            skipped = self.cluster.control_channel.publish(skipped)  # no gradient tells the first stages
+            skipped = self.cluster.channels.control.publish(skipped)  # no gradient tells the first stages
         models.skipped = frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
         nothing = torch.zeros((), device=self.cluster.device)
         result: Any = {"loss": nothing}
@@ -158,7 +160,7 @@ class Iterations:
     def _clear_now(self) -> Callable[[], None] | None:
         """Clear the gradients now, where that cannot wait; returns what clears them after the first forward."""
         zero_grad = self.zero_grad
-        waits = self.models.num_models == 1 and self.cluster.hosts_last and not self.deployment.replans
+        waits = self.models.num_models == 1 and self.cluster.rank == 0 and not self.deployment.replans
         if zero_grad is None or waits:
             return zero_grad
         # here no forward comes before all backwards, or the module may show another pipeline's model by then
@@ -218,7 +220,7 @@ class Iterations:
         training, trains = step == "training_step", finish is not None
         num_pipelines = self.configuration.num_pipelines
         # groups train on batches of their own, but evaluate the same; replicas have further micro-batches of a batch
-        team, replica = self.cluster.team if training else (0, 0)
+        team, replica = divmod(self.cluster.group_number, self.cluster.stage_map.replicas) if training else (0, 0)
         first = team * num_pipelines
         before = replica * self.configuration.options.microbatches(self.cluster.stage_map.given_stages)
         verifier = self.verifier if trains and self.verifier is not None and self.verifier.active else None
@@ -251,7 +253,8 @@ class Iterations:
         outcomes = self._execute(step, works, pipelines, schedules, tasks)
         with context():  # which may decide what a number is
             self.step_log.tell_groups() if training else self.step_log.issue()
-        return self._of_replicas(outcomes) if training and self.cluster.shares_last else outcomes
+        replicas = sharing_last(self.cluster) if training else None
+        return outcomes if replicas is None else self._of_replicas(outcomes, replicas)
 
     def _execute(
         self,
@@ -277,12 +280,11 @@ class Iterations:
             keeping.share()
         return outcomes
 
-    def _of_replicas(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    def _of_replicas(self, outcomes: Sequence[Outcome], replicas: Collectives) -> list[Outcome]:
         """What replicas of the last stage have together. All of them call it."""
-        assert self.cluster.replicas is not None
         there = [replace(o, results=tree.map_tensors(lambda t: t.detach().cpu(), o.results)) for o in outcomes]
         together = []
-        for found in zip(*self.cluster.replicas.members.exchange_objects(there), strict=True):
+        for found in zip(*replicas.exchange_objects(there), strict=True):
             by_number = zip(*(outcome.results for outcome in found if outcome.results is not None), strict=True)
             results = [next((result for result in of if result is not None), None) for of in by_number]
             here = tree.map_tensors(lambda t: t.to(self.cluster.device), results)
@@ -404,7 +406,7 @@ class Iterations:
         with alone():
             for n, parts in enumerate(works):
                 for i, part in enumerate(parts):
-                    if self.cluster.hosts_last:
+                    if self.cluster.rank == 0:
                         run(n, i, part.data, *rest)
                         continue
                     with context():

@@ -30,7 +30,7 @@ class SyncedLoggerConnector(_LoggerConnector):
 
     def snapshot(self) -> Any:
         """On rank 0, and where the last stages of other groups are, the metrics as of now."""
-        return super().metrics if self._cluster.hosts_last else None
+        return super().metrics if self._cluster.rank == 0 else None
 
     def accept(self, metrics: Any) -> None:
         """On the other ranks use rank 0's metrics from now on."""
@@ -40,7 +40,7 @@ class SyncedLoggerConnector(_LoggerConnector):
     def sync(self) -> None:
         """Tell all ranks the metrics as of now, and those of before. Every rank calls it."""
         snapshot = self.snapshot()  # for which metric objects may talk to those of other groups
-        (metrics, before), _ = self._cluster.control_channel.relay((snapshot, dict(self.callback_metrics)))
+        (metrics, before), _ = self._cluster.channels.control.relay((snapshot, dict(self.callback_metrics)))
         self.accept(metrics)
         self._callback_metrics.update(before)
 

@@ -63,23 +63,23 @@ class PipelineOptimization(_AutomaticOptimization):
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Run one iteration; on every rank the same loss and metrics are known afterwards."""
-        self._cluster.control_channel.expect()
+        self._cluster.channels.control.expect()
         result = super().run(optimizer, batch_idx, kwargs)
         schedule_control, connector = self._iterations.schedule_control, self.trainer._logger_connector
         decided = schedule_control.finish()
         if isinstance(connector, SyncedLoggerConnector):  # several processes
             news: Any = None
-            if self._cluster.leads or (self._cluster.survives and self._cluster.hosts_last):  # who may lead in a moment
+            if self._cluster.leads or (self._cluster.survives and self._cluster.rank == 0):  # who may lead in a moment
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
             # advances are decided in each group
-            news, decided = self._cluster.control_channel.relay(news, decided)
+            news, decided = self._cluster.channels.control.relay(news, decided)
             connector.accept(news["metrics"])
             if news["loss"] is not None:
                 result = {**result, "loss": news["loss"]}
         # when rank 0's news, for which other stages wait, have left
         self._iterations.models.finish_averaging_if_observed()
-        if self._cluster.membership is not None:
-            self._cluster.membership.begun = True
+        if self._cluster.meetings is not None:
+            self._cluster.meetings.membership.begun = True
         schedule_control.accept(decided)
         schedule_control.log(self.trainer)
         self._end_iteration()

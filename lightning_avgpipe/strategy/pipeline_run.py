@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.advise.request import Request
-from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import MicroBatchError, PartitionError
 from lightning_avgpipe.planning import Plan
@@ -46,6 +45,7 @@ from lightning_avgpipe.strategy.run import Own
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.strategy.survivors import Survivors
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.verify import Subject, Verifier, request
 
 _STEPS = {
@@ -124,7 +124,7 @@ class PipelineRun:
         own(trainer)
         rolls = fitting and self.configuration.rolls
         self.deployment, seed = deploy(trainer, self._connection, options, self._before, rolls)
-        self.step_log = StepLog(module, cluster.hosts_last, cluster.leaders, self._sharing_last)
+        self.step_log = StepLog(module, cluster.rank == 0, cluster.leaders, partial(sharing_last, cluster))
         self.models = ParallelModels(
             trainer, cluster, self.configuration, self.deployment, self.step_log, self.observers
         )
@@ -174,11 +174,6 @@ class PipelineRun:
         rolls = fitting and self.configuration.can_roll
         return partial(RollingIterations, broken=self._break) if rolls else Iterations
 
-    def _sharing_last(self) -> Collectives | None:
-        """The replicas of the last stage, on each of them; None if there is one."""
-        cluster = self.cluster
-        return cluster.replicas.members if cluster.shares_last and cluster.replicas is not None else None
-
     def _break(self) -> None:
         """Some models or stages have stepped and others have not: nothing is whole."""
         self._connection.failed = True
@@ -200,7 +195,7 @@ class PipelineRun:
     def _adapt(self, fitting: bool) -> None:
         """From now on Lightning does what a pipeline needs, until teardown."""
         trainer, cluster, deployment, enter = self._trainer, self.cluster, self.deployment, self._undo.enter_context
-        several = cluster.has_others
+        several = cluster.world.world_size > 1 or cluster.apart  # which will have others
         enter(changes.observing(trainer, self.step_log, cluster.leaders))
         if fitting:
             optimization = PipelineOptimization(

@@ -283,7 +283,7 @@ class Profiler:
                 link,
                 link,
             )
-            for stage, link in zip(plan.stages, self._cluster.links(), strict=False)
+            for stage, link in zip(plan.stages, self._cluster.channels.links(self._cluster.stage_map), strict=False)
         )
 
 

@@ -130,7 +130,7 @@ class Rehearsal:
         recorder = BusyRecorder(cluster.world.rank, cluster.device)
         with self.pipeline.observers.having(recorder, MemoryGuard()):
             self._step(setting, trials)
-        recording = recorder.finish(ClockOffset(), cluster.waits.timeout_s)
+        recording = recorder.finish(ClockOffset(), cluster.channels.waits.timeout_s)
         return BusyRecording(recording, {key: sum(found) for key, found in recorder.processor_s.items()})
 
     def kept(self, setting: Setting) -> dict[int, Kept] | None:

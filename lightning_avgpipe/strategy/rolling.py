@@ -199,7 +199,7 @@ class RollingIterations(AheadIterations):
     @property
     def _first(self) -> int:
         """The number of pipeline 0 among those of all groups."""
-        return self.cluster.team[0] * self.configuration.num_pipelines
+        return self.cluster.group_number // self.cluster.stage_map.replicas * self.configuration.num_pipelines
 
     @property
     def _pipelines(self) -> list[Pipeline]:
@@ -315,7 +315,7 @@ class RollingIterations(AheadIterations):
                 self.deployment.models.ensemble.place(0)
         skipped = len(iteration.outcomes[n].skipped) == len(iteration.works[n])
         if self.schedule_control.choice.frozen and self.cluster.group.world_size > 1:
-            skipped = self.cluster.control_channel.publish(skipped)  # no gradient tells the first stages
+            skipped = self.cluster.channels.control.publish(skipped)  # no gradient tells the first stages
         if skipped:
             self.models.skipped |= {n}
 

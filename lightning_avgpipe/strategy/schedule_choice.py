@@ -60,7 +60,7 @@ class ScheduleChoice:
         self.advance = advance
         self.frozen = 0
         self._wanted: Placement | None = None
-        self._may_want = cluster.group.world_size > 1 and cluster.stage_map.reader == cluster.stage_map.leader
+        self._may_want = cluster.group.world_size > 1 and cluster.stage_map.reader == 0
         self._given = Broadcast() if given == "broadcast" else given
         self._cluster = cluster
         self._memory_limit = memory_limit
@@ -166,7 +166,7 @@ class ScheduleChoice:
                 for need, now, before in zip(needs, peak_stash(schedule), planned, strict=True)
             )
 
-        owners, costs = self._cluster.stage_map.owners(), stage_costs(plan, self.frozen)
+        owners, costs = [*map(self._cluster.stage_map.owner, range(len(plan.stages)))], stage_costs(plan, self.frozen)
         chosen = fastest(costs, num_microbatches, owners, fits, self._splits, self._may_want)
         placement = RECIPES[chosen.name].placement
         if self._may_want and RECIPES[chosen.name].needs == "v" and self._cluster.stage_map.placement != placement:
@@ -191,7 +191,7 @@ class ScheduleChoice:
             sizes = {name: parameter.nbytes for name, parameter in self._module.named_parameters()}
             weights = [sum(sizes[name] for name in stage.parameters) for stage in plan.stages]
             copy_s = [link.per_byte * size for link, size in zip(plan.links, weights, strict=False)]
-            owners, costs = self._cluster.stage_map.owners(), stage_costs(plan)
+            owners, costs = [*map(self._cluster.stage_map.owner, range(len(plan.stages)))], stage_costs(plan)
             here = costs.on(owners) if len(set(owners)) > 1 else costs
             gain = given.gain(here, schedule.num_microbatches, owners, copy_s)
         if self.frozen:

@@ -191,7 +191,7 @@ class ScheduleControl:
         if not self.choice.adapts and not self._report:
             return None  # the same on every rank
         report, self._report = (self._stopwatch.finished(), self._report), []
-        for rank, reported in self._cluster.control_channel.report(report):
+        for rank, reported in self._cluster.channels.control.report(report):
             self.advances.take(rank, reported)
         return self.advances.decide(self._chosen, self.peaks) if self._cluster.rank == 0 else None
 

@@ -39,7 +39,7 @@ from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor, batches_wanted, has_transfer_hooks, mirror
-from lightning_avgpipe.strategy.data_sharding import check_alike, sharing
+from lightning_avgpipe.strategy.data_sharding import check_alike, place, sharing
 from lightning_avgpipe.strategy.options import ALLOWED, Options, PolicyName, ScheduleName, SplitBatch
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.reconfiguration import check_changes
@@ -348,14 +348,14 @@ class AvgPipeStrategy(ParallelStrategy):
     def num_groups(self) -> int:
         """Groups of processes that host all K stages, without those that have left."""
         if self._connection.cluster is not None:
-            return self._connection.cluster.place[1]
+            return place(self._connection.cluster)[1]
         return len(self.device_layout.groups(self.num_stages))
 
     @property
     def group_number(self) -> int:
         """Which group this process is in, 0-based."""
         if self._connection.cluster is not None:
-            return self._connection.cluster.place[0]
+            return place(self._connection.cluster)[0]
         groups = enumerate(self.device_layout.groups(self.num_stages))
         return next(number for number, ranks in groups if self.global_rank in ranks)
 
@@ -537,14 +537,14 @@ class AvgPipeStrategy(ParallelStrategy):
             checks.comeback(trainer, self.passthrough or self.whole is not None)
         sends, early = cluster.reads and cluster.group.world_size > 1, not has_transfer_hooks(trainer)
         wanted = partial(batches_wanted, trainer)
-        self._distributor = Distributor(cluster.batch_stream, self._needs, sends, early, wanted)
+        self._distributor = Distributor(cluster.channels.batches, self._needs, sends, early, wanted)
         if trainer.state.fn == TrainerFn.FITTING and not self.passthrough and self.whole is None:
             self._divide_data(trainer, cluster)
 
     def _divide_data(self, trainer: pl.Trainer, cluster: Cluster) -> None:
         """Before anybody asks for the number of iterations, in ``setup`` or ``configure_optimizers`` of the module."""
         # partial functions of what can be pickled, as a trainer can; data of unknown length ends everywhere at once
-        any_ends = partial(self._connection.decide, unanimously=False) if cluster.place[1] > 1 else None
+        any_ends = partial(self._connection.decide, unanimously=False) if place(cluster)[1] > 1 else None
         count, look = partial(getattr, self._configuration, "num_pipelines"), partial(getattr, self, "tuner")
         self._data_undo.enter_context(bundling(trainer, count, any_ends, look))
         self._data_undo.enter_context(sharing(trainer, cluster))
@@ -817,7 +817,9 @@ class AvgPipeStrategy(ParallelStrategy):
                 f"regroup({num_stages}) in {hook}: groups read other data, so they begin with an "
                 "epoch; call it in on_train_epoch_start of a callback"
             )
-        self.cluster.confirm(f"regroup({num_stages})", "in a hook of a callback, and not only if is_global_zero")
+        self.cluster.channels.confirm(
+            f"regroup({num_stages})", "in a hook of a callback, and not only if is_global_zero"
+        )
         kept = None if self._run is None else regrouping.leave(self._run.state, self.optimizers, self.cluster)
         if self._run is not None:
             self._run.teardown()

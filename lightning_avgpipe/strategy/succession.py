@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.utils.patching import nothing
 
 
 class Succession:
@@ -33,7 +34,7 @@ class Succession:
 
     def begin(self) -> None:
         """Training is about to begin. Every process calls it."""
-        self._cluster.when_leading = self._take_over
+        self._cluster.when_leading = nothing if self._cluster.leads else self._take_over
         if self._cluster.apart:  # it is told when it is with the others
             return
         # which other processes would number by what they find in the folder, and when

@@ -28,9 +28,16 @@ class Survivors:
         self._trainer = trainer
         self._cluster = cluster
         self.dealing = Dealing(trainer, cluster)
-        self._left = cluster.groups_left  # by their numbers at the start
+        assert cluster.meetings is not None
+        self._meetings = cluster.meetings
+        self._left = cluster.meetings.groups  # by their numbers at the start
         self._averaged = 0, 0  # iterations of an epoch whose updates counted
         self.succession = Succession(trainer, cluster)
+
+    @property
+    def first(self) -> int:
+        """The group that leads, by its number at the start."""
+        return self._meetings.groups[0]
 
     def begin(self) -> None:
         """Training is about to begin. Every process calls it."""
@@ -43,11 +50,11 @@ class Survivors:
             num_pipelines: N.
             averaged: whether no update waits to be averaged.
         """
-        trainer, left = self._trainer, self._cluster.groups_left
+        trainer, left = self._trainer, self._meetings.groups
         epoch = trainer.current_epoch
         if self._averaged[0] != epoch:
             self._averaged = epoch, 0
-        if (returns := self._cluster.returns) is not None and returns.missing and self._cluster.leads:
+        if (returns := self._cluster.channels.returns) is not None and returns.missing and self._cluster.leads:
             returns.beat()
         if left != self._left:
             before, self._left = self._left, left
@@ -66,12 +73,12 @@ class Survivors:
             group: its number at the start.
             num_pipelines: N.
         """
-        self._left = self._cluster.groups_left
+        self._left = self._meetings.groups
         self.dealing.among_all()
         if not self._cluster.leads:
             return
         trainer, models = self._trainer, num_pipelines * len(self._left)
-        ranks = ", ".join(map(str, self._cluster.ranks_at_start(group)))
+        ranks = ", ".join(map(str, self._meetings.membership.layout[group]))
         back = "has come back" if group in self._left else "has come back, and left at once"
         rank_zero_warn(
             f"group {group} {back}: ranks {ranks} were started anew. Training goes on at step {trainer.global_step} "
@@ -88,10 +95,10 @@ class Survivors:
         cluster, trainer = self._cluster, self._trainer
         if not cluster.leads:
             return
-        assert cluster.membership is not None
-        ranks = [rank for group in gone for rank in cluster.ranks_at_start(group)]
+        membership = self._meetings.membership
+        ranks = [rank for group in gone for rank in membership.layout[group]]
         parent.end_at_exit(ranks)
-        why = {c.group: c.why.split("\n")[0] for c in cluster.membership.changes if not c.enters}
+        why = {c.group: c.why.split("\n")[0] for c in membership.changes if not c.enters}
         models = num_pipelines * len(self._left)
         leads = f"rank {trainer.global_rank} logs and saves now; " if 0 in gone else ""
         rank_zero_warn(

@@ -143,7 +143,7 @@ class WholeSteps:
             result = run(*args, **kwargs)
         connector = self._trainer._logger_connector
         if isinstance(connector, SyncedLoggerConnector):
-            metrics, _ = self._cluster.control_channel.relay(connector.snapshot(), None)
+            metrics, _ = self._cluster.channels.control.relay(connector.snapshot(), None)
             connector.accept(metrics)
         return result
 
@@ -215,6 +215,6 @@ class WholeSteps:
             )
         if lockstep is not None and lockstep.follows and isinstance(value, Tensor):
             value = lockstep.contents(value)
-        if self._cluster.hosts_last:
+        if self._cluster.rank == 0:
             with contextlib.nullcontext() if lockstep is None else lockstep.quiet():
                 log(name, value, *args, **kwargs)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
-from lightning_avgpipe.training.state import full_state_dict, load_present_state, move_state, own_state_dict
+from lightning_avgpipe.training.state import full_state_dict, gathers, load_present_state, move_state, own_state_dict
 from lightning_avgpipe.utils.tensors import strided_parts
 from lightning_avgpipe.weights.belongings import Belongings, ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.initialisation import Origin
@@ -62,7 +62,7 @@ class Holdings:
     def state_dict(self, copy: nn.Module | None = None) -> dict[str, Any]:
         """That of the module, or of a copy that is divided as it is: whole on rank 0. Every process calls it."""
         module = copy or self._module
-        if self._cluster.group.world_size == 1 or not self.answers or (copy is None and not self._cluster.gathers):
+        if self._cluster.group.world_size == 1 or not self.answers or (copy is None and not gathers(self._cluster)):
             return module.state_dict()
         return full_state_dict(module, self._cluster, self.answers)
 

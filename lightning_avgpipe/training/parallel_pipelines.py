@@ -71,7 +71,7 @@ class ParallelPipelines:
         stale = ensemble.follow(num_pipelines)
         self.saved.load(ensemble)
         if stale or begins or len(self.pipelines) < num_pipelines:
-            self._cluster.transport.widen(num_pipelines)
+            self._cluster.channels.transport.widen(num_pipelines)
             self._first.place = partial(ensemble.place, 0)
             others = [
                 Pipeline(

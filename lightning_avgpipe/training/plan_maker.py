@@ -122,7 +122,7 @@ class PlanMaker:
             asks = bandwidth is None and group.broadcast(planner.measures)
             conditions = replace(
                 self._conditions(schedule, num_pipelines),
-                links=self._cluster.links() if asks else (),
+                links=self._cluster.channels.links(self._cluster.stage_map) if asks else (),
                 bandwidth=bandwidth,
                 slowness=self._slowness,
                 halving=self.halving if planner.num_stages == group.world_size else None,
@@ -179,7 +179,7 @@ class PlanMaker:
         seconds = 0.0
         for step in examples.steps():
             with contextlib.suppress(SkippedStepError), alone():
-                with self._cluster.monitor.during("measures its device"):
+                with self._cluster.channels.monitor.during("measures its device"):
                     seconds = self.planner.seconds(step)
                 break
         return slowness_of(self._cluster.group.exchange_objects(seconds))

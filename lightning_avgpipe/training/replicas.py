@@ -19,6 +19,8 @@ from dataclasses import replace
 import torch
 
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.microbatch import MicroBatch
@@ -38,7 +40,7 @@ def check_shared(graph: CallGraph, cuts: Sequence[int], stage_map: StageMap) -> 
     """
     trains = graph.step == "training_step"
     ends = (*cuts, len(graph.nodes))
-    shared = [k for k in range(len(ends)) if len(stage_map.hosts(k, trains)) > 1]
+    shared = [k for k in range(len(ends)) if len(stage_map.ranks(k, trains)) > 1]
     if kept := sorted({joined(*key) for key in _kept_on(graph, (0, *ends), shared)}):
         raise PartitionError(
             f"{graph.step} keeps {', '.join(map(repr, kept))} for the next micro-batch, which with "
@@ -61,6 +63,13 @@ def _kept_on(graph: CallGraph, bounds: Sequence[int], shared: Sequence[int]) -> 
             yield path, name
 
 
+def sharing_last(cluster: Cluster) -> Collectives | None:
+    """The replicas of the last stage, on each of them; None if there is one."""
+    replicas, counts = cluster.replicas, cluster.stage_map.stage_replicas
+    shares = counts[-1:] > (1,) and cluster.stage_map.num_stages - 1 in cluster.stages
+    return replicas.members if shares and replicas is not None else None
+
+
 def weighing(
     works: Sequence[Sequence[MicroBatch]], num_pipelines: int, replicas: ReplicaGroup
 ) -> Callable[[], list[list[MicroBatch]]]:
@@ -75,13 +84,15 @@ def weighing(
         replicas: connects these processes.
     """
     own = [sum(part.counted for part in parts) for parts in works]
-    summed = replicas.members.begin_sum(torch.tensor([*own, *[0.0] * (num_pipelines - len(own))], dtype=torch.float64))
+    counted = torch.tensor([*own, *[0.0] * (num_pipelines - len(own))], dtype=torch.float64)
+    arrive = replicas.begin_sum([counted])
 
     @functools.cache
     def weighed() -> list[list[MicroBatch]]:
+        arrive()
         return [
             [replace(part, weight=part.counted / total if total else part.weight / replicas.count) for part in parts]
-            for parts, total in zip(works, summed().tolist(), strict=False)
+            for parts, total in zip(works, counted.tolist(), strict=False)
         ]
 
     return weighed

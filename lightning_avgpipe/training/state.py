@@ -19,6 +19,14 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.weights.relocation import gather, holders
 
 
+def gathers(cluster: Cluster) -> bool:
+    """Whether rank 0 of this group gets whole what its processes have divided, to write it.
+
+    That of the first group writes. If it may leave in the midst of that, others must have the same.
+    """
+    return cluster.survives or cluster.group_number == 0
+
+
 def full_state_dict(module: nn.Module, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
     """On rank 0 the state dict of the whole module; elsewhere the module's own, with what it lacks on meta."""
     state = module.state_dict()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.parties import Parties
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.shared_statistics import SharedStatistics
@@ -33,8 +36,9 @@ class StatisticsSharing:
         """
         stage_map = self._cluster.stage_map
         if self._connected != stage_map:
-            replicas = self._cluster.connect_replicas(_WHAT)
-            self._observers = [] if replicas is None else [SharedStatistics(replicas.members, replicas.on_host)]
+            replicas = [replace(p, what=_WHAT) for p in Parties(stage_map) if p.what == "replicas"]
+            members = self._cluster.connect(replicas, f"for {_WHAT}")
+            self._observers = [] if members is None else [SharedStatistics(members, stage_map.shares_devices)]
             self._connected = stage_map
             self._checked.clear()
         self._check(schedule, stage_map)

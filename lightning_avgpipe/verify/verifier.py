@@ -98,7 +98,7 @@ class Verifier:
         clears = subject.clears_gradients()
         carried = [{} for _ in works] if clears else [pipeline.expected.gradients for pipeline in self._pipelines]
         self._pipelines = [_Pipeline() for _ in works]
-        first = cluster.team[0] * subject.num_pipelines()
+        first = cluster.group_number // cluster.stage_map.replicas * subject.num_pipelines()
         for n, (parts, pipeline) in enumerate(zip(works, self._pipelines, strict=True)):
             with subject.model(n):
                 state = subject.collected()
@@ -106,7 +106,7 @@ class Verifier:
                     self._check_capture(state)
                     pipeline.attributes = dict(state.attributes)
                     clear = self._clear if clears and n == 0 else None
-                    with cluster.monitor.during("runs the step plainly, to verify it"):
+                    with cluster.channels.monitor.during("runs the step plainly, to verify it"):
                         key = subject.seed(), iteration, first + n
                         pipeline.expected = self._plain(key, parts, rest, context, state, carried[n], clear)
         subject.step_log.listener = self._pipelines[0].found.logged.__setitem__

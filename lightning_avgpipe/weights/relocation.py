@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lightning_avgpipe.comm.codec import TensorForm, as_bytes
-from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.comm.collectives import Collectives, Peer
 from lightning_avgpipe.comm.message import Message, pack, unpack
 from lightning_avgpipe.weights.ownership import Owners
 
@@ -100,11 +100,11 @@ class Relocation:
             for (source, target), names in self.moves.items():
                 if rank == source:
                     for bucket in _buckets(names, held, bucket_bytes):
-                        _send(processes, target, bucket)
+                        _send(processes.peer(target), bucket)
                 elif rank == target:
                     missing = set(names)
                     while missing:
-                        came = _receive(processes, source)
+                        came = _receive(processes.peer(source))
                         arrived.update(came)
                         missing.difference_update(came)
 
@@ -151,7 +151,7 @@ def _buckets(names: Sequence[str], held: Callable[[str], Any], limit: int) -> It
         yield bucket
 
 
-def _send(processes: Collectives, target: int, bucket: Sequence[_Packed]) -> None:
+def _send(target: Peer, bucket: Sequence[_Packed]) -> None:
     """First what it is, then the numbers of all tensors in one piece."""
     text = pickle.dumps([(name, message.entries, forms) for name, message, forms in bucket])
     parts = [
@@ -161,18 +161,18 @@ def _send(processes: Collectives, target: int, bucket: Sequence[_Packed]) -> Non
         if tensor is not None
     ]
     content = parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
-    processes.send(torch.tensor([len(text), content.numel()]), target)
-    processes.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), target)
+    target.send(torch.tensor([len(text), content.numel()]))
+    target.send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     if content.numel():
-        processes.send(content, target)
+        target.send(content)
 
 
-def _receive(processes: Collectives, source: int) -> dict[str, Arrival]:
-    lengths = processes.receive(torch.empty(2, dtype=torch.int64), source).tolist()
+def _receive(source: Peer) -> dict[str, Arrival]:
+    lengths = source.receive(torch.empty(2, dtype=torch.int64)).tolist()
     text, content = (torch.empty(length, dtype=torch.uint8) for length in lengths)
-    described = pickle.loads(processes.receive(text, source).numpy().tobytes())
+    described = pickle.loads(source.receive(text).numpy().tobytes())
     if content.numel():
-        content = processes.receive(content, source)
+        content = source.receive(content)
     numbers = [form.nbytes for _, _, forms in described for form in forms]
     # each in memory of its own, unless it came alone: a view would keep the whole bucket
     parts = iter(content.split(numbers) if len(numbers) == 1 else [part.clone() for part in content.split(numbers)])

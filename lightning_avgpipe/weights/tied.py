@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.ordered_sum import sum_in_order
+from lightning_avgpipe.comm.parties import subsets
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
@@ -126,9 +127,13 @@ class TiedParameters:
             together[stages].append(name)
         for stages, names in together.items():
             ranks = sorted({rank for k in stages for rank in self._cluster.stage_map.ranks(k)})
-            group = self._cluster.subset(ranks) if len(ranks) > 1 else None
+            holders = [(k, rank) for k in stages for rank in self._cluster.stage_map.ranks(k)]
+            group = None
+            if len(ranks) > 1:
+                parties, what = subsets(self._cluster.stage_map, ranks), f"ranks {', '.join(map(str, ranks))}"
+                group = self._cluster.connect(parties, what)
             if self._cluster.rank in ranks:
-                self._sum([(k, rank) for k in stages for rank in self._cluster.stage_map.ranks(k)], names, group)
+                self._sum(holders, names, None if group is None else group.process_group)
 
     def _sum(self, holders: Sequence[tuple[int, int]], names: Sequence[str], group: dist.ProcessGroup | None) -> None:
         parameters = [self._parameters[name] for name in names]

@@ -50,8 +50,8 @@ def test_batches_do_not_wait_until_they_are_asked_for_and_no_receive_is_left() -
 
 def test_news_that_will_come_are_received_before_they_are_asked_for() -> None:
     channel, cluster = Counted(), alone(1)
-    speaks = ControlChannel(0, 1, ControlChannels(out=[channel]), cluster.waits)
-    hears = ControlChannel(1, 1, ControlChannels(source=channel), cluster.waits)
+    speaks = ControlChannel(0, 1, ControlChannels(out=[channel]), cluster.channels.waits)
+    hears = ControlChannel(1, 1, ControlChannels(source=channel), cluster.channels.waits)
     for i in range(3):
         hears.expect()
         assert channel.posted == 1

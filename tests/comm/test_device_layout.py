@@ -11,6 +11,8 @@ import torch
 from lightning_avgpipe.comm import waits
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.parties import subsets
+from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError
@@ -83,8 +85,8 @@ def test_no_communicator_has_a_device_twice(
         device = torch.device("cuda", device_layout.device_of(local_rank))
         stage_map, timeout = StageMap.on(device_layout, num_stages), timedelta(seconds=1)
         network = ProcessGroups(rank, device, timeout, "nccl")
-        cluster = Cluster(stage_map, rank, device, timeout, network, device_layout.sharing > 1)
-        cluster.subset(range(cluster.group.world_size))  # as tied parameters do
+        cluster = Cluster(stage_map, Process(rank, device, timeout.total_seconds(), network))
+        cluster.connect(subsets(stage_map, range(cluster.group.world_size)), "all")  # as tied parameters do
         by_rank.append(list(made))
         assert rank == cluster.group.ranks[cluster.rank] == cluster.world.rank
         assert cluster.replica_group is not None and rank in cluster.replica_group.members.ranks

@@ -16,9 +16,9 @@ THREE_GROUPS = StageMap(1, ((0,), (1,), (2,)))
 
 def together(cluster: Cluster) -> Any:
     """Two sums, a broadcast and a gathering over groups; in between the process of group 1 fails."""
-    assert cluster.membership is not None
+    assert cluster.meetings is not None
     before = int(cluster.world.sum(torch.tensor(1)))
-    cluster.membership.begun = True
+    cluster.meetings.membership.begun = True
     if cluster.world.rank == 1 and before:
         raise threads.Blown("the fuse has blown")
     number = int(cluster.world.sum(torch.tensor(1)))
@@ -34,9 +34,9 @@ def test_what_broke_with_a_group_is_done_again_without_it() -> None:
 
 def averaged(cluster: Cluster) -> Any:
     """A sum that is under way when the process of group 1 fails, and one after it."""
-    assert cluster.membership is not None and cluster.replica_group is not None
+    assert cluster.meetings is not None and cluster.replica_group is not None
     cluster.world.barrier()
-    cluster.membership.begun = True
+    cluster.meetings.membership.begun = True
     if cluster.world.rank == 1:
         raise threads.Blown("the fuse has blown")
     found = []
@@ -47,7 +47,7 @@ def averaged(cluster: Cluster) -> Any:
         if counts:
             end()
         found.append((counts, tensor.item()))
-    return found, cluster.stage_map.num_groups, cluster.groups_left
+    return found, cluster.stage_map.num_groups, cluster.meetings.groups
 
 
 def test_a_sum_counts_for_all_or_for_none_and_groups_leave_with_it() -> None:
@@ -58,14 +58,15 @@ def test_a_sum_counts_for_all_or_for_none_and_groups_leave_with_it() -> None:
 
 def leads_fails(cluster: Cluster) -> Any:
     """The first process fails; the others tell who leads then, and what it has to say."""
-    assert cluster.membership is not None
+    assert cluster.meetings is not None
     led: list[int] = []
     cluster.when_leading = lambda: led.append(cluster.world.ranks[0])
     cluster.world.barrier()
-    cluster.membership.begun = True
+    cluster.meetings.membership.begun = True
     if cluster.leads:
         raise threads.Blown("the fuse has blown")
-    told, own = cluster.control_channel.relay(f"of group {cluster.membership.group}", cluster.membership.group)
+    group = cluster.meetings.membership.group
+    told, own = cluster.channels.control.relay(f"of group {group}", group)
     return led, cluster.leads, told, own, cluster.world.gather_objects(cluster.world.ranks)
 
 

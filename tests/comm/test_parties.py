@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_avgpipe.comm.parties import Parties, control_routes
 from lightning_avgpipe.comm.stage_map import StageMap
 
@@ -15,22 +17,22 @@ def met(parties: Parties) -> list[tuple[str, tuple[int, ...]]]:
 
 def test_teams_meet_position_by_position_to_average() -> None:
     groups = [("world", (0, 1, 2, 3)), ("group", (0, 1)), ("group", (2, 3)), ("leaders", (0, 2))]
-    assert met(Parties(GROUPS, False, False)) == [*groups, ("teams", (0, 2)), ("teams", (1, 3))]
-    assert met(Parties(REPLICAS, False, False)) == [*groups, ("replicas", (0, 2)), ("replicas", (1, 3))]
+    assert met(Parties(GROUPS)) == [*groups, ("teams", (0, 2)), ("teams", (1, 3))]
+    assert met(Parties(REPLICAS)) == [*groups, ("replicas", (0, 2)), ("replicas", (1, 3))]
 
 
 def test_groups_that_may_leave_have_no_connection_in_common() -> None:
-    assert met(Parties(GROUPS, False, True)) == [("group", (0, 1)), ("group", (2, 3))]
+    assert met(Parties(GROUPS, survives=True)) == [("group", (0, 1)), ("group", (2, 3))]
 
 
 def test_processes_that_share_devices_meet_on_the_host() -> None:
     for shares in (False, True):
-        found = Parties(GROUPS, shares, False).counterparts(position=0, replica=0)
+        found = Parties(replace(GROUPS, shares_devices=shares)).counterparts(position=0, replica=0)
         assert (found.ranks, found.on_host) == ((0, 2), shares)
 
 
 def test_the_replicas_of_single_stages_meet() -> None:
-    found = Parties(StageMap(2, ((0, 1, 2),), stage_replicas=(2, 1)), True, False)
+    found = Parties(StageMap(2, ((0, 1, 2),), stage_replicas=(2, 1)))
     assert met(found) == [("world", (0, 1, 2)), ("replicas", (1, 2))]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_avgpipe.comm.device_layout import DeviceLayout
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.stage_map import StageMap, meetings, names
 from lightning_avgpipe.errors import ConfigurationError
 
 LAYOUTS = [
@@ -29,21 +29,19 @@ def test_every_stage_has_its_processes_and_every_process_its_stages(stage_map: S
 
 @pytest.mark.parametrize("stage_map", LAYOUTS, ids=str)
 def test_the_last_stage_is_on_rank_zero(stage_map: StageMap) -> None:
-    assert stage_map.leader == 0
-    assert stage_map.layout[0][stage_map.leader] == 0
+    assert stage_map.owner(stage_map.num_stages - 1) == stage_map.layout[0][0] == 0
 
 
 def test_names_tell_stages_and_groups() -> None:
-    assert StageMap.on(DeviceLayout(2), 4).name(1) == "rank 1 (stages 0, 2)"
-    assert StageMap.on(DeviceLayout(4), 2).name(3) == "rank 3 (stage 0 of group 1)"
+    assert names(StageMap.on(DeviceLayout(2), 4))[1] == "rank 1 (stages 0, 2)"
+    assert names(StageMap.on(DeviceLayout(4), 2))[3] == "rank 3 (stage 0 of group 1)"
 
 
 def test_groups_of_a_team_are_replicas() -> None:
     stage_map = StageMap.on(DeviceLayout(8, replicas=2), 2)
     assert stage_map.layout == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert [stage_map.team(group) for group in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert stage_map.name(7) == "rank 7 (stage 0 of group 3, replica 1)"
-    assert StageMap.on(DeviceLayout(4, replicas=2), 2).name(3) == "rank 3 (stage 0 of replica 1)"
+    assert names(stage_map)[7] == "rank 7 (stage 0 of group 3, replica 1)"
+    assert names(StageMap.on(DeviceLayout(4, replicas=2), 2))[3] == "rank 3 (stage 0 of replica 1)"
 
 
 def test_replicas_take_devices_from_stages_and_not_from_each_other() -> None:
@@ -58,10 +56,10 @@ def test_replicas_of_stages_share_micro_batches() -> None:
     assert stage_map.layout == (tuple(range(6)), tuple(range(6, 12)))
     assert [stage_map.ranks(k) for k in range(3)] == [(3, 4, 5), (1, 2), (0,)]
     assert stage_map.share(0, 4) == (1, 3)
-    assert sorted(stage_map.meetings(0, 1)) == [(a, b) for a in (3, 4, 5) for b in (1, 2)]
+    assert sorted(meetings(stage_map, 0, 1)) == [(a, b) for a in (3, 4, 5) for b in (1, 2)]
     last = StageMap.on(DeviceLayout(3, stage_replicas=(1, 2)), 2)
-    assert [last.hosts(1), last.hosts(1, trains=False), last.leader] == [(0, 1), (0,), 0]
-    assert stage_map.name(10) == "rank 10 (stage 0, replica 1 of group 1)"
+    assert [last.ranks(1), last.ranks(1, trains=False), last.owner(1)] == [(0, 1), (0,), 0]
+    assert names(stage_map)[10] == "rank 10 (stage 0, replica 1 of group 1)"
 
 
 @pytest.mark.parametrize(

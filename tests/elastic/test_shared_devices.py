@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,8 +148,8 @@ class Together:
 
     process_group = None
 
-    def wait_for(self, work: Any, what: str) -> None:
-        work.wait()
+    def together(self, what: str, collective: Callable[[], object]) -> None:
+        collective()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
@@ -158,7 +159,7 @@ def test_what_processes_of_one_device_sum_meets_on_the_host(dtype: torch.dtype, 
 
     def twice(flat: Tensor, **_: Any) -> Any:
         places.append(type(flat))
-        return SimpleNamespace(wait=lambda: flat.mul_(2))
+        return SimpleNamespace(is_completed=lambda: False, wait=lambda: flat.mul_(2))
 
     monkeypatch.setattr(torch.distributed, "all_reduce", twice)
     members: Any = Together()

@@ -12,7 +12,7 @@ import torch
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.stage_map import StageMap, names
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.observer import Observer, Work
@@ -75,18 +75,18 @@ class Order(Observer):
 
 def iterate(cluster: Cluster, schedule: Schedule = SCHEDULE, pipelines: int = 1, observers: Any = ()) -> list[Lane]:
     """One iteration of this process; with the lanes of all pipelines."""
-    cluster.transport.widen(pipelines)
+    cluster.channels.transport.widen(pipelines)
     lanes = []
     for n in range(pipelines):
         turns = turns_of(schedule)
         for stage in cluster.stages:
             adding: Any = Adding(stage, schedule.num_stages)
             task = Task(lambda i: None, [], key=RandomKey(0, pipeline=n))
-            lane = Lane(adding, cluster.transport.ends(n, stage), task)
+            lane = Lane(adding, cluster.channels.transport.ends(n, stage), task)
             row = in_turn(schedule.rows[stage], *cluster.stage_map.share(stage, cluster.rank))
             lane.begin(row, observers, turns.get(stage))
             lanes.append(lane)
-    execute(lanes, IterationContext(cluster.waits, cluster.world.rank, tuple(observers)))
+    execute(lanes, IterationContext(cluster.channels.waits, cluster.world.rank, tuple(observers)))
     return lanes
 
 
@@ -179,7 +179,7 @@ def test_an_error_in_an_action_is_named_on_all_processes(layout: str, rank: int,
     assert note in {f"stage {k} of 4 (rank {rank}) failed in {action}" for k in stage_map.stages(rank)}
     for other in set(range(stage_map.world_size)) - {rank}:
         assert isinstance(outcomes[other], PeerError)
-        told = f"{stage_map.name(rank)}, which runs {action} of stage "
+        told = f"{names(stage_map)[rank]}, which runs {action} of stage "
         assert told in str(outcomes[other]) and "Blown: the fuse has blown" in str(outcomes[other])
 
 

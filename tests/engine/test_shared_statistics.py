@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,15 +32,17 @@ class Meeting:
             ranks = (0, 1)
             process_group: Any
 
-            def allgather(self, parts: list[Tensor], mine: Tensor) -> None:
+            def allgather(self, parts: list[Tensor], mine: Tensor) -> Any:
                 meeting._parts[rank] = mine
                 meeting._barrier.wait()
                 for i, part in enumerate(parts):
                     part.copy_(meeting._parts[i])
                 meeting._barrier.wait()
+                return SimpleNamespace(is_completed=lambda: False, wait=lambda: None)
 
-            def wait_for(self, work: Any, what: str) -> None:
+            def together(self, what: str, collective: Callable[[], object]) -> None:
                 assert "batch normalisation" in what
+                collective()
 
         member = Member()
         member.process_group = member

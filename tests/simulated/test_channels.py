@@ -16,6 +16,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_link import DeviceLink
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox
+from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.routes import Edge, Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.comm.wire import Pair, Wire
@@ -254,7 +255,7 @@ def test_what_moves_on_the_host_takes_no_stream(simulated: Simulated) -> None:
 
 def in_a_thread() -> tuple[float, int, list[str]]:
     """What a process computes while it waits, on a stream of its device; and which device that was."""
-    cluster = Cluster(StageMap(1), 0, sim(1), TIMEOUT, MemoryNetwork(Hub(Injector()), 0))
+    cluster = Cluster(StageMap(1), Process(0, sim(1), TIMEOUT.total_seconds(), MemoryNetwork(Hub(Injector()), 0)))
     found: list[Any] = []
 
     def collective() -> None:
@@ -264,7 +265,7 @@ def in_a_thread() -> tuple[float, int, list[str]]:
         torch.get_device_module("sim").set_device(1)
         with torch.Stream(device=sim(1)):
             x = torch.ones(4, device=sim(1))
-            cluster.waits.run(collective, "waits for the other processes in a sum")
+            cluster.channels.waits.run(collective, "waits for the other processes in a sum")
             total = float((found[0] * 2).sum())
         torch.get_device_module("sim").set_device(0)
     return total, found[1], list(report.errors)

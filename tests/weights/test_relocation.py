@@ -7,6 +7,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,14 +34,17 @@ class Threads(Collectives):
         self.sent: list[int] = []
         self._wires = wires
 
-    def send(self, tensor: Tensor, rank: int) -> None:
-        self.sent.append(tensor.numel())
-        self._wires[self.rank, rank].put(tensor.clone())
+    def peer(self, rank: int) -> Any:
+        def send(tensor: Tensor) -> None:
+            self.sent.append(tensor.numel())
+            self._wires[self.rank, rank].put(tensor.clone())
 
-    def receive(self, like: Tensor, rank: int) -> Tensor:
-        received: Tensor = self._wires[rank, self.rank].get(timeout=LIMIT_S)
-        assert received.shape == like.shape and received.dtype == like.dtype
-        return received
+        def receive(like: Tensor) -> Tensor:
+            received: Tensor = self._wires[rank, self.rank].get(timeout=LIMIT_S)
+            assert received.shape == like.shape and received.dtype == like.dtype
+            return received
+
+        return SimpleNamespace(send=send, receive=receive)
 
     def exchange_objects(self, item: Any) -> list[Any]:
         for other in self.ranks:
