@@ -69,7 +69,7 @@ class AbreastRun(PassthroughRun):
         super().setup(own)
         trainer, enter = self._trainer, self._undo.enter_context
         self._seed = torch.initial_seed()
-        self._log = StepLog(trainer.lightning_module, True, self._cluster.leaders)
+        self._log = StepLog(trainer.lightning_module, self._cluster.leaders)
         enter(changes.observing(trainer, self._log, self._cluster.leaders))
         for number, optimizer in enumerate(trainer.optimizers):
             for each in (optimizer, *trainer.strategy._lightning_optimizers[number : number + 1]):

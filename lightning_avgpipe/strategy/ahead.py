@@ -12,8 +12,8 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
-from lightning_avgpipe.strategy.foresight import Foresight
-from lightning_avgpipe.strategy.iteration import Iterations
+from lightning_avgpipe.strategy.foresight import Foresight, Progress
+from lightning_avgpipe.strategy.iteration import Finish, Iterations
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.torch_compat import version_of
 
@@ -22,13 +22,21 @@ STEP = "training_step"
 
 @dataclass(kw_only=True)
 class Read:
-    """What was read.
+    """What was read, on its way through the stages.
 
     Attributes:
         batches: on the device, by pipeline.
+        number: of its random numbers.
+        rest: other arguments of the step.
+        progress: the trainer's counters as they will be; None from the time on that they are.
+        finish: what the last stage does with results, once it is known.
     """
 
     batches: Sequence[Any]
+    number: int
+    rest: tuple[Any, ...]
+    progress: Progress | None
+    finish: Finish | None = None
 
     def __post_init__(self) -> None:
         self._versions = [(t, version_of(t)) for t in tree.tensors(list(self.batches)) if not t.is_inference()]

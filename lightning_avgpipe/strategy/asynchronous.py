@@ -40,7 +40,6 @@ from lightning_avgpipe.errors import ConfigurationError, MicroBatchError, Schedu
 from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy.ahead import STEP, AheadIterations, Read
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
-from lightning_avgpipe.strategy.iteration import Finish
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.weights.store import WeightStore
@@ -51,18 +50,10 @@ class _Batch(Read):
     """A batch on its way through the stages.
 
     Attributes:
-        number: of its random numbers.
         parts: its micro-batches.
-        rest: other arguments of the step.
-        progress: the trainer's counters as they will be; None from the time on that they are.
-        finish: what the last stage does with results, from its turn on.
     """
 
-    number: int
     parts: Sequence[MicroBatch]
-    rest: tuple[Any, ...]
-    progress: Progress | None
-    finish: Finish | None = None
 
     def begin_backward(self, i: int, result: Any) -> Tensor | None:
         """Called on the last stage, which is never ahead."""

@@ -124,7 +124,7 @@ class PipelineRun:
         own(trainer)
         rolls = fitting and self.configuration.rolls
         self.deployment, seed = deploy(trainer, self._connection, options, self._before, rolls)
-        self.step_log = StepLog(module, cluster.hosts_last, cluster.leaders, self._sharing_last)
+        self.step_log = StepLog(module, cluster.leaders if cluster.hosts_last else None, self._sharing_last)
         self.models = ParallelModels(
             trainer, cluster, self.configuration, self.deployment, self.step_log, self.observers
         )

@@ -48,7 +48,7 @@ from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.strategy.ahead import STEP as _STEP
 from lightning_avgpipe.strategy.ahead import AheadIterations, Read
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
-from lightning_avgpipe.strategy.iteration import Finish, Works
+from lightning_avgpipe.strategy.iteration import Works
 from lightning_avgpipe.strategy.rolling_choice import gives_way
 from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -56,33 +56,25 @@ from lightning_avgpipe.utils.random_streams import RandomKey
 
 @dataclass(kw_only=True)
 class _Iteration(Read):
-    """A batch for each pipeline, on its way through the stages.
+    """A batch for each pipeline.
 
     Attributes:
-        number: of its random numbers.
         works: micro-batches by pipeline.
-        rest: other arguments of the step.
-        progress: the trainer's counters as they will be; None from the time on that they are.
         begun: pipelines that have begun it.
         outcomes: of all pipelines, if they ran without rolling.
         entries: what steps have logged.
         loss: what hooks of backwards are told.
         first_loss: of a micro-batch that ran ahead, for a hook whose turn has not come.
         kept: by pipeline, contents of buffers before it ran ahead.
-        finish: what the last stage does with results, if it rolls.
     """
 
-    number: int
     works: Works
-    rest: tuple[Any, ...]
-    progress: Progress | None
     begun: set[int] = field(default_factory=set)
     outcomes: list[Outcome] | None = None
     entries: list[Any] = field(default_factory=list)
     loss: Tensor | None = None
     first_loss: Tensor | None = None
     kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    finish: Finish | None = None
 
 
 @dataclass(kw_only=True)
