@@ -107,11 +107,6 @@ class ParallelModels:
     def _in_turn(self) -> Callable[[Callable[[int], object]], None] | None:
         return self.in_turn if self._configuration.rolls else None
 
-    @property
-    def meets_in_turn(self) -> bool:
-        """Whether what models need to meet their reference one at a time is there."""
-        return self._ensemble is not None and self._ensemble.averager.turns.are_there
-
     # -- an iteration ------------------------------------------------------------------------------------------------
 
     def pipelines_for(self, step: str, count: int) -> list[Pipeline]:
@@ -139,12 +134,6 @@ class ParallelModels:
             f"num_pipelines={num_pipelines}{groups}, but the checkpoint holds "
             f"{f'{saved} parallel models' if saved else 'one model'}: all pipelines start from its weights"
         )
-
-    def tensors_beside(self) -> list[torch.Tensor]:
-        """What parallel models have of their own that are not in the module."""
-        ensemble = self._ensemble
-        others = range(1, 1 if ensemble is None else ensemble.models.size)
-        return [] if ensemble is None else [t for n in others for t in ensemble.tensors(n).values()]
 
     def synchronise(self, count: int, steps: bool) -> int:
         """Let replicas agree which models had a batch, and which of these a loss. Every process calls it.

@@ -43,6 +43,7 @@ from lightning_avgpipe.strategy.loop import PipelineOptimization
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.rolling import RollingIterations
 from lightning_avgpipe.strategy.run import Own
+from lightning_avgpipe.strategy.run_holdings import RunHoldings
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.strategy.survivors import Survivors
 from lightning_avgpipe.training.deployment import Deployment
@@ -129,9 +130,8 @@ class PipelineRun:
             trainer, cluster, self.configuration, self.deployment, self.step_log, self.observers
         )
         schedule_control = ScheduleControl(
-            *options.ordered, cluster, self.memory_per_stage, module, lambda: trainer.optimizers,
-            self.observers, self.models.tensors_beside, not options.recompute, options.policy,
-            lambda: self.models.meets_in_turn if self.configuration.rolls else None,
+            options.order, cluster, self.memory_per_stage, module, self.observers,
+            RunHoldings(trainer, cluster, self.configuration, self.deployment.models),
         )  # fmt: skip
         self.state = DividedState(self._before, self.configuration, self.deployment, schedule_control, seed)
         self.models.check.apart = fitting and not options.policy.drains

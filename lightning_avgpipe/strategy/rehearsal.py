@@ -29,7 +29,7 @@ from lightning_avgpipe.capture.snapshot import unchanged, untouched
 from lightning_avgpipe.comm.clock import ClockOffset
 from lightning_avgpipe.elastic.averaging import average
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
-from lightning_avgpipe.engine.accounting import Footprint, Meter
+from lightning_avgpipe.engine.accounting import Footprint
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.recording import Recording
@@ -40,6 +40,8 @@ from lightning_avgpipe.planning.model_memory import Holding, holdings
 from lightning_avgpipe.schedule import Kind, Schedule
 from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
+from lightning_avgpipe.strategy.run_holdings import RunHoldings
+from lightning_avgpipe.strategy.schedule_choice import Order
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
@@ -76,11 +78,12 @@ class _Trials(ScheduleControl):
         """A trial iteration runs within this context."""
         if not self.runs:
             raise _Prepared
-        meter: Meter | None = self._meter(task, plan) if self.metered else None
-        with self._observers.having(*([] if meter is None else [meter])):
+        meter = self._holdings.meter(task, plan) if self.metered else None
+        with self.observers.having(*([] if meter is None else [meter])):
             yield
         if meter is not None:
-            held = holdings(plan, self._cluster.stages, self._module, self._optimizers(), self.captured)
+            module, optimizers = self._holdings.module, self._holdings.trainer.optimizers
+            held = holdings(plan, self._cluster.stages, module, [unwrapped(o) for o in optimizers], self.captured)
             self.kept = {k: Kept(found, held[k]) for k, found in meter.finish(held).items()}
 
 
@@ -207,10 +210,10 @@ class Rehearsal:
         return [unwrapped(o) for o in self.trainer.optimizers]
 
     def _trials(self, setting: Setting) -> _Trials:
-        trials = _Trials(
-            setting.schedule, setting.advance, self.pipeline.cluster, lambda: math.inf, self._module,
-            lambda: self._optimizers, self.pipeline.observers,
-        )  # fmt: skip
+        run = self.pipeline
+        held = RunHoldings(self.trainer, run.cluster, run.configuration, run.deployment.models)
+        order = Order(setting.schedule, setting.advance)
+        trials = _Trials(order, run.cluster, lambda: math.inf, self._module, run.observers, held)
         trials.captured = self.captured
         return trials
 

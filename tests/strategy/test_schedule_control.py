@@ -6,6 +6,7 @@ import contextlib
 import csv
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,7 +64,7 @@ def forced(alone: bool) -> Iterator[list[int]]:
     def begun(self: ScheduleControl, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if alone:
-            self.choice.advance = None
+            self.choice.order = replace(self.choice.order, advance="auto")
 
     MadeUp.used = used
     with (
