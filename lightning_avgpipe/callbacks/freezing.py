@@ -304,8 +304,7 @@ class AdaptiveFreezing(Callback):
     def _share(self, trainer: pl.Trainer) -> None:
         strategy = trainer.strategy
         if self._freed and isinstance(strategy, AvgPipeStrategy) and isinstance(strategy.run, PipelineRun):
-            use = strategy.run.advise_groups if self._freed == "groups" else strategy.run.share_freed
-            use()
+            strategy.run.halve(as_groups=self._freed == "groups")
 
     def _freeze(self, module: pl.LightningModule) -> None:
         if not self.num_frozen:

@@ -270,7 +270,7 @@ class AvgPipeTuner(Callback):
             if profile is not None:
                 fitting = [m for m in counts if m > profiler.too_few]
                 settings = candidates(profile, self._max_num_pipelines, fitting, schedule=schedule, rolling=rolling)
-                limit = run.memory_per_stage(self._memory_limit)
+                limit = run.around.memory_per_stage(self._memory_limit)
                 found = search(profile, settings, limit, self._predictor, self._samples_factor).to_json()
             result = Result.from_json(cluster.world.broadcast(found))
             if self._refine:

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
+from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.foresight import Foresight, Progress
 from lightning_avgpipe.strategy.iteration import Finish, Iterations
 from lightning_avgpipe.utils import tree
@@ -52,9 +53,11 @@ class AheadIterations(Iterations):
     """Iterations that begin before their turn.
 
     Attributes:
+        batches: on their way to the device.
         broken: called when an iteration fails of which some models or stages have stepped and others have not.
     """
 
+    batches: Batches
     broken: Callable[[], None]
 
     def __post_init__(self) -> None:
@@ -64,12 +67,13 @@ class AheadIterations(Iterations):
     @property
     def option(self) -> str:
         """Why they do, for messages."""
-        return f"rolling={self.configuration.options.rolling!r}"
+        options = self.configuration.options
+        return f"rolling={options.rolling!r}" if options.policy.drains else f"weight_policy='{options.policy.name}'"
 
     @property
     def instead(self) -> str:
         """With which they do not."""
-        return "rolling=False"
+        return "rolling=False" if self.configuration.options.policy.drains else "weight_policy='flush'"
 
     def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
         """As without anything ahead, when nothing is."""

@@ -31,6 +31,7 @@ from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.schedule.own import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.schedule.versions import Place
+from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.training.optimizer_shards import check_separable
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.packages import check_callbacks
@@ -215,12 +216,8 @@ def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int, 
         "compile": (given.compile is not False, "call self.compile() in configure_model"),
         "recompute": (bool(given.recompute), "nothing is repeated; use torch.utils.checkpoint inside of a submodule"),
     }
-    for option, (set_, what) in asked.items():
-        if set_:
-            raise ConfigurationError(
-                f"{name} {why}; such steps run whole, and with {option}={getattr(given, option)!r} that cannot be: "
-                f"{what}"
-            )
+    whole = f"{name} {why}; such steps run whole"
+    combinations.refuse(given, asked, lambda option, what: f"{whole}, and with {option} that cannot be: {what}")
 
 
 def contents(model: pl.LightningModule) -> None:

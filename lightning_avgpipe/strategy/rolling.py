@@ -48,7 +48,7 @@ from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.strategy.ahead import STEP as _STEP
 from lightning_avgpipe.strategy.ahead import AheadIterations, Read
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
-from lightning_avgpipe.strategy.iteration import Works
+from lightning_avgpipe.strategy.preparation import Works
 from lightning_avgpipe.strategy.rolling_choice import gives_way
 from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -103,7 +103,7 @@ class RollingIterations(AheadIterations):
         self._clear_in_turn(iteration)
         if iteration.begun:
             self._foresight.check()
-            if [*self.observers]:
+            if [*self.schedule_control.observers]:
                 self._undo(iteration)
         if not self._run_first(iteration):
             return None
@@ -145,7 +145,7 @@ class RollingIterations(AheadIterations):
                         self._end(iteration, n)
                         self._after(iteration, n, steps=True)
                     step(n)
-                with self.observers.activity("averaging"):
+                with self.schedule_control.observers.activity("averaging"):
                     ensemble.averager.turns.end(n)
                 if iteration is not None and goes_on:
                     self._go_on(n, iteration)
@@ -213,7 +213,7 @@ class RollingIterations(AheadIterations):
             self.models.clear_gradients()
             zero_grad()
         else:
-            self.models.begin_accumulation()
+            self.models.fed = 0
             with replaced(self._module, "optimizer_zero_grad", nothing):
                 zero_grad()
         if iteration.first_loss is not None:
@@ -244,7 +244,7 @@ class RollingIterations(AheadIterations):
             self.models.skipped = frozenset(iteration.begun)
             return False
         with context():
-            self.step_log.issue()
+            self.models.step_log.issue()
         if not self._checked and self.give_way():
             return True
         self._check_graph()
@@ -266,7 +266,7 @@ class RollingIterations(AheadIterations):
             and ensemble is not None
             and ensemble.models.size == self.configuration.num_pipelines
             and not self.deployment.replans
-            and not [*self.observers]
+            and not [*self.schedule_control.observers]
             and not self.schedule_control.measures(iteration.works, self.configuration.num_pipelines)
         )
 
@@ -279,7 +279,7 @@ class RollingIterations(AheadIterations):
             partial(self._rolled, iteration, n),
             [(part.data, *iteration.rest) for part in works[n]],
             partial(iteration.finish, n),
-            RandomKey(self.state.seed, iteration.number, self._first + n),
+            RandomKey(self.configuration.seed, iteration.number, self._first + n),
         )
         self._rolling.begin(self._pipelines[n], self._schedule(works[n], True), task)
         iteration.begun.add(n)
@@ -324,7 +324,7 @@ class RollingIterations(AheadIterations):
         if iteration.finish is None:  # it did not roll, and has logged
             return
         with self.trainer.precision_plugin.train_step_context():
-            self.step_log.issue_collected(iteration.entries)
+            self.models.step_log.issue_collected(iteration.entries)
 
     # -- what runs ahead ---------------------------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class RollingIterations(AheadIterations):
 
     def _read_ahead(self, iteration: _Iteration) -> _Iteration | None:
         """The next iteration; None if it must not begin before its turn. The same on every process."""
-        if [*self.observers]:
+        if [*self.schedule_control.observers]:
             return None
         batches = self.batches.read_ahead()
         if not batches:

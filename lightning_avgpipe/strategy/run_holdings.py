@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import lightning.pytorch as pl
-
-from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.accounting import DeviceMeter, HostMeter, Meter
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.model_memory import Holding, holdings_of_models
-from lightning_avgpipe.strategy.configuration import Configuration
+from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
@@ -24,21 +21,12 @@ class RunHoldings:
     """Of a run of the trainer.
 
     Attributes:
-        trainer: of the run.
-        cluster: who hosts what.
-        configuration: of the strategy.
+        around: what the run has found.
         models: that are trained.
     """
 
-    trainer: pl.Trainer
-    cluster: Cluster
-    configuration: Configuration
+    around: Surroundings
     models: ParallelPipelines
-
-    @property
-    def module(self) -> pl.LightningModule:
-        """That is trained."""
-        return self.trainer.lightning_module
 
     def meter(self, task: Task, plan: Plan, works: Sequence[Sequence[MicroBatch]] = ()) -> Meter | None:
         """Measures an iteration; None where it cannot be: a step whose costs were not measured may not bear it.
@@ -48,21 +36,23 @@ class RunHoldings:
             plan: of the step.
             works: micro-batches of every pipeline, which then have models of their own.
         """
-        if port_of(self.cluster.device).counts_memory:
-            return DeviceMeter(self.cluster.device)
+        device, module = self.around.cluster.device, self.around.trainer.lightning_module
+        if port_of(device).counts_memory:
+            return DeviceMeter(device)
         if not plan.measured:
             return None
         ensemble = self.models.ensemble if works else None
         others = range(1, 1 if ensemble is None else ensemble.models.size)
         beside = [] if ensemble is None else [t for n in others for t in ensemble.tensors(n).values()]
         batches = tree.tensors((tuple(map(tuple, task.args)), [part.data for parts in works for part in parts]))
-        return HostMeter([*self.module.parameters(), *self.module.buffers(), *beside, *batches])
+        return HostMeter([*module.parameters(), *module.buffers(), *beside, *batches])
 
     def of_models(self, plan: Plan, num_microbatches: int, num_pipelines: int) -> dict[int, Holding]:
         """By stage, with all parallel models."""
-        rolls, ensemble = self.configuration.rolls, self.models.ensemble
+        trainer, cluster, configuration = self.around.trainer, self.around.cluster, self.around.configuration
+        rolls, ensemble = configuration.rolls, self.models.ensemble
         return holdings_of_models(
-            plan, self.cluster.stages, self.module, self.trainer.optimizers, num_microbatches, num_pipelines,
-            self.cluster.stage_map.num_teams, self.configuration.options.policy, rolling=rolls,
+            plan, cluster.stages, trainer.lightning_module, trainer.optimizers, num_microbatches, num_pipelines,
+            cluster.stage_map.num_teams, configuration.options.policy, rolling=rolls,
             meeting=rolls and ensemble is not None and ensemble.averager.turns.are_there,
         )  # fmt: skip

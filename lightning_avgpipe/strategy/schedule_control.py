@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import nn
 
 from lightning_avgpipe.comm.clock import Stopwatch
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.accounting import Footprint
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.task import Task
@@ -32,7 +29,7 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.model_memory import with_doubles
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.adaptive import IterationShape
-from lightning_avgpipe.strategy.advance_control import AdvanceControl, Decisions, Ran, Report
+from lightning_avgpipe.strategy.advance_control import AdvanceControl, Decisions, Ran
 from lightning_avgpipe.strategy.run_holdings import RunHoldings
 from lightning_avgpipe.strategy.schedule_choice import Order, ScheduleChoice
 from lightning_avgpipe.utils import tree
@@ -76,8 +73,9 @@ class ScheduleControl:
         self.peaks: dict[int, int] = {}
         self._cluster = cluster
         self._holdings = holdings
+        self._module = module
         self._shapes: dict[IterationShape, _Known] = defaultdict(_Known)
-        self._measured = _Measured(cluster.device)
+        self._measured = _Measured(Stopwatch(cluster.device))
         self._loaded: dict[str, Any] | None = None
 
     def schedule(self, parts: Sequence[MicroBatch], num_pipelines: int = 1, plan: Plan | None = None) -> Schedule:
@@ -148,11 +146,14 @@ class ScheduleControl:
         if self.measures(works, num_pipelines):
             meter = self._holdings.meter(task, plan, works)
             known.metered.add(advance)
-        with self.observers.having(*([] if meter is None else [meter])), measured.lap(self.choice.adapts):
+        measured.number += 1
+        lap = measured.stopwatch.lap(measured.number) if self.choice.adapts else contextlib.nullcontext()
+        with self.observers.having(*([] if meter is None else [meter])), lap:
             yield
         if meter is not None:
             held = self._holdings.of_models(plan, len(works[0]), num_pipelines)
-            measured.note(meter.finish(with_doubles(held, plan, schedule, self._holdings.module, num_pipelines)))
+            found = meter.finish(with_doubles(held, plan, schedule, self._module, num_pipelines))
+            measured.footprints += [(measured.number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
         size = sum(part.size for work in works for part in work)
         known.largest = max(size, known.largest)
         ordinary = measured.follows and meter is None and not [*self.observers] and size == known.largest
@@ -165,9 +166,11 @@ class ScheduleControl:
 
     def finish(self) -> Decisions:
         """After an iteration: hand in what was measured; on rank 0, decide. Every rank calls it."""
-        if not self.choice.adapts and not self._measured.footprints:
+        measured = self._measured
+        if not self.choice.adapts and not measured.footprints:
             return None  # the same on every rank
-        for rank, reported in self._cluster.control_channel.report(self._measured.handed_in()):
+        report, measured.footprints = (measured.stopwatch.finished(), measured.footprints), []
+        for rank, reported in self._cluster.control_channel.report(report):
             self.advances.take(rank, reported)
         chosen = {shape: known.advance for shape, known in self._shapes.items()}
         return self.advances.decide(chosen, self.peaks) if self._cluster.rank == 0 else None
@@ -221,31 +224,18 @@ class _Known:
     largest: int = 0
 
 
+@dataclass
 class _Measured:
-    """What this rank has measured of iterations, and not handed in yet.
+    """What this rank has measured of iterations of training, and not handed in yet.
 
     Attributes:
+        stopwatch: has the times.
         number: of the last iteration.
         follows: whether nothing else has run since.
         footprints: number, stage and values, of stages whose memory was measured.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.number = 0
-        self.follows = False
-        self.footprints: list[Any] = []
-        self._stopwatch = Stopwatch(device)
-
-    def lap(self, timed: bool) -> AbstractContextManager[None]:
-        """A further iteration of training runs within this context."""
-        self.number += 1
-        return self._stopwatch.lap(self.number) if timed else contextlib.nullcontext()
-
-    def note(self, found: Mapping[int, Footprint]) -> None:
-        """This was found in it, by stage."""
-        self.footprints += [(self.number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
-
-    def handed_in(self) -> Report:
-        """All of it, once."""
-        footprints, self.footprints = self.footprints, []
-        return self._stopwatch.finished(), footprints
+    stopwatch: Stopwatch
+    number: int = 0
+    follows: bool = False
+    footprints: list[Any] = field(default_factory=list)

@@ -154,6 +154,23 @@ def test_a_resumed_run_goes_on_with_its_advance_after_one_iteration(tmp_path: Pa
     assert resumed["state"]["best"] == state["state"]["best"]
 
 
+class Recutting(Callback):
+    """Wants other stages right after a decision, which no logger has heard of by then."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1 + DROPPED + WINDOW + 2:
+            trainer.strategy.reconfigure(split_points=["layers.2"])
+
+
+def test_a_decision_of_the_plan_before_is_not_logged(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="csv", version=0)
+    _, used = fit(MLP(), ENOUGH, callbacks=[Recutting()], logger=logger, log_every_n_steps=14)
+    assert runs(used)[:4] == [0, 1, 0, 1]
+    with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
+        rows = [(row["step"], row["avgpipe/advance"]) for row in csv.DictReader(file) if row.get("avgpipe/advance")]
+    assert rows == [("27", "1.0")]
+
+
 def test_only_whole_ordinary_iterations_count() -> None:
     model = MLP()
     with (
