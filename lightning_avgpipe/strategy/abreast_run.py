@@ -108,8 +108,7 @@ class AbreastRun(PassthroughRun):
 
     @contextlib.contextmanager
     def _turn(self, parts: list[MicroBatch], variables: OwnVariables, streams: Streams, i: int) -> Iterator[None]:
-        part, total = parts[i], sum(part.size for part in parts)
-        weight = None if self._splitter.loss_weight is None else part.weight * (total or 1)
+        part, weight = parts[i], self._splitter.log_weight(parts[i], parts)
         with variables.placed(i), streams.drawing(i), self._log.micro_batch(part.size, (0, i), weight):
             before = self._hyperparameters() if i else {}
             yield

@@ -273,14 +273,9 @@ def stages(wanted: int, now: int, layout: DeviceLayout) -> None:
 
 def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int) -> None:
     """Refuse another number of names than stages need, and with a PartitionError those that name no submodule."""
-    if names is None:
-        return
-    if len(names) != num_stages - 1:
-        raise ConfigurationError(
-            f"split_points names {len(names)} units, but num_stages={num_stages} needs {num_stages - 1}: one for each "
-            "stage but the first"
-        )
-    split_units(module, (), names)
+    if names is not None:
+        combinations.num_split_points(names, num_stages)
+        split_units(module, (), names)
 
 
 def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 
 def options(given: Options) -> None:
     """Check those of the strategy's own arguments against each other that can be judged alone."""
-    if given.split_points is not None and given.num_stages not in ("auto", len(given.split_points) + 1):
-        raise ConfigurationError(
-            f"split_points names {len(given.split_points)} units, but num_stages={given.num_stages} needs "
-            f"{int(given.num_stages) - 1}: one for each stage after the first"
-        )
+    if given.split_points is not None and given.num_stages != "auto":
+        num_split_points(given.split_points, given.num_stages)
     if given.advance not in ("auto", 0) and given.schedule != "advance_forward":
         raise ConfigurationError(
             f"advance={given.advance} has no meaning for schedule={given.schedule!r}; use schedule='advance_forward', "
@@ -63,6 +60,15 @@ def options(given: Options) -> None:
         _without_barrier(given)
     if not given.policy.drains:
         _without_drain(given)
+
+
+def num_split_points(names: Sequence[str], num_stages: int) -> None:
+    """Check that so many stages have a name each at which they begin, but for the first."""
+    if len(names) != num_stages - 1:
+        raise ConfigurationError(
+            f"split_points names {len(names)} units, but num_stages={num_stages} needs {num_stages - 1}: one for each "
+            "stage after the first"
+        )
 
 
 def sharing_later(given: Options, stage_map: StageMap) -> None:

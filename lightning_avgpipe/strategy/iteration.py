@@ -311,10 +311,7 @@ class Iterations:
             before: micro-batches of replicas before this one.
             into: collects what it logs; None: the batch that has begun.
         """
-        part, total = works[n][i], sum(part.size for part in works[n])
-        weight = None if self.splitter.loss_weight is None else part.weight * (total or 1)
-        if weight is not None and self.cluster.stage_map.replicas > 1:
-            weight = part.counted
+        part, weight = works[n][i], self.splitter.log_weight(works[n][i], works[n])
         position = first + n, before + i
         with self._calling(step), context(), self.models.step_log.micro_batch(part.size, position, weight, into):
             return getattr(self._module, step)(*args)
