@@ -61,19 +61,9 @@ class AheadIterations(Iterations):
     broken: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self._foresight = Foresight(self.trainer, self.option, self.instead)
+        self._option, self._instead = self.configuration.options.overlap
+        self._foresight = Foresight(self.trainer, self._option, self._instead)
         self._checked = False
-
-    @property
-    def option(self) -> str:
-        """Why they do, for messages."""
-        options = self.configuration.options
-        return f"rolling={options.rolling!r}" if options.policy.drains else f"weight_policy='{options.policy.name}'"
-
-    @property
-    def instead(self) -> str:
-        """With which they do not."""
-        return "rolling=False" if self.configuration.options.policy.drains else "weight_policy='flush'"
 
     def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
         """As without anything ahead, when nothing is."""
@@ -129,8 +119,8 @@ class AheadIterations(Iterations):
         saving = [one for one in ([] if loader is None else loader.flattened) if isinstance(one, _Stateful)]
         if saving:
             return (
-                f"{self.option} reads ahead, but the {type(saving[0]).__name__} saves its position in checkpoints, "
-                f"which would then be ahead of the training; use a dataloader without state_dict, or {self.instead}"
+                f"{self._option} reads ahead, but the {type(saving[0]).__name__} saves its position in checkpoints, "
+                f"which would then be ahead of the training; use a dataloader without state_dict, or {self._instead}"
             )
         graph = self.deployment.pipeline.graph(STEP)
         changed = dict.fromkeys([*graph.attributes, *graph.of_units, *(key for key, _ in graph.holders)])
@@ -138,9 +128,9 @@ class AheadIterations(Iterations):
         if names or graph.batch_writes:
             what = f"'{names[0]}'" if names else "its batch"
             return (
-                f"{type(self._module).__name__}.{STEP} changes {what}, but with {self.option} micro-batches of two "
+                f"{type(self._module).__name__}.{STEP} changes {what}, but with {self._option} micro-batches of two "
                 "batches run at the same time, and would see it in an order that the timing decides; leave that to a "
-                f"hook that looks at the outputs (on_train_batch_end), or use {self.instead}"
+                f"hook that looks at the outputs (on_train_batch_end), or use {self._instead}"
             )
         return ""
 
@@ -148,12 +138,12 @@ class AheadIterations(Iterations):
         """A hook has frozen or unfrozen something too late."""
         return ConfigurationError(
             f"a hook has changed which parameters of {type(self._module).__name__} are trained when micro-batches of "
-            f"the next batch had run already; with {self.option} do so in on_train_epoch_start"
+            f"the next batch had run already; with {self._option} do so in on_train_epoch_start"
         )
 
     def other_batch(self) -> StepChangedError:
         """The batch is not the one that was read ahead."""
         return StepChangedError(
             "a batch that has been read ahead, and may have run in part, was changed or left out by a hook; with "
-            f"{self.option} change batches in on_after_batch_transfer, or use {self.instead}"
+            f"{self._option} change batches in on_after_batch_transfer, or use {self._instead}"
         )

@@ -203,8 +203,8 @@ class AsynchronousIterations(AheadIterations):
         if written:
             raise ConfigurationError(
                 f"{type(self._module).__name__}.{STEP} writes into the parameter '{written[0]}', of which there are "
-                f"several versions with {self.option}; make it a buffer, write in on_train_batch_end, or use "
-                f"{self.instead}"
+                f"several versions with {self._option}; make it a buffer, write in on_train_batch_end, or use "
+                f"{self._instead}"
             )
 
     def _read_ahead(self, stream: Stream, rest: tuple[Any, ...]) -> None:

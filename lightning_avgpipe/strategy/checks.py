@@ -94,9 +94,8 @@ def overlapping(running: pl.Trainer, given: Options, num_stages: int, num_groups
     versions = not given.policy.drains
     if not versions and (given.rolling is not True or (given.num_pipelines == 1 and num_groups == 1 and not tuned)):
         return
-    option = f"weight_policy={given.weight_policy!r}" if versions else "rolling=True"
-    use = "or use weight_policy='flush'" if versions else "or use rolling=False"
-    plugin = running.precision_plugin
+    option, instead = given.overlap
+    use, plugin = f"or use {instead}", running.precision_plugin
     if any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in vars(plugin).values()):
         raise ConfigurationError(
             f"{option} with precision={plugin.precision!r}: a loss scaler skips the steps of all models and stages "

@@ -250,6 +250,13 @@ class Options:
         return Order(self.schedule, self.advance, splits) if self.policy.drains else Order("1f1b", 0, splits)
 
     @property
+    def overlap(self) -> tuple[str, str]:
+        """What lets batches overlap, and with what they do not, for messages."""
+        if self.policy.drains:
+            return f"rolling={self.rolling!r}", "rolling=False"
+        return f"weight_policy={self.weight_policy!r}", "weight_policy='flush'"
+
+    @property
     def placement(self) -> Placement:
         """How several stages are placed on each process."""
         name = self.schedule if isinstance(self.schedule, str) else ""

@@ -82,8 +82,9 @@ class _Trials(ScheduleControl):
         with self.observers.having(*([] if meter is None else [meter])):
             yield
         if meter is not None:
-            optimizers = [unwrapped(optimizer) for optimizer in self._holdings.around.trainer.optimizers]
-            held = holdings(plan, self._cluster.stages, self._module, optimizers, self.captured)
+            trainer, stages = self._holdings.around.trainer, self._cluster.stages
+            optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
+            held = holdings(plan, stages, trainer.lightning_module, optimizers, self.captured)
             self.kept = {k: Kept(found, held[k]) for k, found in meter.finish(held).items()}
 
 

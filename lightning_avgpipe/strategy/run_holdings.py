@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_avgpipe.engine.accounting import DeviceMeter, HostMeter, Meter
+from lightning_avgpipe.engine.accounting import DeviceMeter, Footprint, HostMeter, Meter
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.model_memory import Holding, holdings_of_models
+from lightning_avgpipe.planning.model_memory import holdings_of_models, with_doubles
+from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.utils import tree
@@ -47,12 +48,15 @@ class RunHoldings:
         batches = tree.tensors((tuple(map(tuple, task.args)), [part.data for parts in works for part in parts]))
         return HostMeter([*module.parameters(), *module.buffers(), *beside, *batches])
 
-    def of_models(self, plan: Plan, num_microbatches: int, num_pipelines: int) -> dict[int, Holding]:
-        """By stage, with all parallel models."""
+    def footprints(
+        self, meter: Meter, plan: Plan, schedule: Schedule, num_microbatches: int, num_pipelines: int
+    ) -> dict[int, Footprint]:
+        """What an iteration has kept, by stage, beside what is held of all parallel models."""
         trainer, cluster, configuration = self.around.trainer, self.around.cluster, self.around.configuration
-        rolls, ensemble = configuration.rolls, self.models.ensemble
-        return holdings_of_models(
-            plan, cluster.stages, trainer.lightning_module, trainer.optimizers, num_microbatches, num_pipelines,
+        module, rolls, ensemble = trainer.lightning_module, configuration.rolls, self.models.ensemble
+        held = holdings_of_models(
+            plan, cluster.stages, module, trainer.optimizers, num_microbatches, num_pipelines,
             cluster.stage_map.num_teams, configuration.options.policy, rolling=rolls,
             meeting=rolls and ensemble is not None and ensemble.averager.turns.are_there,
         )  # fmt: skip
+        return meter.finish(with_doubles(held, plan, schedule, module, num_pipelines))

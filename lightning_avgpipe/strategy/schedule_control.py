@@ -26,7 +26,6 @@ from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.model_memory import with_doubles
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.adaptive import IterationShape
 from lightning_avgpipe.strategy.advance_control import AdvanceControl, Decisions, Ran
@@ -73,7 +72,6 @@ class ScheduleControl:
         self.peaks: dict[int, int] = {}
         self._cluster = cluster
         self._holdings = holdings
-        self._module = module
         self._shapes: dict[IterationShape, _Known] = defaultdict(_Known)
         self._measured = _Measured(Stopwatch(cluster.device))
         self._loaded: dict[str, Any] | None = None
@@ -151,8 +149,7 @@ class ScheduleControl:
         with self.observers.having(*([] if meter is None else [meter])), lap:
             yield
         if meter is not None:
-            held = self._holdings.of_models(plan, len(works[0]), num_pipelines)
-            found = meter.finish(with_doubles(held, plan, schedule, self._module, num_pipelines))
+            found = self._holdings.footprints(meter, plan, schedule, len(works[0]), num_pipelines)
             measured.footprints += [(measured.number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
         size = sum(part.size for work in works for part in work)
         known.largest = max(size, known.largest)

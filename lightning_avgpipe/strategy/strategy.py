@@ -781,10 +781,7 @@ class AvgPipeStrategy(ParallelStrategy):
                 also when, at the end of the iteration, it turns out that not all have asked for the same.
             PartitionError: a split point that is no submodule.
         """
-        changes = {
-            "num_pipelines": num_pipelines, "num_microbatches": num_microbatches, "advance": advance,
-            "num_stages": num_stages, "split_points": split_points,
-        }  # fmt: skip
+        changes = {name: value for name, value in locals().items() if name != "self"}
         check_changes(changes, self._configuration, self)
         self._configuration.ask(changes)
         if self._configuration.in_iteration:
