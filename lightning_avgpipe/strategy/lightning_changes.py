@@ -160,7 +160,7 @@ def showing_reference(trainer: pl.Trainer, deployment: Deployment) -> Iterator[N
     def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # the last thing before the step, after all hooks that may change a learning rate
         ensemble, first = deployment.models.ensemble, trainer.optimizers
-        if ensemble is not None:  # all follow pipeline 0's, or those with hooks of their own may have been changed
+        if ensemble is not None:  # all follow pipeline 0's; the hooks of another one may have changed its own
             ensemble.follow_optimizers(None if any(optimizer is known for known in first) else optimizer)
         return clip(optimizer, *args, **kwargs)
 
