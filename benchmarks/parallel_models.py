@@ -84,7 +84,7 @@ class Bench:
         with self.observers.activity("step"):
             if ensemble is not None:
                 ensemble.place(0)
-                ensemble.follow_optimizers()
+                ensemble.optimizers.follow()
             self.optimizer.step()
             for n in range(1, count):
                 assert ensemble is not None

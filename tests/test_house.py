@@ -18,17 +18,7 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "comm/network.py:Network": (18, 0, "an interface: all that depends on how messages travel"),
     "comm/process_groups.py:ProcessGroups": (19, 17, "that interface for processes"),
     "engine/replay.py:_Replayer": (8, 18, "where a replay stands in the graph"),
-    "strategy/advance_control.py:AdvanceControl": (10, 15, "what has been measured, and what is decided from it"),
-    "strategy/bundles.py:BundledLoader": (6, 13, "what Lightning asks of a loader, and where reading stands"),
-    "strategy/iteration.py:Iterations": (6, 15, "an iteration uses all that a run has"),
-    "strategy/log.py:StepLog": (7, 15, "what one batch has logged, and whom Lightning asks for it"),
-    "strategy/parallel_models.py:ParallelModels": (20, 13, "Lightning's hooks, for each model"),
-    "strategy/pipeline_run.py:PipelineRun": (17, 18, "the protocol of runs, with all that a run has"),
-    "strategy/rolling.py:_Iteration": (0, 11, "a record that is filled while its batch is under way"),
-    "strategy/schedule_choice.py:ScheduleChoice": (9, 13, "what is known of each schedule that is tried"),
-    "strategy/schedule_control.py:ScheduleControl": (10, 18, "the schedule, and all that decides it"),
-    "strategy/strategy.py:AvgPipeStrategy": (58, 14, "Lightning's hooks and properties, a line or two each"),
-    "strategy/whole_run.py:WholeRun": (9, 12, "the protocol of runs, with all that a run has"),
+    "strategy/strategy.py:AvgPipeStrategy": (57, 14, "Lightning's hooks and properties, a line or two each"),
 }
 LONG_FILES = {
     "strategy/strategy.py": "Lightning's hooks, a line or two each, and the docstring of every option",

@@ -252,8 +252,7 @@ class AdaptiveFreezing(Callback):
     def _share(self, trainer: pl.Trainer) -> None:
         run = _run(trainer)
         if self._options.freed and run is not None:
-            use = run.advise_groups if self._options.freed == "groups" else run.share_freed
-            use()
+            run.halve(as_groups=self._options.freed == "groups")
 
     # -- gradients of the last batch of an epoch ---------------------------------------------------------------------
 

@@ -274,7 +274,7 @@ class AvgPipeTuner(Callback):
             if profile is not None:
                 fitting = [m for m in counts if m > profiler.too_few]
                 settings = candidates(profile, given.max_num_pipelines, fitting, schedule=schedule, rolling=rolling)
-                limit = run.memory_per_stage(given.memory_limit)
+                limit = run.around.memory_per_stage(given.memory_limit)
                 found = search(profile, settings, limit, PREDICTORS[given.predictor], given.samples_factor).to_json()
             result = Result.from_json(cluster.world.broadcast(found))
             if given.refine:

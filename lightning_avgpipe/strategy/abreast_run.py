@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,12 +24,9 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.checkpoint_state import WholeState
-from lightning_avgpipe.strategy.configuration import Configuration
-from lightning_avgpipe.strategy.connection import Connection
-from lightning_avgpipe.strategy.data import Distributor
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.strategy.run import Own, PassthroughRun
+from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.patching import replaced
@@ -38,29 +34,14 @@ from lightning_avgpipe.utils.random_streams import RandomKey, Streams
 
 
 class AbreastRun(PassthroughRun):
-    """A run in which a step that steps optimizers itself gets micro-batches, abreast; the rest is Lightning's.
+    """A run in which a step that steps optimizers itself gets micro-batches, abreast; the rest is Lightning's."""
 
-    Args:
-        trainer: of the run.
-        connection: of the processes.
-        configuration: of the strategy.
-        before: the state before the run.
-        distributor: of batches.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        connection: Connection,
-        configuration: Configuration,
-        before: WholeState,
-        distributor: Distributor,
-    ) -> None:
-        super().__init__(trainer, connection, configuration, before)
-        assert connection.cluster is not None
-        self._cluster = connection.cluster
-        self._batches = Batches(trainer, self._cluster, distributor)
-        self._splitter = BatchSplitter(trainer, self._cluster, configuration, self._batches)
+    def __init__(self, around: Surroundings) -> None:
+        super().__init__(around)
+        trainer, cluster = around.trainer, around.cluster
+        self._trainer, self._cluster = trainer, cluster
+        self._batches = Batches(trainer, cluster, around.distributor)
+        self._splitter = BatchSplitter(trainer, cluster, around.configuration, self._batches)
         self._common: CommonGradients | None = None  # while a step runs
         self._undo = contextlib.ExitStack()
 
@@ -69,7 +50,7 @@ class AbreastRun(PassthroughRun):
         super().setup(own)
         trainer, enter = self._trainer, self._undo.enter_context
         self._seed = torch.initial_seed()
-        self._log = StepLog(trainer.lightning_module, True, self._cluster.leaders)
+        self._log = StepLog(trainer.lightning_module, self._cluster.leaders)
         enter(changes.observing(trainer, self._log, self._cluster.leaders))
         for number, optimizer in enumerate(trainer.optimizers):
             for each in (optimizer, *trainer.strategy._lightning_optimizers[number : number + 1]):
@@ -97,7 +78,7 @@ class AbreastRun(PassthroughRun):
             return own(*args, **kwargs)
         batch, *rest = args
         parts, module = self._splitter.split(batch), self._trainer.lightning_module
-        averages = self._configuration.options.loss_reduction == "mean"
+        averages = self._around.configuration.options.loss_reduction == "mean"
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         variables = OwnVariables(module, len(parts), metrics)
         number = 1 + int(self._trainer.fit_loop.epoch_loop.batch_progress.total.completed)
@@ -127,8 +108,7 @@ class AbreastRun(PassthroughRun):
 
     @contextlib.contextmanager
     def _turn(self, parts: list[MicroBatch], variables: OwnVariables, streams: Streams, i: int) -> Iterator[None]:
-        part, total = parts[i], sum(part.size for part in parts)
-        weight = None if self._splitter.loss_weight is None else part.weight * (total or 1)
+        part, weight = parts[i], self._splitter.log_weight(parts[i], parts)
         with variables.placed(i), streams.drawing(i), self._log.micro_batch(part.size, (0, i), weight):
             before = self._hyperparameters() if i else {}
             yield

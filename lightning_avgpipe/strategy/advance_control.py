@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -27,34 +27,36 @@ Decisions = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]] | No
 Report = tuple[Sequence[tuple[int, float]], Sequence[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ran:
-    """What an iteration ran with, and whether its time says something: it was an ordinary one."""
+    """An iteration.
+
+    Attributes:
+        shape: of it.
+        advance: that it ran with.
+        counts: whether its time says something: it was an ordinary one.
+        times: rank -> seconds, as far as reported.
+    """
 
     shape: IterationShape
     advance: int
     counts: bool
+    times: dict[int, float] = field(default_factory=dict)
 
 
 class AdvanceControl:
-    """Decides, on rank 0, from what all ranks have measured.
+    """Decides, on rank 0, from what all ranks have measured with one plan.
 
     Args:
         cluster: who hosts what.
         choice: builds the schedules whose memory is predicted.
-        memory_limit: bytes that no stage may exceed, as of when it is called.
     """
 
-    def __init__(self, cluster: Cluster, choice: ScheduleChoice, memory_limit: Callable[[], float]) -> None:
+    def __init__(self, cluster: Cluster, choice: ScheduleChoice) -> None:
         self._cluster = cluster
         self._choice = choice
-        self._memory_limit = memory_limit
         self._controller: AdaptiveAdvance | None = None
-        self._loaded: dict[str, Any] | None = None
-        self._ran: dict[int, Ran] = {}
-        self._times: dict[int, dict[int, float]] = defaultdict(dict)
-        self._next = 1
-        self._of_plan = 1  # the first iteration with this plan
+        self._ran: dict[int, Ran] = {}  # by number, until all have reported
         self._footprints: dict[IterationShape, dict[int, Footprint]] = defaultdict(dict)
         self._decided: dict[IterationShape, int] = {}
         self._too_large: set[IterationShape] = set()
@@ -62,26 +64,16 @@ class AdvanceControl:
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._unlogged: Decision | None = None
 
-    def begin(self, start: int) -> None:
-        """There is a plan, and an advance to begin with."""
-        self._controller = AdaptiveAdvance(start, self.predicted, self._memory_limit(), self._choice.warm_up)
-        if self._loaded is not None:
-            self._controller.load_state_dict(self._loaded)
-
-    def begin_again(self, number: int, planned: bool) -> None:
-        """What was measured and decided was so for the plan before.
+    def begin(self, start: int, loaded: dict[str, Any] | None) -> None:
+        """There is a plan, and an advance to begin with.
 
         Args:
-            number: of the first iteration with another plan.
-            planned: whether there was a plan, which a state that was loaded was meant for.
+            start: this advance.
+            loaded: state of a run that was saved; it goes on after the first iteration, when it is known what fits.
         """
-        self._loaded = None if planned else self._loaded
-        self._controller, self._of_plan = None, number
-        self._footprints.clear()
-        self._decided.clear()
-        self._too_large.clear()
-        self._peaks.clear()
-        self._recent.clear()
+        self._controller = AdaptiveAdvance(start, self.predicted, self._choice.memory_limit(), self._choice.warm_up)
+        if loaded is not None:
+            self._controller.load_state_dict(loaded)
 
     def note(self, number: int, ran: Ran) -> None:
         """News of an iteration will come, though maybe not with the next news."""
@@ -99,9 +91,10 @@ class AdvanceControl:
         """Take in what a rank has measured."""
         times, footprints = report
         for number, seconds in times:
-            self._times[number][rank] = seconds
+            if number in self._ran:  # else the plan was another
+                self._ran[number].times[rank] = seconds
         for number, stage, *values in footprints:
-            if number < self._of_plan:
+            if number not in self._ran:
                 continue
             replica, _ = self._cluster.stage_map.share(stage, rank)
             if replica == 0:  # the others have as many micro-batches, or one less
@@ -110,11 +103,8 @@ class AdvanceControl:
 
     def decide(self, chosen: Mapping[IterationShape, int], peaks: Mapping[int, int]) -> Decisions:
         """What follows from iterations that all ranks have reported, in order; as far as all do not know it yet."""
-        while len(times := self._times.get(self._next, {})) == self._cluster.group.world_size:
-            if self._next >= self._of_plan:
-                self._observe(self._ran[self._next], max(times.values()))
-            del self._times[self._next], self._ran[self._next]
-            self._next += 1
+        while self._ran and len(next(iter(self._ran.values())).times) == self._cluster.group.world_size:
+            self._observe(self._ran.pop(next(iter(self._ran))))
         if self._controller is not None:
             for shape, footprints in self._footprints.items():
                 if shape not in self._decided and len(footprints) == shape.num_stages:
@@ -146,7 +136,7 @@ class AdvanceControl:
 
     def _first(self, controller: AdaptiveAdvance, shape: IterationShape) -> int:
         """The advance that a shape begins with, or after a resume goes on with."""
-        limit = self._memory_limit()
+        limit = self._choice.memory_limit()
         for stage, peak in enumerate(self.predicted(shape, 0)):
             if peak > limit:
                 self._too_large.add(shape)
@@ -157,12 +147,13 @@ class AdvanceControl:
                 return 0
         return controller.advance(shape)
 
-    def _observe(self, ran: Ran, seconds: float) -> None:
+    def _observe(self, ran: Ran) -> None:
         shape, controller = ran.shape, self._controller
         if controller is None or not ran.counts or shape in self._too_large:
             return
         if ran.advance != self._decided.get(shape):
             return  # it ran before the last decision had come round
+        seconds = max(ran.times.values())
         self._recent.append(seconds)
         decision = controller.observe(shape, seconds)
         if decision is not None:
@@ -170,12 +161,6 @@ class AdvanceControl:
             self._unlogged = decision
             _log.info("advance %d from now on: %s", decision.advance, decision.reason)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any] | None:
-        """What the controller knows; None if there is nothing to know."""
-        return self._loaded if self._controller is None else self._controller.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on where a run was saved: after the first iteration, when it is known what fits the memory."""
-        self._loaded = state
+        """What the controller knows; None before it has begun."""
+        return None if self._controller is None else self._controller.state_dict()

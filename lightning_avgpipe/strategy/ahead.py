@@ -12,8 +12,9 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
-from lightning_avgpipe.strategy.foresight import Foresight
-from lightning_avgpipe.strategy.iteration import Iterations
+from lightning_avgpipe.strategy.batches import Batches
+from lightning_avgpipe.strategy.foresight import Foresight, Progress
+from lightning_avgpipe.strategy.iteration import Finish, Iterations
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.torch_compat import version_of
 
@@ -22,13 +23,21 @@ STEP = "training_step"
 
 @dataclass(kw_only=True)
 class Read:
-    """What was read.
+    """What was read, on its way through the stages.
 
     Attributes:
         batches: on the device, by pipeline.
+        number: of its random numbers.
+        rest: other arguments of the step.
+        progress: the trainer's counters as they will be; None from the time on that they are.
+        finish: what the last stage does with results, once it is known.
     """
 
     batches: Sequence[Any]
+    number: int
+    rest: tuple[Any, ...]
+    progress: Progress | None
+    finish: Finish | None = None
 
     def __post_init__(self) -> None:
         self._versions = [(t, version_of(t)) for t in tree.tensors(list(self.batches)) if not t.is_inference()]
@@ -44,24 +53,17 @@ class AheadIterations(Iterations):
     """Iterations that begin before their turn.
 
     Attributes:
+        batches: on their way to the device.
         broken: called when an iteration fails of which some models or stages have stepped and others have not.
     """
 
+    batches: Batches
     broken: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self._foresight = Foresight(self.trainer, self.option, self.instead)
+        self._option, self._instead = self.configuration.options.overlap
+        self._foresight = Foresight(self.trainer, self._option, self._instead)
         self._checked = False
-
-    @property
-    def option(self) -> str:
-        """Why they do, for messages."""
-        return f"rolling={self.configuration.options.rolling!r}"
-
-    @property
-    def instead(self) -> str:
-        """With which they do not."""
-        return "rolling=False"
 
     def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
         """As without anything ahead, when nothing is."""
@@ -117,8 +119,8 @@ class AheadIterations(Iterations):
         saving = [one for one in ([] if loader is None else loader.flattened) if isinstance(one, _Stateful)]
         if saving:
             return (
-                f"{self.option} reads ahead, but the {type(saving[0]).__name__} saves its position in checkpoints, "
-                f"which would then be ahead of the training; use a dataloader without state_dict, or {self.instead}"
+                f"{self._option} reads ahead, but the {type(saving[0]).__name__} saves its position in checkpoints, "
+                f"which would then be ahead of the training; use a dataloader without state_dict, or {self._instead}"
             )
         graph = self.deployment.pipeline.graph(STEP)
         changed = dict.fromkeys([*graph.attributes, *graph.of_units, *(key for key, _ in graph.holders)])
@@ -126,9 +128,9 @@ class AheadIterations(Iterations):
         if names or graph.batch_writes:
             what = f"'{names[0]}'" if names else "its batch"
             return (
-                f"{type(self._module).__name__}.{STEP} changes {what}, but with {self.option} micro-batches of two "
+                f"{type(self._module).__name__}.{STEP} changes {what}, but with {self._option} micro-batches of two "
                 "batches run at the same time, and would see it in an order that the timing decides; leave that to a "
-                f"hook that looks at the outputs (on_train_batch_end), or use {self.instead}"
+                f"hook that looks at the outputs (on_train_batch_end), or use {self._instead}"
             )
         return ""
 
@@ -136,12 +138,12 @@ class AheadIterations(Iterations):
         """A hook has frozen or unfrozen something too late."""
         return ConfigurationError(
             f"a hook has changed which parameters of {type(self._module).__name__} are trained when micro-batches of "
-            f"the next batch had run already; with {self.option} do so in on_train_epoch_start"
+            f"the next batch had run already; with {self._option} do so in on_train_epoch_start"
         )
 
     def other_batch(self) -> StepChangedError:
         """The batch is not the one that was read ahead."""
         return StepChangedError(
             "a batch that has been read ahead, and may have run in part, was changed or left out by a hook; with "
-            f"{self.option} change batches in on_after_batch_transfer, or use {self.instead}"
+            f"{self._option} change batches in on_after_batch_transfer, or use {self._instead}"
         )

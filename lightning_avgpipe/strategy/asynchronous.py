@@ -40,7 +40,6 @@ from lightning_avgpipe.errors import ConfigurationError, MicroBatchError, Schedu
 from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy.ahead import STEP, AheadIterations, Read
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
-from lightning_avgpipe.strategy.iteration import Finish
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.weights.store import WeightStore
@@ -51,18 +50,10 @@ class _Batch(Read):
     """A batch on its way through the stages.
 
     Attributes:
-        number: of its random numbers.
         parts: its micro-batches.
-        rest: other arguments of the step.
-        progress: the trainer's counters as they will be; None from the time on that they are.
-        finish: what the last stage does with results, from its turn on.
     """
 
-    number: int
     parts: Sequence[MicroBatch]
-    rest: tuple[Any, ...]
-    progress: Progress | None
-    finish: Finish | None = None
 
     def begin_backward(self, i: int, result: Any) -> Tensor | None:
         """Called on the last stage, which is never ahead."""
@@ -75,23 +66,13 @@ class AsynchronousIterations(AheadIterations):
     """Iterations of one pipeline that overlap, with versions of the weights."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         assert self.deployment.weights is not None
         self._weights: WeightStore = self.deployment.weights
-        super().__post_init__()
         self._stream: Stream | None = None  # from one drain to the next
         self._ends = False  # with what it has taken
         self._coming: deque[_Batch] = deque()  # read ahead; the last may be for the next stream
         self._trained: frozenset[str] = frozenset()  # since the drain
-
-    @property
-    def option(self) -> str:
-        """Why they overlap, for messages."""
-        return f"weight_policy='{self._weights.policy.name}'"
-
-    @property
-    def instead(self) -> str:
-        """With which they do not."""
-        return "weight_policy='flush'"
 
     @property
     def _overlaps(self) -> bool:
@@ -168,25 +149,25 @@ class AsynchronousIterations(AheadIterations):
         assert stream is not None and self.deployment.plan is not None
         self._read_ahead(stream, current.rest)
         current.finish = self._finish(lambda: [parts], self._clear_now())
-        self.step_log.begin(len(parts))
+        self.models.step_log.begin(len(parts))
         schedule = self._schedule(parts, True)
         with self.schedule_control.iteration(self._task(current), [parts], self.deployment.plan, schedule):
-            outcome = stream.run(tuple(self.observers))
+            outcome = stream.run(tuple(self.schedule_control.observers))
         self.models.skipped = frozenset({0} if len(outcome.skipped) == len(parts) else ())
         nothing = torch.zeros((), device=self.cluster.device)
         result = {"loss": nothing} if outcome.results is None else self._merged(outcome.results, parts)
         with context():
-            self.step_log.issue()
+            self.models.step_log.issue()
         self._weights.keep()  # before hooks, which may change weights
         self._foresight.check()
-        self.models.after_backwards(nothing if result is None else loss_in(result), 1)
+        self.models.after_backward(0, nothing if result is None else loss_in(result))
         return None if 0 in self.models.skipped else result
 
     def _begin(self, current: _Batch) -> bool:
         """Nothing is ahead: a stream begins with this batch; tells whether the stages are there."""
         works, context = [current.parts], self.trainer.precision_plugin.train_step_context
         run = partial(self._micro_batch, STEP, context, works, 0, 0)
-        if not self._prepare(STEP, run, works, current.rest, self._schedule(current.parts, True), 1):
+        if not self.preparation.prepare(STEP, run, works, current.rest, self._schedule(current.parts, True), 1):
             self._run_skipped(STEP, context, works, run, current.rest)
             return False
         count, stages = len(current.parts), self.cluster.stage_map.num_stages
@@ -222,8 +203,8 @@ class AsynchronousIterations(AheadIterations):
         if written:
             raise ConfigurationError(
                 f"{type(self._module).__name__}.{STEP} writes into the parameter '{written[0]}', of which there are "
-                f"several versions with {self.option}; make it a buffer, write in on_train_batch_end, or use "
-                f"{self.instead}"
+                f"several versions with {self._option}; make it a buffer, write in on_train_batch_end, or use "
+                f"{self._instead}"
             )
 
     def _read_ahead(self, stream: Stream, rest: tuple[Any, ...]) -> None:
@@ -247,7 +228,7 @@ class AsynchronousIterations(AheadIterations):
             partial(self._run_ahead, batch),
             [(part.data, *batch.rest) for part in batch.parts],
             batch.begin_backward,
-            RandomKey(self.state.seed, batch.number),
+            RandomKey(self.configuration.seed, batch.number),
         )
 
     def _run_ahead(self, batch: _Batch, i: int, *args: Any) -> Any:

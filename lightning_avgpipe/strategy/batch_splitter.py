@@ -125,6 +125,13 @@ class BatchSplitter:
         sizes = [part.size for part in parts]
         return sizes, list(sizes) if self.loss_weight is None else [part.weight for part in parts]
 
+    def log_weight(self, part: MicroBatch, parts: Sequence[MicroBatch]) -> float | None:
+        """What a micro-batch of a batch counts in the means that it logs; None: its samples, or what the step says."""
+        if self.loss_weight is None:
+            return None
+        several = self._cluster.stage_map.replicas > 1
+        return part.counted if several else part.weight * (sum(other.size for other in parts) or 1)
+
     def num_samples(self, batch: Any) -> int:
         """Samples of a batch, as its micro-batches count them."""
         return sum(part.size for part in self.parts(batch))

@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +27,37 @@ from lightning_avgpipe.utils.patching import nothing, replaced
 
 def _as_before() -> Callable[[], None]:
     return nothing
+
+
+@dataclass
+class _Epoch:
+    """Where reading stands in an epoch.
+
+    Attributes:
+        groups: that were read and not taken, each of batches as the loader gives them, with their places.
+        given: so many of them Lightning has; the others were read ahead.
+        returned: batches that come once more, before any other.
+        iterations: of which Lightning has the batch.
+        read: batches of these.
+        drawn: batches that the dataloader has given.
+        began: whether the first batch was asked for.
+        ended: whether the dataloader has no more.
+        latest: batch that Lightning has.
+    """
+
+    groups: deque[list[Any]] = field(default_factory=deque)
+    given: int = 0
+    returned: deque[Any] = field(default_factory=deque)
+    iterations: int = 0
+    read: int = 0
+    drawn: int = 0
+    began: bool = False
+    ended: bool = False
+    latest: Any = None
+
+    def give_back(self, items: Iterable[Any]) -> None:
+        """They come once more, in this order."""
+        self.returned.extendleft(reversed(list(items)))
 
 
 class BundledLoader(CombinedLoader):
@@ -40,18 +73,9 @@ class BundledLoader(CombinedLoader):
     _count: Callable[[], int]
     _any_ends: Callable[[bool], bool] | None
     _look: Callable[[Any], bool] | None
-    _held: deque[list[Any]]
     _counts_iterations: bool
     _done: Callable[[], int]
-    _beside: deque[list[Any]]
-    _first: deque[Any]
-    _returned: deque[Any]
-    _latest: Any
-    _groups: int
-    _read: int
-    _drawn: int
-    _began: bool
-    _ended: bool
+    _epoch: _Epoch
     renewed: Callable[[], Callable[[], None]]
 
     @classmethod
@@ -80,37 +104,26 @@ class BundledLoader(CombinedLoader):
         vars(made).update(vars(loader))
         made._count, made._counts_iterations, made._any_ends = count, counts_iterations, any_ends
         made._look, made._done = look, done
-        made.renewed = _as_before
-        made._clear()
+        made.renewed, made._epoch = _as_before, _Epoch()
         return made
 
     @property
     def iterations(self) -> int:
         """Of this epoch, that were read."""
-        return self._groups
+        return self._epoch.iterations
 
     def begin_again(self) -> None:
         """In the midst of an epoch, with nothing read ahead: from now on read what the dataloader has now."""
-        iterations, limits = self._groups, self._limits
-        self._clear()
-        self._limits = None
+        limits, self._limits = self._limits, None
+        self._epoch = _Epoch(iterations=self.iterations, began=True)
         super().__iter__()
         self._limits = limits
-        self._groups, self._began = iterations, True
         if self._counts_iterations:
             assert self._iterator is not None and limits is not None
-            self._iterator.limits = [(limit - iterations) * self._count() for limit in limits]
-
-    def _clear(self) -> None:
-        self._beside, self._returned, self._held = deque(), deque(), deque()
-        self._first = deque()  # of the groups beside
-        self._groups = self._read = self._drawn = 0
-        self._began = False
-        self._ended = False
-        self._latest = None
+            self._iterator.limits = [(limit - self.iterations) * self._count() for limit in limits]
 
     def __iter__(self) -> Any:
-        self._clear()
+        self._epoch = _Epoch()
         begun, self.renewed = self.renewed(), _as_before
         limits = self._limits
         if limits is not None and self._counts_iterations:
@@ -122,56 +135,53 @@ class BundledLoader(CombinedLoader):
             begun()
 
     def __next__(self) -> Any:
-        if not self._began:
-            self._groups = self._done()
-            self._read = self._drawn = self._groups * self._count()
+        epoch = self._epoch
+        if not epoch.began:
+            epoch.iterations = self._done()
+            epoch.read = epoch.drawn = epoch.iterations * self._count()
         if self._look is not None:
             self._show(self._look)
-        group = self._held.popleft() if self._held else self._next_group()
-        if self._ends(not group):
+        if self._ends(not self._reads(epoch.given)):
             raise StopIteration
-        self._read += len(group)
-        self._groups += 1
-        self._began = True
-        self._beside.append(group[1:])
-        self._first.append(group[0])
+        group = epoch.groups[epoch.given]
+        epoch.read += len(group)
+        epoch.given += 1
+        epoch.iterations += 1
+        epoch.began = True
         batch, _, dataloader_idx = group[0]
-        self._latest = batch if self._look is not None else None
-        return batch, self._groups - 1, dataloader_idx
+        epoch.latest = batch if self._look is not None else None
+        return batch, epoch.iterations - 1, dataloader_idx
 
     def _show(self, look: Callable[[Any], bool]) -> None:
         """Let somebody look who may change N. A group that was read ahead is completed."""
-        batch = self._latest
-        if not self._began:
+        epoch = self._epoch
+        batch = epoch.latest
+        if not epoch.began:
             item = self._next()
             if self._ends(item is None):
                 return
-            self._returned.appendleft(item)
+            epoch.give_back([item])
             batch = item[0]
         if look(batch):
-            self._look = self._latest = None
-            for group in self._beside:
+            self._look = epoch.latest = None
+            for group in islice(epoch.groups, epoch.given):
                 before = len(group)
-                while len(group) < self._count() - 1 and (item := self._next()) is not None:
-                    group.append(item)
-                self._read += len(group) - before
+                self._complete(group)
+                epoch.read += len(group) - before
 
     def relimit(self) -> None:
         """N is another, and so is the number of batches of an epoch that has a number of iterations."""
-        while self._held:
-            self._returned.extendleft(reversed(self._held.pop()))
+        epoch = self._epoch
+        while len(epoch.groups) > epoch.given:
+            epoch.give_back(epoch.groups.pop())
         if self._iterator is not None and self._limits is not None and self._counts_iterations:
-            ahead = [limit - self._groups for limit in self._limits]
-            self._iterator.limits = [self._read + iterations * self._count() for iterations in ahead]
+            ahead = [limit - epoch.iterations for limit in self._limits]
+            self._iterator.limits = [epoch.read + iterations * self._count() for iterations in ahead]
 
     def _ends(self, here: bool) -> bool:
-        if self._any_ends is None or self._sized:
+        if self._any_ends is None or self._most < math.inf:
             return here
         return self._any_ends(here)
-
-    @property
-    def _sized(self) -> bool:
-        return self._most < math.inf
 
     @property
     def _most(self) -> float:
@@ -182,22 +192,32 @@ class BundledLoader(CombinedLoader):
             return math.inf
 
     def _next(self) -> Any:
-        if self._returned:
-            return self._returned.popleft()
-        if not self._ended and self._drawn < self._most:
+        epoch = self._epoch
+        if epoch.returned:
+            return epoch.returned.popleft()
+        if not epoch.ended and epoch.drawn < self._most:
             try:
                 item = super().__next__()
-                self._drawn += 1
+                epoch.drawn += 1
                 return item
             except StopIteration:
-                self._ended = True
+                epoch.ended = True
         return None
 
-    def _next_group(self) -> list[Any]:
-        group: list[Any] = []
+    def _complete(self, group: list[Any]) -> None:
         while len(group) < self._count() and (item := self._next()) is not None:
             group.append(item)
-        return group
+
+    def _reads(self, number: int) -> bool:
+        """Read so far; tells whether there is a group of this number among those that are not taken."""
+        groups = self._epoch.groups
+        while number >= len(groups):
+            group: list[Any] = []
+            self._complete(group)
+            if not group:
+                return False
+            groups.append(group)
+        return True
 
     def upcoming(self, ahead: int = 0) -> list[Any]:
         """The batches after those that were taken last, or so many groups later, with that of pipeline 0; none at the
@@ -205,26 +225,20 @@ class BundledLoader(CombinedLoader):
 
         They come once more, in their turn.
         """
-        while ahead >= len(self._beside) + len(self._held):
-            if not (group := self._next_group()):
-                return []
-            self._held.append(group)
-        if ahead < len(self._beside):
-            return [self._first[ahead][0], *(batch for batch, _, _ in self._beside[ahead])]
-        return [batch for batch, _, _ in self._held[ahead - len(self._beside)]]
+        return [batch for batch, _, _ in self._epoch.groups[ahead]] if self._reads(ahead) else []
 
     def take(self) -> list[Any]:
         """The batches of pipelines 1.. for the iteration that begins, in the order in which they were read."""
-        group = self._beside.popleft()
-        self._first.popleft()
-        room = self._count() - 1
-        self._returned.extendleft(reversed(group[room:]))  # read for pipelines that are gone by now
-        self._read -= len(group[room:])
-        return [batch for batch, _, _ in group[:room]]
+        epoch, count = self._epoch, self._count()
+        group = epoch.groups.popleft()
+        epoch.given -= 1
+        epoch.give_back(group[count:])  # read for pipelines that are gone by now
+        epoch.read -= len(group[count:])
+        return [batch for batch, _, _ in group[1:count]]
 
     def __len__(self) -> int:
         """Iterations: those of this epoch that were read, and as many as the rest gives with N as it is now."""
-        return self._groups + math.ceil((super().__len__() - self._read) / self._count())
+        return self._epoch.iterations + math.ceil((super().__len__() - self._epoch.read) / self._count())
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -15,7 +15,6 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
-from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.state import (
     full_optimizer_state,
@@ -29,6 +28,9 @@ from lightning_avgpipe.training.state import (
 from lightning_avgpipe.utils.patching import nothing
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
 from lightning_avgpipe.weights.on_demand import OnDemandGather
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 
 _KEY = "AvgPipeStrategy"  # of what a checkpoint holds beside Lightning's own
 
@@ -139,10 +141,8 @@ class DividedState:
         configuration: says what checkpoints hold.
         deployment: of the module on processes.
         schedule_control: of the run, which goes on where it was; None if there is none.
-        seed: of the random numbers that are drawn in units.
 
     Attributes:
-        seed: the same; a resumed run goes on with the seed of the first one.
         settle: called before anything is read: nothing is ahead of the last batch then.
     """
 
@@ -154,9 +154,7 @@ class DividedState:
         configuration: Configuration,
         deployment: Deployment,
         schedule_control: ScheduleControl | None,
-        seed: int,
     ) -> None:
-        self.seed = seed
         self._before = before
         self._configuration = configuration
         self.settle: Callable[[], None] = nothing
@@ -182,7 +180,7 @@ class DividedState:
         """Add seed, schedule and parallel models to a checkpoint that training goes on with."""
         if not checkpoint.get("optimizer_states"):
             return
-        ours: dict[str, Any] = {"seed": self.seed}
+        ours: dict[str, Any] = {"seed": self._configuration.seed}
         if self._schedule_control is not None and (state := self._schedule_control.state_dict()) is not None:
             ours["advance"] = state
         if not models:
@@ -208,7 +206,7 @@ class DividedState:
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(state)
         ours = checkpoint.get(_KEY, {})
-        self.seed = ours.get("seed", self.seed)
+        self._configuration.seed = ours.get("seed", self._configuration.seed)
         if self._schedule_control is not None:
             self._schedule_control.load_state_dict(ours.get("advance"))
         self._deployment.models.saved.load_later(ours.get("ensemble", {}))

@@ -31,6 +31,7 @@ from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.schedule.own import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.schedule.versions import Place
+from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.training.optimizer_shards import check_separable
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.packages import check_callbacks
@@ -93,9 +94,8 @@ def overlapping(running: pl.Trainer, given: Options, num_stages: int, num_groups
     versions = not given.policy.drains
     if not versions and (given.rolling is not True or (given.num_pipelines == 1 and num_groups == 1 and not tuned)):
         return
-    option = f"weight_policy={given.weight_policy!r}" if versions else "rolling=True"
-    use = "or use weight_policy='flush'" if versions else "or use rolling=False"
-    plugin = running.precision_plugin
+    option, instead = given.overlap
+    use, plugin = f"or use {instead}", running.precision_plugin
     if any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in vars(plugin).values()):
         raise ConfigurationError(
             f"{option} with precision={plugin.precision!r}: a loss scaler skips the steps of all models and stages "
@@ -215,12 +215,8 @@ def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int, 
         "compile": (given.compile is not False, "call self.compile() in configure_model"),
         "recompute": (bool(given.recompute), "nothing is repeated; use torch.utils.checkpoint inside of a submodule"),
     }
-    for option, (set_, what) in asked.items():
-        if set_:
-            raise ConfigurationError(
-                f"{name} {why}; such steps run whole, and with {option}={getattr(given, option)!r} that cannot be: "
-                f"{what}"
-            )
+    whole = f"{name} {why}; such steps run whole"
+    combinations.refuse(given, asked, lambda option, what: f"{whole}, and with {option} that cannot be: {what}")
 
 
 def contents(model: pl.LightningModule) -> None:
@@ -276,14 +272,9 @@ def stages(wanted: int, now: int, layout: DeviceLayout) -> None:
 
 def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int) -> None:
     """Refuse another number of names than stages need, and with a PartitionError those that name no submodule."""
-    if names is None:
-        return
-    if len(names) != num_stages - 1:
-        raise ConfigurationError(
-            f"split_points names {len(names)} units, but num_stages={num_stages} needs {num_stages - 1}: one for each "
-            "stage but the first"
-        )
-    Divisible(module).split((), names)
+    if names is not None:
+        combinations.num_split_points(names, num_stages)
+        Divisible(module).split((), names)
 
 
 def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 
 def options(given: Options) -> None:
     """Check those of the strategy's own arguments against each other that can be judged alone."""
-    if given.split_points is not None and given.num_stages not in ("auto", len(given.split_points) + 1):
-        raise ConfigurationError(
-            f"split_points names {len(given.split_points)} units, but num_stages={given.num_stages} needs "
-            f"{int(given.num_stages) - 1}: one for each stage after the first"
-        )
+    if given.split_points is not None and given.num_stages != "auto":
+        num_split_points(given.split_points, given.num_stages)
     if given.advance not in ("auto", 0) and given.schedule != "advance_forward":
         raise ConfigurationError(
             f"advance={given.advance} has no meaning for schedule={given.schedule!r}; use schedule='advance_forward', "
@@ -65,6 +62,15 @@ def options(given: Options) -> None:
         _without_drain(given)
 
 
+def num_split_points(names: Sequence[str], num_stages: int) -> None:
+    """Check that so many stages have a name each at which they begin, but for the first."""
+    if len(names) != num_stages - 1:
+        raise ConfigurationError(
+            f"split_points names {len(names)} units, but num_stages={num_stages} needs {num_stages - 1}: one for each "
+            "stage after the first"
+        )
+
+
 def sharing_later(given: Options, stage_map: StageMap) -> None:
     """Check options for training in which processes begin with a stage each, and share fewer of them later."""
     group_size, count = stage_map.group_size, stage_map.num_stages
@@ -77,7 +83,7 @@ def sharing_later(given: Options, stage_map: StageMap) -> None:
     if stage_map.num_groups > 1:
         refused["num_stages"] = True, f"all devices in one group; use num_stages={stage_map.world_size}"
     asked = "AdaptiveFreezing(freed='replicas')"
-    _refuse(given, refused, lambda option, needed: f"{asked} with {option} needs {needed}, or leave freed=None")
+    refuse(given, refused, lambda option, needed: f"{asked} with {option} needs {needed}, or leave freed=None")
     try:
         replace(given, replicas=[1] * count)
     except ConfigurationError as error:
@@ -101,7 +107,7 @@ def grouping_later(given: Options, stage_map: StageMap) -> None:
         "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file"),
     }
     asked = "AdaptiveFreezing(freed='groups')"
-    _refuse(given, refused, lambda option, needed: f"{asked} with {option} needs {needed}; or leave freed=None")
+    refuse(given, refused, lambda option, needed: f"{asked} with {option} needs {needed}; or leave freed=None")
 
 
 def without_effect(given: Options) -> None:
@@ -115,7 +121,7 @@ def without_effect(given: Options) -> None:
         )
 
 
-def _refuse(given: Options, refused: Mapping[str, tuple[bool, str]], message: Callable[[str, str], str]) -> None:
+def refuse(given: Options, refused: Mapping[str, tuple[bool, str]], message: Callable[[str, str], str]) -> None:
     """Refuse the first option that is set as it must not be.
 
     Args:
@@ -139,7 +145,7 @@ def _apart(given: Options) -> None:
         "save_distributed_checkpoint": (given.save_distributed_checkpoint, "all processes write it together"),
         "start_method": (given.start_method != "popen", "all processes are ended when one dies"),
     }
-    _refuse(given, refused, lambda o, why: f"min_groups={given.min_groups} with {o}: {why}; leave one of them out")
+    refuse(given, refused, lambda o, why: f"min_groups={given.min_groups} with {o}: {why}; leave one of them out")
 
 
 def _compiled(given: Options) -> None:
@@ -151,7 +157,7 @@ def _compiled(given: Options) -> None:
         ),
         "verify": (bool(given.verify), "a plain step is not compiled; verify once without compile, then leave it out"),
     }
-    _refuse(given, refused, lambda option, why: f"compile={given.compile!r} with {option}: {why}")
+    refuse(given, refused, lambda option, why: f"compile={given.compile!r} with {option}: {why}")
     if isinstance(given.compile, Mapping):
         if keeps_graphs(given.compile):
             raise ConfigurationError(
@@ -181,7 +187,7 @@ def _without_barrier(given: Options) -> None:
         ),
     }
     instead = "leave it out, or use rolling=False"
-    _refuse(given, refused, lambda option, why: f"rolling=True with {option}: {why}; {instead}")
+    refuse(given, refused, lambda option, why: f"rolling=True with {option}: {why}; {instead}")
 
 
 def _without_drain(given: Options) -> None:
@@ -203,7 +209,7 @@ def _without_drain(given: Options) -> None:
         "reader": (given.reader == "first", "its process is the last to end a batch"),
     }
     asked, instead = f"weight_policy={given.weight_policy!r}", "leave it out, or use weight_policy='flush'"
-    _refuse(given, refused, lambda option, why: f"{asked} with {option}: {why}; {instead}")
+    refuse(given, refused, lambda option, why: f"{asked} with {option}: {why}; {instead}")
 
 
 def _stage_replicas(given: Options) -> None:
@@ -225,7 +231,7 @@ def _stage_replicas(given: Options) -> None:
         "recompute": (chooses and given.recompute is True, "submodules by name, or none"),
     }
     need, instead = "replicas of single stages need", "or replicate whole pipelines (replicas=2)"
-    _refuse(given, refused, lambda option, needed: f"replicas={counts!r} and {option}: {need} {needed}, {instead}")
+    refuse(given, refused, lambda option, needed: f"replicas={counts!r} and {option}: {need} {needed}, {instead}")
 
 
 def _sharded(given: Options) -> None:
@@ -235,7 +241,7 @@ def _sharded(given: Options) -> None:
         "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file; use False"),
     }
     asked, instead = "shard_optimizer_states=True", "or shard_optimizer_states=False"
-    _refuse(given, refused, lambda option, needed: f"{asked} and {option}: it needs {needed}, {instead}")
+    refuse(given, refused, lambda option, needed: f"{asked} and {option}: it needs {needed}, {instead}")
 
 
 def _try_outer(outer_optimizer: Any) -> None:

@@ -18,6 +18,7 @@ class Configuration:
         in_iteration: whether an iteration goes on, from its batch to the optimizer's step. Meanwhile nothing changes.
         can_roll: whether parallel pipelines can roll in this run, and were not asked not to.
         prefers_rolling: whether they do, where that was left open.
+        seed: of the random numbers that are drawn in units; a resumed run goes on with that of the first one.
     """
 
     def __init__(self, options: Options) -> None:
@@ -25,6 +26,7 @@ class Configuration:
         self.in_iteration = False
         self.can_roll = False
         self.prefers_rolling = True
+        self.seed = 0
         self._asked: dict[str, Any] = {}
 
     @property

@@ -6,9 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torchmetrics import Metric
 
@@ -20,38 +18,28 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.costing import Costing
 from lightning_avgpipe.planning.divisible import Divisible
-from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
+from lightning_avgpipe.planning.memory_limit import limit_of
 from lightning_avgpipe.planning.model_memory import Updates
 from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import chosen
-from lightning_avgpipe.strategy.checkpoint_state import DividedState, State, take_origin
+from lightning_avgpipe.strategy.checkpoint_state import DividedState, take_origin
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.options import Options
+from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.store import WeightStore
 
 _USELESS = 0.9  # a stage with more of the time leaves nothing to gain from the others
-_MOST = 0.9  # of a device's memory, where nobody says what a stage may use
 
 
-def deploy(
-    trainer: pl.Trainer, connection: Connection, options: Options, before: State, rolling: bool = False
-) -> tuple[Deployment, int]:
-    """The deployment of the trainer's module, not planned yet, and the seed of the run. Every process calls it.
-
-    Args:
-        trainer: whose module and optimizers.
-        connection: of the processes.
-        options: of the strategy.
-        before: the state before the run.
-        rolling: whether several pipelines go on without waiting for each other.
-    """
-    cluster, module = connection.cluster, trainer.lightning_module
-    assert cluster is not None
-    seed = cluster.world.broadcast(torch.initial_seed())  # that of rank 0
+def deploy(around: Surroundings) -> Deployment:
+    """The deployment of the trainer's module, not planned yet; the run has a seed. Every process calls it."""
+    trainer, cluster, options = around.trainer, around.cluster, around.configuration.options
+    module = trainer.lightning_module
+    seed = around.configuration.seed = cluster.world.broadcast(torch.initial_seed())  # that of rank 0
     policy, recompute = options.policy, chosen(module, options.recompute)
     weights = None
     if not policy.drains:
@@ -63,14 +51,18 @@ def deploy(
         costing=Costing("flops" if on_meta(module) else options.costs, options.cache),  # no contents: nothing to time
         recompute=recompute,
         replicas=options.stage_replicas,
-        updates=Updates(policy, cluster.stage_map.replicas * options.shard_optimizer_states, rolling),
-        **planned(connection, options),
+        updates=Updates(
+            policy,
+            cluster.stage_map.replicas * options.shard_optimizer_states,
+            around.fitting and around.configuration.rolls,
+        ),
+        **planned(around),
     )
-    origin = take_origin(module, cluster, seed, before)
+    origin = take_origin(module, cluster, seed, around.before)
     parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.elasticity, metrics, weights
-    place_by = partial(_bandwidth, cluster, options, trainer.state.fn == TrainerFn.FITTING)
+    place_by = partial(_bandwidth, cluster, options, around.fitting)
     compiler = None if options.compile is False else Compiler({} if options.compile is True else options.compile)
-    return Deployment(*parts, place_by, options.shard_optimizer_states, compiler), seed
+    return Deployment(*parts, place_by, options.shard_optimizer_states, compiler)
 
 
 def _bandwidth(cluster: Cluster, options: Options, trains: bool) -> Matrix | None:
@@ -92,13 +84,12 @@ def _bandwidth(cluster: Cluster, options: Options, trains: bool) -> Matrix | Non
     return options.bandwidth
 
 
-def planned(connection: Connection, options: Options) -> dict[str, Any]:
+def planned(around: Surroundings) -> dict[str, Any]:
     """What a planner is told that may change while training runs."""
-    cluster = connection.cluster
-    assert cluster is not None
+    cluster, options = around.cluster, around.configuration.options
     now = cluster.stage_map.given_stages
     num_stages = now if options.num_stages == "auto" else options.num_stages
-    limit = limit_of(options.memory_limit, cluster.device, sharing_stages(connection, options) * num_stages // now)
+    limit = limit_of(options.memory_limit, cluster.device, around.sharing_stages * num_stages // now)
     return {"num_stages": num_stages, "split_points": options.split_points, "memory_limit": limit}
 
 
@@ -111,19 +102,6 @@ def give_back(deployment: Deployment, connection: Connection, state: DividedStat
             deployment.restore()
     finally:
         state.end()
-
-
-def memory_per_stage(connection: Connection, options: Options, limit: MemoryLimit) -> float:
-    """Bytes that each stage may use: by this limit, or else 90 % of the device."""
-    assert connection.cluster is not None
-    return limit_of(_MOST if limit is None else limit, connection.cluster.device, sharing_stages(connection, options))
-
-
-def sharing_stages(connection: Connection, options: Options) -> int:
-    """Stages that share a device's memory; on the CPU all stages of this node."""
-    assert connection.cluster is not None and connection.layout is not None
-    on_host = port_of(connection.cluster.device).is_host
-    return len(connection.cluster.stages) * (connection.layout.node_size if on_host else options.processes_per_device)
 
 
 def announce(plan: Plan, cluster: Cluster, shards: bool = False) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_avgpipe.comm.alone import alone
@@ -20,22 +19,16 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.loss import loss_in, trainable_loss
 from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
-from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, run_together
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.errors import AvgPipeError, MicroBatchError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
-from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.checkpoint_state import DividedState
 from lightning_avgpipe.strategy.configuration import Configuration
-from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
+from lightning_avgpipe.strategy.preparation import Preparation, Works
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
-from lightning_avgpipe.strategy.trained import agree_on_trained
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.plan_maker import Examples
 from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.patching import nothing, replaced
@@ -43,7 +36,6 @@ from lightning_avgpipe.utils.random_streams import RandomKey
 from lightning_avgpipe.verify import Verifier
 from lightning_avgpipe.weights.initialisation import on_meta
 
-Works = Sequence[Sequence[MicroBatch]]  # micro-batches, by pipeline
 Finish = Callable[[int, int, Any], Tensor | None]  # (pipeline, micro-batch, result) -> what the backward begins with
 
 
@@ -56,13 +48,10 @@ class Iterations:
         cluster: of the processes.
         configuration: of the strategy.
         deployment: of the module on processes.
-        batches: on their way to the device.
+        preparation: of steps.
         splitter: of batches.
         models: that are trained.
-        step_log: collects what steps log.
         schedule_control: says which schedule an iteration of training has.
-        state: with the seed of random numbers.
-        announce: called when there is a plan that stays.
         verifier: compares the first iterations with plain ones; None if nobody asked for it.
         zero_grad: clears the gradients of the training step that runs now; None if they accumulate.
     """
@@ -71,17 +60,12 @@ class Iterations:
     cluster: Cluster
     configuration: Configuration
     deployment: Deployment
-    batches: Batches
+    preparation: Preparation
     splitter: BatchSplitter
     models: ParallelModels
-    step_log: StepLog
     schedule_control: ScheduleControl
-    observers: Observers
-    state: DividedState
-    announce: Callable[[], None]
     verifier: Verifier | None = None
     zero_grad: Callable[[], None] | None = None
-    _agreed_in: int | None = None  # the epoch in which processes have last agreed on what is trained
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -138,11 +122,12 @@ class Iterations:
                 self.deployment.models.sum_copied_gradients()
             fed = models.synchronise(len(works), steps=not self.trainer.fit_loop._should_accumulate())
         with context():
-            self.step_log.issue()
+            self.models.step_log.issue()
         if trains:
             if self.verifier is not None and self.verifier.active:
                 self.verifier.compare()
-            models.after_backwards(nothing if result is None else loss_in(result), fed)
+            for n in range(fed):
+                models.after_backward(n, nothing if result is None else loss_in(result))
         return None if 0 in models.skipped else result
 
     def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
@@ -191,7 +176,7 @@ class Iterations:
                 zero_grad()
             weight = weighed()[n][i].weight
             if result is None or (averages and not weight):  # a mean over nothing is not a number
-                self.models.check_trains(i)
+                self.models.replicas.check_trains(i)
                 return None
             loss = trainable_loss(result)
             if accumulate > 1:
@@ -228,7 +213,7 @@ class Iterations:
             verifier.watch()
         run = partial(self._micro_batch, step, context, works, first, before)
         asked = self._schedule(works[0], trains)
-        if not self._prepare(step, run, works, rest, asked, num_pipelines if training else 1):
+        if not self.preparation.prepare(step, run, works, rest, asked, num_pipelines if training else 1):
             self._run_skipped(step, context, works, run, rest)
             return []
         if training:
@@ -236,7 +221,7 @@ class Iterations:
         schedules = [self._schedule(parts, trains, self.deployment.plan) for parts in works]
         known = self._known(works, schedules[0], num_pipelines) if training and trains else frozenset()
         pipelines = self.models.pipelines_for(step, len(works))
-        self.step_log.begin(sum(map(len, works)))
+        self.models.step_log.begin(sum(map(len, works)))
         iteration = self._number(step)
         if verifier is not None and finish is not None:
             finish = verifier.begin(works, rest, context, iteration, finish)
@@ -245,14 +230,14 @@ class Iterations:
                 partial(run, n),
                 [(part.data, *rest) for part in parts],
                 None if finish is None else partial(finish, n),
-                RandomKey(self.state.seed, iteration, first + n, before),
+                RandomKey(self.configuration.seed, iteration, first + n, before),
                 known,
             )
             for n, parts in enumerate(works)
         ]
         outcomes = self._execute(step, works, pipelines, schedules, tasks)
         with context():  # which may decide what a number is
-            self.step_log.tell_groups() if training else self.step_log.issue()
+            self.models.step_log.tell_groups() if training else self.models.step_log.issue()
         replicas = sharing_last(self.cluster) if training else None
         return outcomes if replicas is None else self._of_replicas(outcomes, replicas)
 
@@ -266,13 +251,14 @@ class Iterations:
     ) -> list[Outcome]:
         """Run the tasks of all pipelines."""
         plan, ensemble = self.deployment.plan, self.deployment.models.ensemble
+        num_pipelines = self.configuration.num_pipelines
         assert plan is not None
         trains = tasks[0].trains
         steps = trains and not self.trainer.fit_loop._should_accumulate()
-        own = self.models.observers(schedules, steps) if trains else []
-        with self.schedule_control.iteration(tasks[0], works, plan, schedules[0], self.configuration.num_pipelines):
+        own = self.models.replicas.observers(schedules[0], num_pipelines, steps) if trains else []
+        with self.schedule_control.iteration(tasks[0], works, plan, schedules[0], num_pipelines):
             try:
-                outcomes = run_together(pipelines, step, schedules, tasks, [*own, *self.observers])
+                outcomes = run_together(pipelines, step, schedules, tasks, [*own, *self.schedule_control.observers])
             finally:
                 if ensemble is not None:
                     ensemble.place(0)
@@ -294,12 +280,7 @@ class Iterations:
 
     def _freeze(self, trains: bool) -> None:
         """Stages that have nothing to train by now run forwards only. Every process calls it."""
-        freezing, epoch = self.deployment.pipeline.steps["training_step"].freezing, self.trainer.current_epoch
-        if epoch != self._agreed_in:  # hooks that freeze run on every process, and should do the same there
-            agree_on_trained(freezing, self.cluster.world)
-            self._agreed_in = epoch
-            if self.deployment.pipeline.kept is not None:
-                self.deployment.pipeline.kept.begin_epoch()
+        freezing = self.preparation.agree_on_trained()
         if trains:
             self.schedule_control.freeze(freezing.stages)
 
@@ -333,12 +314,9 @@ class Iterations:
             before: micro-batches of replicas before this one.
             into: collects what it logs; None: the batch that has begun.
         """
-        part, total = works[n][i], sum(part.size for part in works[n])
-        weight = None if self.splitter.loss_weight is None else part.weight * (total or 1)
-        if weight is not None and self.cluster.stage_map.replicas > 1:
-            weight = part.counted
+        part, weight = works[n][i], self.splitter.log_weight(works[n][i], works[n])
         position = first + n, before + i
-        with self._calling(step), context(), self.step_log.micro_batch(part.size, position, weight, into):
+        with self._calling(step), context(), self.models.step_log.micro_batch(part.size, position, weight, into):
             return getattr(self._module, step)(*args)
 
     def _calling(self, step: str) -> AbstractContextManager[None]:
@@ -354,45 +332,6 @@ class Iterations:
     def stepped(self) -> None:
         """The optimizers have stepped."""
 
-    def _prepare(
-        self, step: str, run: Callable[..., Any], works: Works, rest: Sequence[Any], schedule: Schedule, trains: int
-    ) -> bool:
-        """Make the stages of a step, if they are not there; tells whether they are."""
-        decides = step == "training_step" or self.trainer.state.fn != TrainerFn.FITTING
-        size, total = works[0][0].size, sum(part.size for part in works[0])
-        optional = len(works[0]) > 1 and self.splitter.chooses
-        args = [(part.data, *rest) for parts in works for part in parts]
-        examples = Examples(step, partial(run, 0, 0), args, optional)
-        stages = self.cluster.stage_map.num_stages
-        try:
-            made = self.deployment.prepare(examples, decides, schedule, trains)
-        except MicroBatchError as error:
-            raise MicroBatchError(
-                f"{step} fails on {size} of the {total} samples of a batch: {error}"
-            ) from error.__cause__
-        except Exception as error:
-            if size < total and not isinstance(error, AvgPipeError):  # of the user's code
-                error.add_note(
-                    f"it was given {size} of the {total} samples of a batch; a step that needs all of them at once "
-                    "trains with num_microbatches=1"
-                )
-            raise
-        if made or self.cluster.stage_map.num_stages != stages:
-            self.schedule_control.begin_again()
-        if made:
-            self.announce()
-        if step not in self.deployment.pipeline.steps:
-            return False
-        graph = self.deployment.pipeline.graph(step)
-        if optional and graph.carried:
-            kept = graph.carried[0]
-            raise MicroBatchError(
-                f"'{kept}', which {step} keeps for the next time, would go to other samples of the same batch"
-            )
-        if optional and not graph.finite:
-            raise MicroBatchError(f"its loss is no finite number on {size} of the {total} samples of a batch")
-        return True
-
     def _run_skipped(
         self, step: str, context: Callable[[], Any], works: Works, run: Callable[..., Any], rest: Sequence[Any]
     ) -> None:
@@ -402,7 +341,7 @@ class Iterations:
         """
         if on_meta(self._module):  # nobody has all of it
             return
-        self.step_log.begin(sum(map(len, works)))
+        self.models.step_log.begin(sum(map(len, works)))
         with alone():
             for n, parts in enumerate(works):
                 for i, part in enumerate(parts):
@@ -413,8 +352,8 @@ class Iterations:
                         getattr(self._module, step)(part.data, *rest)
         with context():
             if step == "training_step":
-                self.step_log.tell_groups()
-            self.step_log.issue()
+                self.models.step_log.tell_groups()
+            self.models.step_log.issue()
 
     def _schedule(self, parts: Sequence[MicroBatch], trains: bool, plan: Plan | None = None) -> Schedule:
         if not trains:

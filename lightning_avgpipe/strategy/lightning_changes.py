@@ -28,7 +28,6 @@ from lightning_avgpipe.strategy.log import StepLog, looking_on
 from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
 from lightning_avgpipe.strategy.loop import PipelineOptimization
 from lightning_avgpipe.strategy.metric_objects import local_metrics
-from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.gradient_norm import norms_over_stages
@@ -142,10 +141,9 @@ def letting_back(trainer: pl.Trainer, comeback: Comeback) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def showing_reference(trainer: pl.Trainer, models: ParallelModels, deployment: Deployment) -> Iterator[None]:
+def showing_reference(trainer: pl.Trainer, deployment: Deployment) -> Iterator[None]:
     """Validation sees the reference, and pipelines step with the hyper-parameters that the first one has by then."""
     module, validation = trainer.lightning_module, trainer.fit_loop.epoch_loop.val_loop
-    models.observed = _looks_between_steps(trainer, module)
     begin, end, clip = (
         validation._on_evaluation_model_eval, validation._on_evaluation_model_train, module.configure_gradient_clipping
     )  # fmt: skip
@@ -161,7 +159,9 @@ def showing_reference(trainer: pl.Trainer, models: ParallelModels, deployment: D
     @functools.wraps(clip)
     def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # the last thing before the step, after all hooks that may change a learning rate
-        models.follow_optimizers(optimizer)
+        ensemble, first = deployment.models.ensemble, trainer.optimizers
+        if ensemble is not None:  # all follow pipeline 0's; the hooks of another one may have changed its own
+            ensemble.optimizers.follow(None if any(optimizer is known for known in first) else optimizer)
         return clip(optimizer, *args, **kwargs)
 
     with (
@@ -252,7 +252,7 @@ def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, cluster: C
     return run
 
 
-def _looks_between_steps(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+def looks_between_steps(trainer: pl.Trainer) -> bool:
     """Whether user code may look at the weights between the end of a step and the beginning of the next."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     others = [
@@ -260,7 +260,9 @@ def _looks_between_steps(trainer: pl.Trainer, module: pl.LightningModule) -> boo
         for callback in callbacks  # a LambdaCallback is Lightning's, but what it calls is not
         if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LOOK_AT_NO_WEIGHTS)
     ]
-    return _has_hooks(module, pl.LightningModule) or any(_has_hooks(callback, pl.Callback) for callback in others)
+    return _has_hooks(trainer.lightning_module, pl.LightningModule) or any(
+        _has_hooks(callback, pl.Callback) for callback in others
+    )
 
 
 def _has_hooks(owner: object, base: type) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,8 +55,7 @@ class StepLog:
 
     Args:
         module: whose ``log`` it is.
-        hosts_last: whether the last stage is here.
-        leaders: where the last stages of the groups are.
+        leaders: where the last stages of the groups are; None where this process has none.
         replicas: that share the micro-batches of the last stage in training, as of when it is called, and None where
             this process is none of them; the first of them logs what all of them collect.
 
@@ -66,22 +66,16 @@ class StepLog:
     def __init__(
         self,
         module: pl.LightningModule,
-        hosts_last: bool,
-        leaders: Collectives,
+        leaders: Collectives | None,
         replicas: Callable[[], Collectives | None] = lambda: None,
     ) -> None:
         self.batch_values = BatchValues()
         self._leaders = leaders
         self._module = module
         self._log = module.log  # which the user's class may have overridden
-        self._hosts_last = hosts_last
         self._replicas = replicas
-        self._size: int | None = None
-        self._position = (0, 0)
-        self._weight: float | None = None
-        self._muted = False
+        self._now: _MicroBatch | None = None
         self._collected: list[_Entry] = []
-        self._into = self._collected
         self._coming: Callable[[], list[_Entry]] | None = None  # with those of other groups
         self.listener: Callable[[str, Any], None] | None = None
         self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
@@ -91,8 +85,8 @@ class StepLog:
         recomputed = torch._C._current_graph_task_id() != -1  # a checkpointed forward, in the midst of a backward
         if recomputed or (tracer is None and is_repeating()):  # has logged before
             return
-        if self._size is None:  # in a hook
-            if self._hosts_last and not self._muted:
+        if self._now is None:  # in a hook
+            if self._leaders is not None and self._log is not nothing:
                 if any(tensor.is_meta for tensor in tree.tensors((args, kwargs))):
                     raise AbsentValueError(
                         f"self.log({_name(args, kwargs)!r}) in a hook is given a value without a number, which was "
@@ -102,7 +96,7 @@ class StepLog:
             return
         if tracer is not None:
             tracer.observe(self._collect, args, kwargs)
-        elif self._hosts_last or self._replicas() is not None:
+        elif self._leaders is not None or self._replicas() is not None:
             self._collect(*args, **kwargs)
         else:
             raise AvgPipeError(
@@ -126,26 +120,20 @@ class StepLog:
             weight: what it counts in a mean; None: as many samples, or the ``batch_size`` that the step gives.
             into: what collects, for :meth:`issue_collected`; None: the batch that has begun.
         """
-        self._size, self._position, self._weight = size, position, weight
-        self._into = self._collected if into is None else into
+        self._now = _MicroBatch(size, position, weight, self._collected if into is None else into)
         try:
             yield
         finally:
-            self._size = None
+            self._now = None
 
-    @contextlib.contextmanager
-    def muted(self) -> Iterator[None]:
+    def muted(self) -> AbstractContextManager[None]:
         """Within this context hooks log nothing: they have logged the same before."""
-        self._muted = True
-        try:
-            yield
-        finally:
-            self._muted = False
+        return replaced(self, "_log", nothing)
 
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
         """Within this context nothing is logged; after it nothing is known of what was collected."""
-        with unchanged(self.batch_values), unchanged(self), replaced(self, "_log", nothing):
+        with unchanged(self.batch_values), unchanged(self), self.muted():
             yield
 
     def begin(self, num_microbatches: int) -> None:
@@ -163,8 +151,8 @@ class StepLog:
         """Groups tell each other what they have collected, meanwhile; :meth:`issue` waits for it."""
         if (replicas := self._replicas()) is not None:
             self._collected = self._of_replicas(replicas)
-        if self._hosts_last and self._leaders.world_size > 1:
-            self._coming = self._of_all_groups()
+        if self._leaders is not None and self._leaders.world_size > 1:
+            self._coming = self._of_all_groups(self._leaders)
 
     def issue(self) -> None:
         """Log what was collected, once per name."""
@@ -208,7 +196,7 @@ class StepLog:
     def _placed(self, value: Any) -> Any:
         return value.to(self._module.device) if isinstance(value, Tensor) else value
 
-    def _of_all_groups(self) -> Callable[[], list[_Entry]]:
+    def _of_all_groups(self, leaders: Collectives) -> Callable[[], list[_Entry]]:
         """Gives own entries and those of other groups, as far as they travel: metric objects stay where they are."""
         options = {entry.name: entry.options for entry in self._collected}
         found = [entry for entry in self._collected if isinstance(entry.value, Metric)]
@@ -222,7 +210,7 @@ class StepLog:
             value, size = self._merged(logged, False)
             numbers.append(replace(logged[-1], value=value, size=size, given=size, metric=None, weight=None))
         reduce = self._module.trainer.strategy.reduce
-        arriving = self._leaders.begin_exchange([_portable(entry) for entry in numbers])
+        arriving = leaders.begin_exchange([_portable(entry) for entry in numbers])
 
         def arrived() -> list[_Entry]:
             others = (entry for group in arriving() for entry in group)
@@ -264,8 +252,19 @@ class StepLog:
         given = options.pop("batch_size", None)
         # an override may log something else than the metric's value
         metric = returned[1] if returned is not None and _same_number(returned[0], value) else None
-        entry = _Entry(fx, name, self._position, value, self._size or 1, given, options, metric, self._weight)
-        self._into.append(entry)
+        now = self._now
+        assert now is not None
+        now.into.append(_Entry(fx, name, now.position, value, now.size, given, options, metric, now.weight))
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What logs now; see :meth:`StepLog.micro_batch`."""
+
+    size: int
+    position: tuple[int, int]
+    weight: float | None
+    into: list[Any]
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class PipelineOptimization(_AutomaticOptimization):
         original: Lightning's.
         cluster: of the processes.
         iterations: of the run.
+        observed: whether user code may look at the weights between steps.
         end_iteration: called when all is done.
     """
 
@@ -47,6 +48,7 @@ class PipelineOptimization(_AutomaticOptimization):
         original: _AutomaticOptimization,
         cluster: Cluster,
         iterations: Iterations,
+        observed: bool,
         end_iteration: Callable[[], None],
     ) -> None:
         super().__init__(original.trainer)
@@ -54,6 +56,7 @@ class PipelineOptimization(_AutomaticOptimization):
         self._replaced = (original,)  # in a tuple: a loop saves the progress of loops among its attributes
         self._cluster = cluster
         self._iterations = iterations
+        self._observed = observed
         self._end_iteration = end_iteration
 
     def detach(self) -> _AutomaticOptimization:
@@ -77,7 +80,8 @@ class PipelineOptimization(_AutomaticOptimization):
             if news["loss"] is not None:
                 result = {**result, "loss": news["loss"]}
         # when rank 0's news, for which other stages wait, have left
-        self._iterations.models.finish_averaging_if_observed()
+        if self._observed or self._cluster.survives:
+            self._iterations.models.finish_averaging()
         if self._cluster.meetings is not None:
             self._cluster.meetings.membership.begun = True
         schedule_control.accept(decided)

@@ -25,6 +25,7 @@ from lightning_avgpipe.schedule.own import Builder
 from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
 from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, WeightPolicy
 from lightning_avgpipe.strategy import combinations
+from lightning_avgpipe.strategy.schedule_choice import Order
 from lightning_avgpipe.utils.allowed import (
     Allowed,
     check,
@@ -243,9 +244,17 @@ class Options:
         return POLICIES[self.weight_policy] if isinstance(self.weight_policy, str) else self.weight_policy.policy
 
     @property
-    def ordered(self) -> tuple[str | Builder, int | Literal["auto"]]:
-        """Schedule and advance, in whose order actions come."""
-        return (self.schedule, self.advance) if self.policy.drains else ("1f1b", 0)
+    def order(self) -> Order:
+        """In which actions come."""
+        splits = not self.recompute
+        return Order(self.schedule, self.advance, splits) if self.policy.drains else Order("1f1b", 0, splits)
+
+    @property
+    def overlap(self) -> tuple[str, str]:
+        """What lets batches overlap, and with what they do not, for messages."""
+        if self.policy.drains:
+            return f"rolling={self.rolling!r}", "rolling=False"
+        return f"weight_policy={self.weight_policy!r}", "weight_policy='flush'"
 
     @property
     def placement(self) -> Placement:

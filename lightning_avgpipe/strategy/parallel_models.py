@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,17 +17,17 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
-from lightning_avgpipe.engine.observer import Observer, Observers
+from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.schedule import Schedule, in_turn
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
 from lightning_avgpipe.strategy.log import StepLog
+from lightning_avgpipe.strategy.replica_sync import ReplicaSync
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.gradient_sums import GradientSums
-from lightning_avgpipe.training.statistics_sharing import StatisticsSharing
 from lightning_avgpipe.utils.patching import replaced
+
+InTurn = Callable[[Callable[[int], object]], None]  # given what steps the optimizers of a pipeline
 
 
 class ParallelModels:
@@ -39,12 +39,14 @@ class ParallelModels:
         configuration: with N as it is now.
         deployment: of the module on processes.
         step_log: of the run.
+        observers: of iterations.
 
     Attributes:
         check: of the gradients before each step.
-        observed: whether user code may look at the weights between steps.
+        replicas: that train the same models.
+        step_log: the same.
         skipped: pipelines whose last batch had no loss, the same on every rank.
-        in_turn: lets pipelines end and step one after the other, with what steps one; None: they have ended together.
+        fed: pipelines that have had a batch since gradients were cleared.
     """
 
     def __init__(
@@ -57,19 +59,16 @@ class ParallelModels:
         observers: Observers,
     ) -> None:
         self.check = GradientCheck(trainer, cluster, configuration.options.on_nonfinite, self)
-        self.observed = True
         self.skipped: frozenset[int] = frozenset()
-        self.in_turn: Callable[[Callable[[int], object]], None] | None = None
         self._trainer = trainer
         self._cluster = cluster
         self._configuration = configuration
         self._deployment = deployment
-        self._step_log = step_log
+        self.step_log = step_log
         self._observers = observers
-        self._fed = 0  # pipelines that had a batch since gradients were cleared
-        self._gradient_sums: GradientSums | None = None  # of replicas
-        synchronised = configuration.options.replicas != 1 and trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
-        self._statistics = StatisticsSharing(cluster) if synchronised else None
+        self.fed = 0
+        normalises = configuration.options.replicas != 1 and trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
+        self.replicas = ReplicaSync(trainer.lightning_module, cluster, deployment.models, observers, normalises)
 
     @property
     def num_models(self) -> int:
@@ -79,7 +78,7 @@ class ParallelModels:
     @property
     def stepping(self) -> int:
         """Models of this group that have had a batch since gradients were cleared, at least 1."""
-        return max(1, self._fed)
+        return max(1, self.fed)
 
     def gradients(self, number: int) -> dict[str, torch.Tensor]:
         """Full name -> gradient of one model, as far as it is held here."""
@@ -103,15 +102,6 @@ class ParallelModels:
     def _module(self) -> pl.LightningModule:
         return self._trainer.lightning_module
 
-    @property
-    def _in_turn(self) -> Callable[[Callable[[int], object]], None] | None:
-        return self.in_turn if self._configuration.rolls else None
-
-    @property
-    def meets_in_turn(self) -> bool:
-        """Whether what models need to meet their reference one at a time is there."""
-        return self._ensemble is not None and self._ensemble.averager.turns.are_there
-
     # -- an iteration ------------------------------------------------------------------------------------------------
 
     def pipelines_for(self, step: str, count: int) -> list[Pipeline]:
@@ -129,7 +119,7 @@ class ParallelModels:
         if saved is not None and (saved or 1) != self.num_models:
             self._tell_restart(saved)
         deployment.models.show_reference(False)
-        self._fed = max(self._fed, count)
+        self.fed = max(self.fed, count)
         return pipelines[:count]
 
     def _tell_restart(self, saved: int) -> None:
@@ -140,116 +130,29 @@ class ParallelModels:
             f"{f'{saved} parallel models' if saved else 'one model'}: all pipelines start from its weights"
         )
 
-    def tensors_beside(self) -> list[torch.Tensor]:
-        """What parallel models have of their own that are not in the module."""
-        ensemble = self._ensemble
-        others = range(1, 1 if ensemble is None else ensemble.models.size)
-        return [] if ensemble is None else [t for n in others for t in ensemble.tensors(n).values()]
-
     def synchronise(self, count: int, steps: bool) -> int:
-        """Let replicas agree which models had a batch, and which of these a loss. Every process calls it.
-
-        Args:
-            count: pipelines that had a batch here.
-            steps: whether gradients are complete, and become those of all replicas together.
-        Returns:
-            Pipelines that had a batch anywhere.
-        """
-        replicas, num_pipelines = self._cluster.replicas, self._configuration.num_pipelines
-        if replicas is None:
-            return count
-        votes = torch.zeros(2, num_pipelines, dtype=torch.int32)
-        votes[0, :count] = 1
-        votes[1, [n for n in range(count) if n not in self.skipped]] = 1
-        if steps:
-            with self._observers.activity("averaging"):
-                votes = self._sums().finish(self._summed(num_pipelines), votes)
-        else:
-            replicas.members.sum(votes)
-        fed, trained = votes.bool().tolist()
-        count = sum(fed)
-        self.skipped = frozenset(n for n in range(count) if not trained[n])
-        self._fed = max(self._fed, count)
-        replicas.copy([t for n in range(num_pipelines) for t in self._deployment.models.changed_by_steps(n)])
+        """Let replicas agree which models had a batch, and which of these a loss; see :meth:`ReplicaSync.agree`."""
+        count, self.skipped = self.replicas.agree(count, self.skipped, self._configuration.num_pipelines, steps)
+        self.fed = max(self.fed, count)
         return count
 
-    def check_trains(self, micro_batch: int) -> None:
-        """Called where a micro-batch has no loss: replicas that normalise together must all have a backward of it."""
-        if self._statistics is not None:
-            raise ConfigurationError(
-                f"micro-batch {micro_batch} has no loss (the step returned None, or its weight is 0), and with "
-                "sync_batchnorm=True other replicas would wait for its backward; return a loss of zero that depends on "
-                "the outputs (0.0 * outputs.sum()), or remove sync_batchnorm"
-            )
-
-    def observers(self, schedules: Sequence[Schedule], steps: bool) -> list[Observer]:
-        """What looks on while an iteration of training runs, before all others. Every process calls it.
-
-        Args:
-            schedules: by pipeline.
-            steps: whether gradients are complete after it.
-        """
-        statistics = [] if self._statistics is None else self._statistics.observers(schedules[0])
-        return [*self._summing(schedules, steps), *statistics]
-
-    def _summing(self, schedules: Sequence[Schedule], steps: bool) -> list[Observer]:
-        stage_map, rank = self._cluster.stage_map, self._cluster.rank
-        if self._cluster.replicas is None or not steps:
-            return []
-        sums = self._sums()
-        if self._configuration.num_pipelines > 1:  # which have their gradients under the same parameters
-            sums.watch({}, {})
-        else:
-            rows = {k: in_turn(schedules[0].rows[k], *stage_map.share(k, rank)) for k in self._cluster.stages}
-            sums.watch(self._summed(1), rows)
-        return [sums]
-
-    def _sums(self) -> GradientSums:
-        """Of the replicas that there are now."""
-        replicas = self._cluster.replicas
-        assert replicas is not None
-        if self._gradient_sums is None or self._gradient_sums.replicas is not replicas:
-            self._gradient_sums = GradientSums(replicas)
-        return self._gradient_sums
-
-    def _summed(self, models: int) -> dict[str, torch.nn.Parameter]:
-        """What replicas sum the gradients of, of so many models."""
-        copied = self._deployment.models.summed_with_copies
-        named = ((f"{n}.{name}", name, p) for n in range(models) for name, p in self._parameters(n).items())
-        return {key: p for key, name, p in named if name not in copied}
-
-    def _parameters(self, number: int) -> dict[str, torch.nn.Parameter]:
-        """Of one model, as far as they are held here."""
-        if self._ensemble is not None:
-            return self._ensemble.models.parameters(number)
-        return {name: p for name, p in self._module.named_parameters() if not p.is_meta}
-
-    def after_backwards(self, loss: torch.Tensor, count: int) -> None:
-        """What follows a backward, for each of so many pipelines: hooks may change the gradients of the model they see.
+    def after_backward(self, number: int, loss: torch.Tensor) -> None:
+        """What follows the backward of a pipeline: hooks may change the gradients of the model that they see.
 
         They log for pipeline 0. A batch that was skipped had no backward.
         """
-        for n in range(count):
-            self.after_backward(n, loss)
-
-    def after_backward(self, number: int, loss: torch.Tensor) -> None:
-        """The same for one pipeline."""
         if number in self.skipped:
             return
         if not number:
             self._trainer.precision_plugin.post_backward(loss, self._module)
             return
         assert self._ensemble is not None
-        with self._ensemble.placed(number), self._step_log.muted():
+        with self._ensemble.placed(number), self.step_log.muted():
             self._trainer.precision_plugin.post_backward(loss, self._module)
-
-    def begin_accumulation(self) -> None:
-        """Gradients have been cleared."""
-        self._fed = 0
 
     def clear_gradients(self) -> None:
         """Lightning clears the gradients of pipeline 0; here go those of the others."""
-        self.begin_accumulation()
+        self.fed = 0
         if self._ensemble is not None:
             for replica in self._ensemble.models.replicas[1:]:
                 replica.clear_gradients()
@@ -257,19 +160,26 @@ class ParallelModels:
     # -- the optimizers' step ----------------------------------------------------------------------------------------
 
     def optimizer_step(
-        self, own: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
+        self,
+        own: Callable[..., Any],
+        turns: Callable[[], InTurn | None],
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any,
+        **kwargs: Any,
     ) -> Any:
         """Run the closure, step, let the other pipelines' optimizers step, and average.
 
         Args:
             own: the step of pipeline 0's optimizer.
+            turns: returns what lets pipelines end and step one after the other; None: they have ended together.
         """
         if self.num_models == 1:
             shards = self._deployment.holdings.shards
             with contextlib.nullcontext() if shards is None else shards.stepping(optimizer):
                 return own(optimizer, self.check.after(closure), model, **kwargs)
         results: list[Any] = []
-        in_turn = self._in_turn
+        in_turn = turns()
 
         def run() -> Any:
             if results:  # the batches of other pipelines are used up, and their models are not where this one is
@@ -283,17 +193,17 @@ class ParallelModels:
 
         with _noticing(optimizer) as steps:
             result = own(optimizer, run, model, **kwargs)
-        in_turn = self._in_turn  # the first iteration may have decided
+        in_turn = turns()  # the first iteration may have decided
         if self._ensemble is not None and in_turn is not None:
             ensemble = self._ensemble
             in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
             ensemble.mark(bool(self._trainer.is_last_batch))
         elif self._ensemble is not None:
             with self._observers.activity("step"):
-                others = [self._step_other(self._ensemble, n, results, kwargs) for n in range(1, self._fed)]
+                others = [self._step_other(self._ensemble, n, results, kwargs) for n in range(1, self.fed)]
             if steps or any(others):
                 with self._observers.activity("averaging"):
-                    self._ensemble.averager.stepped(self._fed - len(self.check.left_out))
+                    self._ensemble.averager.stepped(self.fed - len(self.check.left_out))
             if is_overridden("optimizer_step", self._module):  # whose code after the step may look
                 self._finish_averaging()
             self._ensemble.mark(bool(self._trainer.is_last_batch))
@@ -305,19 +215,17 @@ class ParallelModels:
         loss = next((result for result in results if result is not None), torch.zeros((), device=self._cluster.device))
         closure = functools.partial(_done, None if number in self.skipped or number in self.check.left_out else loss)
         stepped = False
-        with ensemble.placed(number), self._step_log.muted():
+        with ensemble.placed(number), self.step_log.muted():
             for made in ensemble.optimizers.of(number):
                 with _noticing(made) as steps:
                     precision.optimizer_step(made, model=self._module, closure=closure, **kwargs)
                 stepped |= bool(steps)
         return stepped
 
-    def finish_averaging_if_observed(self) -> None:
-        """Wait for the models of other groups, if a hook may look at them, or a group may leave; else the next step
-        does, when it begins.
-        """
+    def finish_averaging(self) -> None:
+        """Wait for the models of other groups; else the next step does, when it begins."""
         ensemble = self._ensemble
-        if (self.observed or self._cluster.survives) and ensemble is not None and ensemble.averager.is_under_way:
+        if ensemble is not None and ensemble.averager.is_under_way:
             self._finish_averaging()
             ensemble.mark(bool(self._trainer.is_last_batch))
 
@@ -332,18 +240,8 @@ class ParallelModels:
         ensemble = self._ensemble
         if ensemble is None or not any(optimizer is known for known in self._trainer.optimizers):
             return []
-        stepping = (n for n in range(1, self._fed) if n not in self.skipped)
+        stepping = (n for n in range(1, self.fed) if n not in self.skipped)
         return [made for n in stepping for made in ensemble.optimizers.of(n)]
-
-    def follow_optimizers(self, optimizer: Optimizer) -> None:
-        """The other pipelines' optimizers take over the hyper-parameters of pipeline 0's, before any of them steps.
-
-        Args:
-            optimizer: that is about to step: pipeline 0's, which all follow, or one whose hooks may have changed it.
-        """
-        if self._ensemble is not None:
-            known = any(optimizer is first for first in self._trainer.optimizers)
-            self._ensemble.optimizers.follow(None if known else optimizer)
 
     # -- which model the module shows --------------------------------------------------------------------------------
 
@@ -361,16 +259,6 @@ class ParallelModels:
             return contextlib.nullcontext()
         ensemble.checksums.forget()
         return ensemble.placed(number)
-
-    @contextlib.contextmanager
-    def trying(self) -> Iterator[None]:
-        """Within this context steps are on trial, of which nothing remains."""
-        fed = self._fed
-        with self._deployment.models.trying():
-            try:
-                yield
-            finally:
-                self._fed = fed
 
 
 def check_number(number: int, size: int) -> None:

@@ -4,45 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-
-from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.strategy.configuration import Configuration
-from lightning_avgpipe.strategy.whole import why_whole
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
 
-def check_changes(
-    changes: Mapping[str, Any],
-    configuration: Configuration,
-    module: pl.LightningModule | None,
-    layout: DeviceLayout,
-    num_stages: int,
-    num_groups: int,
-    passthrough: bool,
-) -> None:
+def check_changes(changes: Mapping[str, Any], configuration: Configuration, strategy: AvgPipeStrategy) -> None:
     """Refuse changes that cannot come.
 
     Args:
         changes: option -> value, or None: as it is.
-        configuration: as it is now.
-        module: that is trained; None before it is known.
-        layout: of all processes on devices.
-        num_stages: K, as it is now.
-        num_groups: of processes.
-        passthrough: whether there is no pipeline.
+        configuration: of the strategy, as it is now.
+        strategy: that is asked.
     Raises:
         ConfigurationError: a change that cannot come.
         PartitionError: a split point that is no submodule.
     """
-    now, wanted = configuration.options, configuration.wanted(changes)
-    whole = None if module is None else why_whole(module)
-    if whole is not None:
-        raise ConfigurationError(f"reconfigure: {type(module).__name__} {whole}; its steps run whole")
-    if passthrough and module is not None:
+    now, wanted, module = configuration.options, configuration.wanted(changes), strategy.lightning_module
+    layout, num_stages = strategy.device_layout, strategy.num_stages
+    if strategy.whole is not None:
+        raise ConfigurationError(f"reconfigure: {type(module).__name__} {strategy.whole}; its steps run whole")
+    if strategy.passthrough and module is not None:
         raise ConfigurationError(
             "reconfigure: with one device, one stage, one micro-batch and one pipeline this run began as with "
             "strategy='auto', and has no pipeline to change; begin with 2 or more of stages, micro-batches or pipelines"
@@ -63,7 +50,7 @@ def check_changes(
         checks.trainer(module.trainer, module.trainer.world_size, wanted.num_pipelines)
         stages = num_stages if changes["num_stages"] is None else changes["num_stages"]
         rolling = replace(wanted, rolling=configuration.can_roll) if wanted.rolling == "auto" else wanted
-        checks.overlapping(module.trainer, rolling, stages, num_groups, tuned=False)
+        checks.overlapping(module.trainer, rolling, stages, strategy.num_groups, tuned=False)
         checks.stages(stages, num_stages, layout)
         checks.schedule(now, stages, layout.group_size(stages))
         checks.split_points(module, wanted.split_points, stages)

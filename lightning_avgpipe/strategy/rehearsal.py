@@ -15,7 +15,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,7 +29,7 @@ from lightning_avgpipe.capture.snapshot import unchanged, untouched
 from lightning_avgpipe.comm.clock import ClockOffset
 from lightning_avgpipe.elastic.averaging import average
 from lightning_avgpipe.elastic.optimizer_clone import unwrapped
-from lightning_avgpipe.engine.accounting import Footprint, Meter
+from lightning_avgpipe.engine.accounting import Footprint
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.recording import Recording
@@ -40,6 +40,8 @@ from lightning_avgpipe.planning.model_memory import Holding, holdings
 from lightning_avgpipe.schedule import Kind, Schedule
 from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
+from lightning_avgpipe.strategy.run_holdings import RunHoldings
+from lightning_avgpipe.strategy.schedule_choice import Order
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
@@ -76,11 +78,13 @@ class _Trials(ScheduleControl):
         """A trial iteration runs within this context."""
         if not self.runs:
             raise _Prepared
-        meter: Meter | None = self._meter(task, plan) if self.metered else None
-        with self._observers.having(*([] if meter is None else [meter])):
+        meter = self._holdings.meter(task, plan) if self.metered else None
+        with self.observers.having(*([] if meter is None else [meter])):
             yield
         if meter is not None:
-            held = holdings(plan, self._cluster.stages, self._module, self._optimizers(), self.captured)
+            trainer, stages = self._holdings.around.trainer, self._cluster.stages
+            optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
+            held = holdings(plan, stages, trainer.lightning_module, optimizers, self.captured)
             self.kept = {k: Kept(found, held[k]) for k, found in meter.finish(held).items()}
 
 
@@ -107,7 +111,7 @@ class Rehearsal:
         self.trainer = trainer
         self._module = trainer.lightning_module
         self._batch = batch
-        self.batch_size = run.splitter.num_samples(copy.deepcopy(batch))
+        self.batch_size = run.iterations.splitter.num_samples(copy.deepcopy(batch))
         self.captured = 1
 
     def prepare(self, num_microbatches: int) -> None:
@@ -128,7 +132,7 @@ class Rehearsal:
         trials.runs = True
         self._clear_gradients()
         recorder = BusyRecorder(cluster.world.rank, cluster.device)
-        with self.pipeline.observers.having(recorder, MemoryGuard()):
+        with trials.observers.having(recorder, MemoryGuard()):
             self._step(setting, trials)
         recording = recorder.finish(ClockOffset(), cluster.channels.waits.timeout_s)
         return BusyRecording(recording, {key: sum(found) for key, found in recorder.processor_s.items()})
@@ -141,7 +145,7 @@ class Rehearsal:
         """
         trials = self._trials(setting)
         trials.runs = trials.metered = True
-        with self.pipeline.observers.having(MemoryGuard()):
+        with trials.observers.having(MemoryGuard()):
             self._step(setting, trials)
         return trials.kept
 
@@ -207,22 +211,25 @@ class Rehearsal:
         return [unwrapped(o) for o in self.trainer.optimizers]
 
     def _trials(self, setting: Setting) -> _Trials:
-        trials = _Trials(
-            setting.schedule, setting.advance, self.pipeline.cluster, lambda: math.inf, self._module,
-            lambda: self._optimizers, self.pipeline.observers,
-        )  # fmt: skip
+        run, order = self.pipeline, Order(setting.schedule, setting.advance)
+        observers, held = run.iterations.schedule_control.observers, RunHoldings(run.around, run.deployment.models)
+        trials = _Trials(order, run.cluster, lambda: math.inf, self._module, observers, held)
         trials.captured = self.captured
         return trials
 
     def _step(self, setting: Setting, trials: _Trials) -> None:
         batches = [copy.deepcopy(self._batch) for _ in range(setting.num_pipelines)]  # a step may change its own
-        batch = self.pipeline.try_next(batches, setting.num_microbatches, trials)
+        run, configuration = self.pipeline, self.pipeline.configuration
+        n, m = setting.num_pipelines, setting.num_microbatches
+        configuration.options = replace(configuration.options, num_pipelines=n, num_microbatches=m)
+        run.iterations.schedule_control = trials
+        batch = run.batches.hand_out(batches)
         self._module._current_fx_name = "on_train_batch_start"
         self._module.on_train_batch_start(batch, 0)
         self._module._current_fx_name = "training_step"
         kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
         _, *rest = kwargs.values()
-        self.pipeline.iterations.train(self.pipeline.batches.take(batch), *rest)
+        run.iterations.train(run.batches.take(batch), *rest)
 
     def _clear_gradients(self) -> None:
         self.pipeline.models.clear_gradients()
@@ -282,9 +289,24 @@ def rehearsing(
         if trainer.datamodule is not None and has_transfer_hooks(trainer):  # type: ignore[attr-defined]
             undo.enter_context(unchanged(trainer.datamodule))  # type: ignore[attr-defined]
         undo.enter_context(untouched(module))
-        rehearsal = Rehearsal(trainer, run, undo.enter_context(run.trying(batch)))
+        rehearsal = Rehearsal(trainer, run, undo.enter_context(_trying(run, batch)))
         rehearsal.prepare(num_microbatches(rehearsal.batch_size))
         yield rehearsal
+
+
+@contextlib.contextmanager
+def _trying(run: PipelineRun, batch: Any) -> Iterator[Any]:
+    """Within this context steps are on trial; after it the strategy knows nothing of them but their stages.
+
+    Returns:
+        A copy of the batch on the device, after its transfer hooks.
+    """
+    before, schedule_control, fed = run.configuration.options, run.iterations.schedule_control, run.models.fed
+    try:
+        with run.models.step_log.unheard(), run.deployment.models.trying(), run.batches.trying(batch) as here:
+            yield here
+    finally:
+        run.configuration.options, run.iterations.schedule_control, run.models.fed = before, schedule_control, fed
 
 
 @contextlib.contextmanager

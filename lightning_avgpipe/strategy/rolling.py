@@ -48,7 +48,7 @@ from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.strategy.ahead import STEP as _STEP
 from lightning_avgpipe.strategy.ahead import AheadIterations, Read
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
-from lightning_avgpipe.strategy.iteration import Finish, Works
+from lightning_avgpipe.strategy.preparation import Works
 from lightning_avgpipe.strategy.rolling_choice import gives_way
 from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -56,33 +56,25 @@ from lightning_avgpipe.utils.random_streams import RandomKey
 
 @dataclass(kw_only=True)
 class _Iteration(Read):
-    """A batch for each pipeline, on its way through the stages.
+    """A batch for each pipeline.
 
     Attributes:
-        number: of its random numbers.
         works: micro-batches by pipeline.
-        rest: other arguments of the step.
-        progress: the trainer's counters as they will be; None from the time on that they are.
         begun: pipelines that have begun it.
         outcomes: of all pipelines, if they ran without rolling.
         entries: what steps have logged.
         loss: what hooks of backwards are told.
         first_loss: of a micro-batch that ran ahead, for a hook whose turn has not come.
         kept: by pipeline, contents of buffers before it ran ahead.
-        finish: what the last stage does with results, if it rolls.
     """
 
-    number: int
     works: Works
-    rest: tuple[Any, ...]
-    progress: Progress | None
     begun: set[int] = field(default_factory=set)
     outcomes: list[Outcome] | None = None
     entries: list[Any] = field(default_factory=list)
     loss: Tensor | None = None
     first_loss: Tensor | None = None
     kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    finish: Finish | None = None
 
 
 @dataclass(kw_only=True)
@@ -111,7 +103,7 @@ class RollingIterations(AheadIterations):
         self._clear_in_turn(iteration)
         if iteration.begun:
             self._foresight.check()
-            if [*self.observers]:
+            if [*self.schedule_control.observers]:
                 self._undo(iteration)
         if not self._run_first(iteration):
             return None
@@ -153,7 +145,7 @@ class RollingIterations(AheadIterations):
                         self._end(iteration, n)
                         self._after(iteration, n, steps=True)
                     step(n)
-                with self.observers.activity("averaging"):
+                with self.schedule_control.observers.activity("averaging"):
                     ensemble.averager.turns.end(n)
                 if iteration is not None and goes_on:
                     self._go_on(n, iteration)
@@ -221,7 +213,7 @@ class RollingIterations(AheadIterations):
             self.models.clear_gradients()
             zero_grad()
         else:
-            self.models.begin_accumulation()
+            self.models.fed = 0
             with replaced(self._module, "optimizer_zero_grad", nothing):
                 zero_grad()
         if iteration.first_loss is not None:
@@ -252,7 +244,7 @@ class RollingIterations(AheadIterations):
             self.models.skipped = frozenset(iteration.begun)
             return False
         with context():
-            self.step_log.issue()
+            self.models.step_log.issue()
         if not self._checked and self.give_way():
             return True
         self._check_graph()
@@ -274,7 +266,7 @@ class RollingIterations(AheadIterations):
             and ensemble is not None
             and ensemble.models.size == self.configuration.num_pipelines
             and not self.deployment.replans
-            and not [*self.observers]
+            and not [*self.schedule_control.observers]
             and not self.schedule_control.measures(iteration.works, self.configuration.num_pipelines)
         )
 
@@ -287,7 +279,7 @@ class RollingIterations(AheadIterations):
             partial(self._rolled, iteration, n),
             [(part.data, *iteration.rest) for part in works[n]],
             partial(iteration.finish, n),
-            RandomKey(self.state.seed, iteration.number, self._first + n),
+            RandomKey(self.configuration.seed, iteration.number, self._first + n),
         )
         self._rolling.begin(self._pipelines[n], self._schedule(works[n], True), task)
         iteration.begun.add(n)
@@ -332,7 +324,7 @@ class RollingIterations(AheadIterations):
         if iteration.finish is None:  # it did not roll, and has logged
             return
         with self.trainer.precision_plugin.train_step_context():
-            self.step_log.issue_collected(iteration.entries)
+            self.models.step_log.issue_collected(iteration.entries)
 
     # -- what runs ahead ---------------------------------------------------------------------------------------------
 
@@ -348,7 +340,7 @@ class RollingIterations(AheadIterations):
 
     def _read_ahead(self, iteration: _Iteration) -> _Iteration | None:
         """The next iteration; None if it must not begin before its turn. The same on every process."""
-        if [*self.observers]:
+        if [*self.schedule_control.observers]:
             return None
         batches = self.batches.read_ahead()
         if not batches:

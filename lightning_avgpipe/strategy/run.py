@@ -7,16 +7,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
-from lightning_avgpipe.strategy.configuration import Configuration
-from lightning_avgpipe.strategy.connection import Connection
+from lightning_avgpipe.strategy.checkpoint_state import State
 from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
 from lightning_avgpipe.strategy.parallel_models import check_number
+from lightning_avgpipe.strategy.surroundings import Surroundings
 
 Own = Callable[..., Any]  # Lightning's own method of the same name
 
@@ -57,32 +55,25 @@ class PassthroughRun:
     Also what there is before the set-up of any other run.
 
     Args:
-        trainer: of the run.
-        connection: of the processes.
-        configuration: of the strategy.
-        before: the state before the run.
+        around: what it finds.
     """
 
     plan: Plan | None = None
+    state: State
 
-    def __init__(
-        self, trainer: pl.Trainer, connection: Connection, configuration: Configuration, before: WholeState
-    ) -> None:
-        self.state = before
-        assert connection.cluster is not None
-        wanted = configuration.options.on_nonfinite
-        self.check = GradientCheck(trainer, connection.cluster, wanted, OneModel(trainer.lightning_module))
-        self._trainer = trainer
-        self._connection = connection
-        self._configuration = configuration
+    def __init__(self, around: Surroundings) -> None:
+        self.state = around.before
+        wanted, module = around.configuration.options.on_nonfinite, around.trainer.lightning_module
+        self.check = GradientCheck(around.trainer, around.cluster, wanted, OneModel(module))
+        self._around = around
 
     def setup(self, own: Own) -> None:
         """Lightning's own set-up."""
-        own(self._trainer)
+        own(self._around.trainer)
 
     def model_to_device(self, own: Own) -> None:
         """The module goes to the device, and what has no contents gets them before."""
-        self.state.fill()
+        self._around.before.fill()
         own()
 
     def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
@@ -105,7 +96,7 @@ class PassthroughRun:
 
     def end_iteration(self) -> None:
         """What was asked for comes now."""
-        self._configuration.take_over(self._connection.cluster)
+        self._around.configuration.take_over(self._around.cluster)
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
         """Within this context the module is the model of one pipeline; None: the reference. There is one model."""

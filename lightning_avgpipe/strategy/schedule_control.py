@@ -12,30 +12,26 @@ every iteration anyway, so all switch at the same one.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from lightning_avgpipe.comm.clock import Stopwatch
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.accounting import DeviceMeter, HostMeter, Meter
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.model_memory import holdings_of_models, with_doubles
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.adaptive import IterationShape
-from lightning_avgpipe.schedule.own import Builder
-from lightning_avgpipe.schedule.versions import POLICIES, WeightPolicy
 from lightning_avgpipe.strategy.advance_control import AdvanceControl, Decisions, Ran
-from lightning_avgpipe.strategy.schedule_choice import ScheduleChoice
+from lightning_avgpipe.strategy.run_holdings import RunHoldings
+from lightning_avgpipe.strategy.schedule_choice import Order, ScheduleChoice
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.device import port_of
 
 
 class ScheduleControl:
@@ -47,58 +43,38 @@ class ScheduleControl:
     something else than an iteration.
 
     Args:
-        given: name of the schedule, or a function that builds it.
-        advance: h, or ``"auto"``. Alone a process has nothing to overlap: there ``"auto"`` is 0.
+        order: of actions, as asked for.
         cluster: who hosts what.
         memory_limit: bytes that no stage may exceed, as of when it is called.
         module: that is trained.
-        optimizers: that step it, as of when it is called.
         observers: of each iteration, to which what measures it is added.
-        beside: what parallel models have of their own that are not in the module, as of when it is called.
-        splits: whether stages can split their backwards, as far as that is known.
-        policy: which weights actions use.
-        meeting: whether what models need to meet one at a time is there; None: they meet together.
+        holdings: what stages of this process hold, whatever they keep.
 
     Attributes:
         choice: builds the schedules.
         advances: decides, on rank 0.
+        observers: the same.
         peaks: stage -> bytes at its peak, as measured last; of all stages, on all ranks.
     """
 
     def __init__(
         self,
-        given: str | Builder,
-        advance: int | Literal["auto"],
+        order: Order,
         cluster: Cluster,
         memory_limit: Callable[[], float],
         module: nn.Module,
-        optimizers: Callable[[], Sequence[Optimizer]],
         observers: Observers,
-        beside: Callable[[], Sequence[Tensor]] = list,
-        splits: bool = True,
-        policy: WeightPolicy = POLICIES["flush"],
-        meeting: Callable[[], bool | None] = lambda: None,
+        holdings: RunHoldings,
     ) -> None:
-        adapts = advance == "auto" and given == "advance_forward" and cluster.group.world_size > 1
-        fixed = 0 if advance == "auto" else advance
-        self.choice = ScheduleChoice(given, None if adapts else fixed, cluster, memory_limit, module, splits)
+        self.choice = ScheduleChoice(order, cluster, memory_limit, module)
+        self.advances = AdvanceControl(cluster, self.choice)
+        self.observers = observers
         self.peaks: dict[int, int] = {}
-        self.advances = AdvanceControl(cluster, self.choice, memory_limit)
         self._cluster = cluster
-        self._module = module
-        self._optimizers = optimizers
-        self._observers = observers
-        self._beside = beside
-        self._policy = policy
-        self._meeting = meeting
-        self._plan: Plan | None = None
-        self._stopwatch = Stopwatch(cluster.device)
-        self._chosen: dict[IterationShape, int] = {}  # the same on every rank
-        self._metered: set[tuple[IterationShape, int]] = set()
-        self._largest: Counter[IterationShape] = Counter()
-        self._number = 0
-        self._follows = False  # on an ordinary iteration
-        self._report: list[Any] = []  # of this rank, not yet handed in
+        self._holdings = holdings
+        self._shapes: dict[IterationShape, _Known] = defaultdict(_Known)
+        self._measured = _Measured(Stopwatch(cluster.device))
+        self._loaded: dict[str, Any] | None = None
 
     def schedule(self, parts: Sequence[MicroBatch], num_pipelines: int = 1, plan: Plan | None = None) -> Schedule:
         """For the next iteration of training, of a pipeline with these micro-batches.
@@ -107,7 +83,7 @@ class ScheduleControl:
             plan: of the stages, which broadcast forward depends on; None: as was asked for.
         """
         shape = self._shape(parts, num_pipelines)
-        return self.choice.schedule(shape, self._chosen.get(shape, 0), plan)
+        return self.choice.schedule(shape, self._shapes[shape].advance, plan)
 
     def freeze(self, stages: int) -> None:
         """From now on so many stages, from the first, run forwards only. Every rank calls it before the iteration."""
@@ -117,27 +93,25 @@ class ScheduleControl:
 
     def begin_again(self) -> None:
         """There is another plan: what was measured and decided was so for the one before. Every rank calls it."""
-        self.advances.begin_again(self._number + 1, self._plan is not None)
-        self._plan = None
-        self.choice.begin_again()
+        if self.choice.plan is not None:  # for which a state that was loaded was meant
+            self._loaded = None
+        self.choice.follow(None)
+        self.advances = AdvanceControl(self._cluster, self.choice)
         self.peaks.clear()
-        self._chosen.clear()
-        self._metered.clear()
-        self._largest.clear()
+        self._shapes.clear()
 
     def _take(self, plan: Plan, num_microbatches: int) -> None:
         """The first iteration knows the plan, and its costs what to begin with."""
-        if plan is self._plan or not self.choice.depends_on_plan:
+        if plan is self.choice.plan or not self.choice.depends_on_plan:
             return
-        self._plan = plan
         self.choice.follow(plan)
         if self.choice.adapts:
-            self.advances.begin(self.choice.first_advance(num_microbatches))
+            self.advances.begin(self.choice.first_advance(num_microbatches), self._loaded)
 
     def measures(self, works: Sequence[Sequence[MicroBatch]], num_pipelines: int) -> bool:
         """Whether the memory of such an iteration will be measured. The same on every rank."""
-        shape = self._shape(works[0], num_pipelines)
-        return len(works) == num_pipelines and (shape, self._chosen.get(shape, 0)) not in self._metered
+        known = self._shapes[self._shape(works[0], num_pipelines)]
+        return len(works) == num_pipelines and known.advance not in known.metered
 
     @contextlib.contextmanager
     def iteration(
@@ -157,48 +131,52 @@ class ScheduleControl:
             schedule: of pipeline 0.
             num_pipelines: N. Memory is measured when all of them have a batch.
         """
+        measured = self._measured
         if not task.trains:
-            self._follows = False
+            measured.follows = False
             yield
             return
         shape = self._shape(works[0], num_pipelines)
-        advance = self._chosen.get(shape, 0)
+        known = self._shapes[shape]
+        advance = known.advance
         self._take(plan, len(works[0]))
         meter = None
         if self.measures(works, num_pipelines):
-            meter = self._meter(task, plan, works)
-            self._metered.add((shape, advance))
-        self._number += 1
-        with (
-            self._observers.having(*([] if meter is None else [meter])),
-            self._stopwatch.lap(self._number) if self.choice.adapts else contextlib.nullcontext(),
-        ):
+            meter = self._holdings.meter(task, plan, works)
+            known.metered.add(advance)
+        measured.number += 1
+        lap = measured.stopwatch.lap(measured.number) if self.choice.adapts else contextlib.nullcontext()
+        with self.observers.having(*([] if meter is None else [meter])), lap:
             yield
         if meter is not None:
-            self._measured(meter, plan, schedule, len(works[0]), num_pipelines)
+            found = self._holdings.footprints(meter, plan, schedule, len(works[0]), num_pipelines)
+            measured.footprints += [(measured.number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
         size = sum(part.size for work in works for part in work)
-        self._largest[shape] = max(size, self._largest[shape])
-        ordinary = self._follows and meter is None and not [*self._observers] and size == self._largest[shape]
-        self._follows = True
+        known.largest = max(size, known.largest)
+        ordinary = measured.follows and meter is None and not [*self.observers] and size == known.largest
+        measured.follows = True
         if self._cluster.rank == 0:
             if self.choice.adapts or meter is not None:
-                self.advances.note(self._number, Ran(shape, advance, ordinary))
+                self.advances.note(measured.number, Ran(shape, advance, ordinary))
             if self.choice.adapts and meter is None:
                 self.advances.estimate(plan, shape, schedule)
 
     def finish(self) -> Decisions:
         """After an iteration: hand in what was measured; on rank 0, decide. Every rank calls it."""
-        if not self.choice.adapts and not self._report:
+        measured = self._measured
+        if not self.choice.adapts and not measured.footprints:
             return None  # the same on every rank
-        report, self._report = (self._stopwatch.finished(), self._report), []
+        report, measured.footprints = (measured.stopwatch.finished(), measured.footprints), []
         for rank, reported in self._cluster.channels.control.report(report):
             self.advances.take(rank, reported)
-        return self.advances.decide(self._chosen, self.peaks) if self._cluster.rank == 0 else None
+        chosen = {shape: known.advance for shape, known in self._shapes.items()}
+        return self.advances.decide(chosen, self.peaks) if self._cluster.rank == 0 else None
 
     def accept(self, news: Decisions) -> None:
         """Every rank takes rank 0's decisions on, after the same iteration."""
         if news is not None:
-            self._chosen.update({IterationShape(*values): advance for *values, advance in news[0]})
+            for *values, advance in news[0]:
+                self._shapes[IterationShape(*values)].advance = advance
             self.peaks.update(news[1])
 
     def log(self, trainer: pl.Trainer) -> None:
@@ -217,33 +195,44 @@ class ScheduleControl:
         elements = max((tensor.numel() for tensor in tree.tensors(first.data)), default=0) // max(1, first.size)
         return IterationShape(len(parts), num_pipelines, self._cluster.stage_map.num_stages, elements.bit_length())
 
-    def _meter(self, task: Task, plan: Plan, works: Sequence[Sequence[MicroBatch]] = ()) -> Meter | None:
-        """None where it cannot be measured: a step whose costs were not measured may not bear to be watched."""
-        if port_of(self._cluster.device).memory.is_counted:
-            return DeviceMeter(self._cluster.device)
-        if not plan.measured:
-            return None
-        batches = tree.tensors((tuple(map(tuple, task.args)), [part.data for parts in works for part in parts]))
-        return HostMeter([*self._module.parameters(), *self._module.buffers(), *self._beside(), *batches])
-
-    def _measured(
-        self, meter: Meter, plan: Plan, schedule: Schedule, num_microbatches: int, num_pipelines: int
-    ) -> None:
-        """Report what an iteration kept."""
-        stages, groups, meeting = self._cluster.stages, self._cluster.stage_map.num_teams, self._meeting()
-        held = holdings_of_models(
-            plan, stages, self._module, self._optimizers(), num_microbatches, num_pipelines, groups, self._policy,
-            rolling=meeting is not None, meeting=bool(meeting),
-        )  # fmt: skip
-        found = meter.finish(with_doubles(held, plan, schedule, self._module, num_pipelines))
-        self._report += [(self._number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
-
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any] | None:
         """What rank 0 knows of advances; None if there is nothing to know."""
-        return self.advances.state_dict()
+        return self.advances.state_dict() or self._loaded
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on where a run was saved: after the first iteration, when it is known what fits the memory."""
-        self.advances.load_state_dict(state)
+        self._loaded = state
+
+
+@dataclass
+class _Known:
+    """What is known of a shape of iterations, with the plan that there is.
+
+    Attributes:
+        advance: chosen for it, the same on every rank.
+        metered: advances with which memory was measured.
+        largest: number of samples.
+    """
+
+    advance: int = 0
+    metered: set[int] = field(default_factory=set)
+    largest: int = 0
+
+
+@dataclass
+class _Measured:
+    """What this rank has measured of iterations of training, and not handed in yet.
+
+    Attributes:
+        stopwatch: has the times.
+        number: of the last iteration.
+        follows: whether nothing else has run since.
+        footprints: number, stage and values, of stages whose memory was measured.
+    """
+
+    stopwatch: Stopwatch
+    number: int = 0
+    follows: bool = False
+    footprints: list[Any] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -45,6 +46,7 @@ from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.reconfiguration import check_changes
 from lightning_avgpipe.strategy.run import PassthroughRun, Run
 from lightning_avgpipe.strategy.signals import ending_together, saving_what_is_whole
+from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.strategy.whole import optimizes_manually, why_whole
 from lightning_avgpipe.strategy.whole_run import WholeRun
 from lightning_avgpipe.utils import packages
@@ -385,14 +387,14 @@ class AvgPipeStrategy(ParallelStrategy):
     def observers(self) -> Observers:
         """What sees the iterations of this process in the run as a pipeline."""
         assert isinstance(self._run, PipelineRun)
-        return self._run.observers
+        return self._run.iterations.schedule_control.observers
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         checks.processes(self.num_stages, self.device_layout)
         StageMap.on(self.device_layout, self.num_stages)
         self._launcher = launch.launcher(self, self.options.start_method)
-        if self.passthrough and self.undivided:
+        if self.passthrough and self._undivided:
             rank_zero_info(
                 "AvgPipeStrategy: with one device, one stage and one micro-batch there is nothing to pipeline; "
                 "everything is as with strategy='auto'. More devices, or num_stages=2 on this one, make a pipeline"
@@ -485,11 +487,11 @@ class AvgPipeStrategy(ParallelStrategy):
         Then nothing is captured, split, replaced or refused: all is as with Lightning's strategy for one device.
         """
         one_model = self.device_layout.world_size == self.num_pipelines == 1
-        return one_model and (self.undivided or (self.whole is not None and not self.options.splits))
+        return one_model and (self._undivided or (self.whole is not None and not self.options.splits))
 
     @property
-    def undivided(self) -> bool:
-        """Whether one stage and one micro-batch are all there is."""
+    def _undivided(self) -> bool:
+        # one stage and one micro-batch are all there is
         return self.num_stages == 1 and not (self.options.splits or self.options.recompute or self.options.compile)
 
     @property
@@ -564,17 +566,17 @@ class AvgPipeStrategy(ParallelStrategy):
         if why is not None:
             abreast = optimizes_manually(module) and self.world_size == 1
             checks.whole(module, why, options, self.num_groups, abreast)
-            if not self.undivided:
+            if not self._undivided:
                 how = "its training_step runs on micro-batches, which step optimizers together"
                 whole = "its steps run whole, not in micro-batches"
                 rank_zero_info(f"{type(module).__name__} {why}: {how if options.splits else whole}")
         if fitting and self.num_models == 1 and self.tuner is None:
             combinations.without_effect(options)
-        parts = trainer, self._connection, self._configuration, self._before
+        around = Surroundings(trainer, self._connection, self._configuration, self._before, self._distributor)
         if self.passthrough:
             if fitting:
                 request.nothing_to_verify(options.verify)
-            return PassthroughRun(*parts)
+            return PassthroughRun(around)
         checks.trainer(trainer, self.world_size, self.num_pipelines)
         everywhere = self.cluster.world.gather_objects((str(trainer.ckpt_path or ""), options.shared))
         checks.same_checkpoint([path for path, _ in everywhere])
@@ -587,11 +589,9 @@ class AvgPipeStrategy(ParallelStrategy):
                 self._configuration.can_roll = rolling_choice.can_roll(trainer, options, self.cluster, *ways)
                 checks.sharding(options, self.num_models, tuned=self.tuner is not None)
                 checks.survival(options, tuned=self.tuner is not None)
-            return PipelineRun(*parts, self._distributor)
+            return PipelineRun(around)
         request.refuse(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
-        if options.splits:
-            return AbreastRun(*parts, self._distributor)
-        return WholeRun(*parts, self._distributor)
+        return AbreastRun(around) if options.splits else WholeRun(around)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Build the optimizers, over all parameters: what they hold of other stages goes when the plan is made."""
@@ -750,7 +750,7 @@ class AvgPipeStrategy(ParallelStrategy):
         wait for; of several pipelines all that they have, and their reference. Empty before training, and on a CPU with
         ``costs="flops"``.
         """
-        return self._run.peaks if isinstance(self._run, PipelineRun) else {}
+        return dict(self._run.iterations.schedule_control.peaks) if isinstance(self._run, PipelineRun) else {}
 
     def reconfigure(
         self,
@@ -781,14 +781,8 @@ class AvgPipeStrategy(ParallelStrategy):
                 also when, at the end of the iteration, it turns out that not all have asked for the same.
             PartitionError: a split point that is no submodule.
         """
-        changes = {
-            "num_pipelines": num_pipelines, "num_microbatches": num_microbatches, "advance": advance,
-            "num_stages": num_stages, "split_points": split_points,
-        }  # fmt: skip
-        check_changes(
-            changes, self._configuration, self.lightning_module, self.device_layout, self.num_stages, self.num_groups,
-            self.passthrough,
-        )  # fmt: skip
+        changes = {name: value for name, value in locals().items() if name != "self"}
+        check_changes(changes, self._configuration, self)
         self._configuration.ask(changes)
         if self._configuration.in_iteration:
             return
@@ -834,19 +828,15 @@ class AvgPipeStrategy(ParallelStrategy):
             regrouping.begin_epoch(trainer)
         gc.collect()  # the groups before are a cycle, and hold their connections until then
 
-    @contextlib.contextmanager
-    def reference(self) -> Iterator[nn.Module]:
+    def reference(self) -> AbstractContextManager[nn.Module]:
         """Within this context the module is the reference model, for code in hooks that wants to use or change it.
 
         Hooks of training see the model of pipeline 0, as on rank 0 of ddp they see its process; evaluation, prediction
         and checkpoints use the reference. With one pipeline they are the same.
         """
-        module = self._connected_module("reference()")
-        with contextlib.nullcontext() if self._run is None else self._run.showing(None):
-            yield module
+        return self._showing("reference()", None)
 
-    @contextlib.contextmanager
-    def parallel_model(self, number: int) -> Iterator[nn.Module]:
+    def parallel_model(self, number: int) -> AbstractContextManager[nn.Module]:
         """Within this context the module is the model of one pipeline.
 
         Args:
@@ -854,9 +844,14 @@ class AvgPipeStrategy(ParallelStrategy):
         Raises:
             ConfigurationError: there are not so many, or nothing is trained yet.
         """
-        module = self._connected_module(f"parallel_model({number!r})")
+        asked = f"parallel_model({number!r})"
         if not isinstance(number, int):
-            raise ConfigurationError(f"parallel_model({number!r}): must be the number of a pipeline, from 0")
+            raise ConfigurationError(f"{asked}: must be the number of a pipeline, from 0")
+        return self._showing(asked, number)
+
+    @contextlib.contextmanager
+    def _showing(self, asked: str, number: int | None) -> Iterator[nn.Module]:
+        module = self._connected_module(asked)
         with contextlib.nullcontext() if self._run is None else self._run.showing(number):
             yield module
 

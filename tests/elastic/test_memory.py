@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_avgpipe.engine.accounting import Footprint, HostMeter
 from lightning_avgpipe.planning.model_memory import holdings_of_models
 from lightning_avgpipe.schedule import FORWARD, Action, Schedule, build
-from lightning_avgpipe.strategy import schedule_control
 from tests.models import Regression, loader
 from tests.trainers import pipeline
 
@@ -50,7 +49,7 @@ def measured(
         "num_pipelines": num_pipelines, "num_microbatches": NUM_MICROBATCHES, "split_points": SPLITS[num_stages],
         "schedule": schedule.name, "advance": advance, "costs": "measured", "costs_cache": None, "rolling": rolling,
     }  # fmt: skip
-    with mock.patch.object(schedule_control.HostMeter, "finish", finished):
+    with mock.patch.object(HostMeter, "finish", finished):
         runner = pipeline(num_stages, 1, strategy, max_epochs=1)
         runner.fit(Wide(), loader(Wide, 2 * BATCH * num_pipelines, BATCH))
     assert runner.strategy.peak_memory_bytes == {k: footprint.peak for k, footprint in found.items()}

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,7 +64,7 @@ def forced(alone: bool) -> Iterator[list[int]]:
     def begun(self: ScheduleControl, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if alone:
-            self.choice.advance = None
+            self.choice.order = replace(self.choice.order, advance="auto")
 
     MadeUp.used = used
     with (
@@ -151,6 +152,23 @@ def test_a_resumed_run_goes_on_with_its_advance_after_one_iteration(tmp_path: Pa
     assert used == [0] + [1] * 14
     (resumed,) = again.strategy.run.iterations.schedule_control.state_dict()["states"]
     assert resumed["state"]["best"] == state["state"]["best"]
+
+
+class Recutting(Callback):
+    """Wants other stages right after a decision, which no logger has heard of by then."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1 + DROPPED + WINDOW + 2:
+            trainer.strategy.reconfigure(split_points=["layers.2"])
+
+
+def test_a_decision_of_the_plan_before_is_not_logged(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="csv", version=0)
+    _, used = fit(MLP(), ENOUGH, callbacks=[Recutting()], logger=logger, log_every_n_steps=14)
+    assert runs(used)[:4] == [0, 1, 0, 1]
+    with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
+        rows = [(row["step"], row["avgpipe/advance"]) for row in csv.DictReader(file) if row.get("avgpipe/advance")]
+    assert rows == [("27", "1.0")]
 
 
 def test_only_whole_ordinary_iterations_count() -> None:
