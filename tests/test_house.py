@@ -18,7 +18,6 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "callbacks/tuner.py:AvgPipeTuner": (7, 13, "options of the user, and the search that they begin"),
     "comm/cluster.py:Cluster": (26, 27, "all that a process has of the others"),
     "comm/collectives.py:Collectives": (17, 5, "a method for each thing that processes do together"),
-    "comm/lone_group.py:LoneGroup": (16, 0, "torch's interface of process groups"),
     "comm/meetings.py:Meetings": (7, 12, "one protocol, whose parties and rounds change together"),
     "comm/membership.py:Membership": (14, 9, "a question for each thing that may have become of a group"),
     "comm/monitor.py:Monitor": (13, 18, "what each of its threads watches"),
