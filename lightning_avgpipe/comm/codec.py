@@ -2,21 +2,23 @@
 
 ::
 
-    frame     | lengths, structure's number, micro-batch, place | structure, if new | small tensors, each aligned |
-    after it    the rest of a structure that is too long, then large tensors one by one
+    frame     | lengths, numbers, micro-batch | channel and structure, if new | small tensors of the host, aligned |
+    after it    the rest of a frame that is too long, then parcels: all other tensors but large ones in one for the
+                host and one for the device, and each large one by itself, of which no copy is made
 
 Both ends number the structures of messages (shapes, types and everything else but numbers) as they see them, so that
-a structure which repeats is neither pickled nor sent again. What follows the frame has the structure's number as its
-tag: the receiver can be ready for it before the frame is there.
+a structure which repeats is neither pickled nor sent again, and it says which parcels there are. These have a tag of
+their structure's: the receiver can be ready for them before the frame is there.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,17 +27,19 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.routes import Route
 
 # A receive is posted for so many bytes before the size of the frame is known. On Linux gloo accepts a shorter one; its
 # transport elsewhere reads on until all have come, so frames are filled up there.
 _ACCEPTS_SHORTER = sys.platform == "linux"
 CAPACITY = 65536 if _ACCEPTS_SHORTER else 1024
-# bytes of the structure, bytes of inner tensors, the structure's number, micro-batch, place
+# bytes of the frame and of what is pickled in it, numbers of structure and channel, micro-batch
 _PREFIX = struct.Struct("<qqqqq")
 _NEW, _UNNUMBERED = -1, -2
-_NOWHERE = -1  # a message without a place
-_MAX_NUMBERED = 256
-MOST_TAGS = 1 + _MAX_NUMBERED  # of one channel
+_MAX_NUMBERED = 1024
+FRAMES, REST, _FIRST_NUMBERED = 0, 1, 2  # tags
+MOST_TAGS = _FIRST_NUMBERED + _MAX_NUMBERED  # of one wire
+_LARGE = 1024**2  # bytes from which a copy costs more than a transfer
 _ALIGNMENT = 64
 
 
@@ -97,8 +101,7 @@ class TensorForm(NamedTuple):
         return self.from_wire(flat.view(self.dtype).view(self.wire_shape))
 
 
-# the last five are the message's
-_Structure = tuple[tuple[TensorForm | None, ...], tuple[bool, ...], Any, bool, int, int]
+Forms = tuple[TensorForm | None, ...]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -106,65 +109,149 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+@dataclass(frozen=True)
+class Parcel:
+    """Tensors of a message that travel together, one after the other.
+
+    Attributes:
+        places: number of the tensor in the message, and where it begins, in bytes.
+        forms: of all tensors of the message.
+        nbytes: of all of it.
+        on_host: whether its tensors live on the host.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    forms: Forms
+    nbytes: int
+    on_host: bool
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], forms: Forms, on_host: bool) -> Parcel:
+        """A parcel of some tensors."""
+        places, end, nbytes = [], 0, 0
+        for number in numbers:
+            form = forms[number]
+            assert form is not None
+            places.append((number, end))
+            nbytes = end + form.nbytes
+            end = _aligned(nbytes)
+        return cls(tuple(places), forms, nbytes, on_host)
+
+    def packed(self, message: Message) -> Tensor:
+        """The bytes of the tensors, where these live; one alone is not copied."""
+        if len(self.places) == 1:
+            return next(self._parts(message))
+        first = message.tensors[self.places[0][0]]
+        assert first is not None
+        flat = torch.empty(self.nbytes, dtype=torch.uint8, device=first.device)
+        self.fill(flat, message)
+        return flat
+
+    def fill(self, flat: Tensor, message: Message) -> None:
+        """Copy the bytes of the tensors."""
+        for part, (_, begin) in zip(self._parts(message), self.places, strict=True):
+            flat[begin : begin + part.numel()] = part
+
+    def _parts(self, message: Message) -> Iterator[Tensor]:
+        for number, _ in self.places:
+            form, tensor = self.forms[number], message.tensors[number]
+            assert form is not None and tensor is not None
+            yield as_bytes(form.on_wire(tensor))
+
+    def unpack(self, flat: Tensor, tensors: list[Tensor | None], copies: bool = False) -> None:
+        """Put tensors into their places in a message; in this memory, or in memory of their own."""
+        for number, begin in self.places:
+            form = self.forms[number]
+            assert form is not None
+            part = flat[begin : begin + form.nbytes]
+            # views count what is written into any of them, which autograd would take for writes into all: so no view
+            tensors[number] = form.from_bytes(part.clone() if copies else part).data
+
+
+@functools.lru_cache(_MAX_NUMBERED)
+def parcels(forms: Forms) -> tuple[Parcel, tuple[Parcel, ...]]:
+    """How tensors travel: those in the frame, and the parcels after it."""
+    inner: list[int] = []
+    together: dict[bool, list[int]] = {True: [], False: []}
+    alone: list[tuple[list[int], bool]] = []
+    room = CAPACITY - _aligned(_PREFIX.size)
+    for number, form in enumerate(forms):
+        if form is None or form.is_empty:
+            continue
+        if form.on_host and form.nbytes <= room:
+            inner.append(number)
+            room -= _aligned(form.nbytes)
+        elif form.nbytes < _LARGE:
+            together[form.on_host].append(number)
+        else:
+            alone.append(([number], form.on_host))
+    groups = [*((numbers, on_host) for on_host, numbers in together.items() if numbers), *alone]
+    return Parcel.of(inner, forms, True), tuple(Parcel.of(numbers, forms, on_host) for numbers, on_host in groups)
+
+
+class Structure(NamedTuple):
+    """All of a message but its numbers; what is not described here is as in the message."""
+
+    forms: Forms
+    requires_grad: tuple[bool, ...]
+    entries: Any
+    abandoned: bool
+    forward_only: int
+    segments: int
+
+    @classmethod
+    def of(cls, message: Message) -> Structure:
+        """That of a message."""
+        return cls(
+            tuple(None if tensor is None else TensorForm.of(tensor) for tensor in message.tensors),
+            message.requires_grad, message.entries, message.abandoned, message.forward_only, message.segments,
+        )  # fmt: skip
+
+
 class FrameWriter:
-    """Makes frames at the sending end of a channel."""
+    """Makes frames at the sending end of a wire."""
 
     def __init__(self) -> None:
-        self._numbers: dict[_Structure, int] = {}
+        self._numbers: dict[Structure, int] = {}
+        self._channels: dict[Route, int] = {}
 
-    def write(
-        self, message: Message, inner: bool, place: int | None = None
-    ) -> tuple[list[Tensor], Sequence[TensorForm | None], int | None]:
-        """What to send first.
+    def write(self, route: Route, message: Message) -> tuple[list[Tensor], tuple[Parcel, ...], int]:
+        """What to send first for a message of a channel: the frame and, if it is too long, the rest of it.
 
-        Args:
-            message: to be sent.
-            inner: whether its tensors are on the host, so that small ones can be in the frame.
-            place: among the messages of the link between devices; None: it does not travel there.
         Returns:
-            The frame and, if the structure is too long for it, the rest of that; the forms of the tensors; and with
-            which tag these follow, or None if they are in the frame.
+            These, the parcels that come after them, and with which tag.
         """
-        forms = tuple(None if t is None else TensorForm.of(t) for t in message.tensors)
-        structure = (
-            forms, message.requires_grad, message.entries, message.abandoned, message.forward_only, message.segments,
-        )  # fmt: skip
-        number = self._number(structure)
-        text = pickle.dumps(structure) if number < 0 else b""
-        parts = [] if not inner else [
-            (form, t) for form, t in zip(forms, message.tensors, strict=True)
-            if form is not None and t is not None and not form.is_empty
-        ]  # fmt: skip
-        size = _aligned(_PREFIX.size + len(text))
-        nbytes = sum(_aligned(t.numel() * t.element_size()) for _, t in parts)
-        if not inner or size + nbytes > CAPACITY:
-            parts, nbytes = [], 0
-        used = size + nbytes if parts else min(_PREFIX.size + len(text), CAPACITY)
-        frame = np.zeros(used if _ACCEPTS_SHORTER else CAPACITY, dtype=np.uint8)
-        first = text[: CAPACITY - _PREFIX.size]
-        frame[: _PREFIX.size + len(first)] = np.frombuffer(
-            _PREFIX.pack(len(text), nbytes, number, message.micro_batch, _NOWHERE if place is None else place) + first,
-            dtype=np.uint8,
-        )
+        structure = Structure.of(message)
+        inner, following = parcels(structure.forms)
+        number, tag = self._number(structure)
+        new = route not in self._channels
+        channel = self._channels.setdefault(route, len(self._channels))
+        text = pickle.dumps((route if new else None, structure if number < 0 else None)) if new or number < 0 else b""
+        begin = _aligned(_PREFIX.size + len(text))
+        size = begin + inner.nbytes
+        frame = np.zeros(size if _ACCEPTS_SHORTER else max(size, CAPACITY), dtype=np.uint8)
+        prefix = _PREFIX.pack(size, len(text), number, channel, message.micro_batch)
+        frame[: len(prefix) + len(text)] = np.frombuffer(prefix + text, dtype=np.uint8)
         whole = torch.from_numpy(frame)
-        position = size
-        for form, tensor in parts:
-            flat = as_bytes(form.on_wire(tensor))
-            whole[position : position + flat.numel()] = flat
-            position += _aligned(flat.numel())
-        rest = text[len(first) :]
-        frames = [whole, *([torch.frombuffer(bytearray(rest), dtype=torch.uint8)] if rest else [])]
-        return frames, forms, None if parts else _tag(number)
+        inner.fill(whole[begin:], message)
+        return (
+            list(whole.split((CAPACITY, len(whole) - CAPACITY)) if len(whole) > CAPACITY else (whole,)),
+            following,
+            tag,
+        )
 
-    def _number(self, structure: _Structure) -> int:
+    def _number(self, structure: Structure) -> tuple[int, int]:
+        """As the frame says it, and the tag of the parcels."""
         try:
             number = self._numbers.get(structure)
         except TypeError:  # an unhashable leaf: sent in full every time
-            return _UNNUMBERED
-        if number is None and len(self._numbers) < _MAX_NUMBERED:
-            self._numbers[structure] = len(self._numbers)
-            return _NEW
-        return _UNNUMBERED if number is None else number
+            return _UNNUMBERED, REST
+        if number is not None:
+            return number, _FIRST_NUMBERED + number
+        if len(self._numbers) == _MAX_NUMBERED:
+            return _UNNUMBERED, REST
+        self._numbers[structure] = len(self._numbers)
+        return _NEW, REST
 
 
 @dataclass(frozen=True)
@@ -172,46 +259,50 @@ class Opened:
     """What a frame says.
 
     Attributes:
+        route: of the channel.
         micro_batch: of the message.
-        forms: of its tensors.
-        requires_grad: of the message.
-        entries: of the message.
-        abandoned: of the message.
-        forward_only: of the message.
-        segments: of the message.
-        tensors: those that were in the frame, in order; None if they come after it.
+        structure: of the message.
+        tensors: of the message; those that came in the frame are there.
+        parcels: that come after it.
         tag: with which they do.
-        place: as given to the writer.
     """
 
+    route: Route
     micro_batch: int
-    forms: tuple[TensorForm | None, ...]
-    requires_grad: tuple[bool, ...]
-    entries: Any
-    abandoned: bool
-    forward_only: int
-    segments: int
-    tensors: list[Tensor] | None
+    structure: Structure
+    tensors: tuple[Tensor | None, ...]
+    parcels: tuple[Parcel, ...]
     tag: int
-    place: int | None
+
+    def message(self, flats: Sequence[Tensor]) -> Message:
+        """The message, with the parcels that came."""
+        tensors = list(self.tensors)
+        for parcel, flat in zip(self.parcels, flats, strict=True):
+            parcel.unpack(flat, tensors)
+        return Message(self.micro_batch, tuple(tensors), *self.structure[1:])
 
 
 class FrameReader:
-    """Takes frames apart at the receiving end of a channel.
+    """Takes frames apart at the receiving end of a wire.
+
+    Args:
+        device: of this process.
 
     Attributes:
-        usual: tag, forms and segments of the latest structure that has repeated, with tensors after the frame.
+        usual: tag, parcels and segments of the latest structure that has repeated and has parcels.
     """
 
-    def __init__(self) -> None:
-        self.usual: tuple[int, tuple[TensorForm | None, ...], int] | None = None
-        self._structures: list[_Structure] = []
+    def __init__(self, device: torch.device) -> None:
+        self.usual: tuple[int, tuple[Parcel, ...], int] | None = None
+        self._device = device
+        self._structures: list[Structure] = []
+        self._channels: list[Route] = []
 
     @staticmethod
     def missing(frame: Tensor) -> int:
-        """Bytes of the structure that come after the frame."""
-        length: int = _PREFIX.unpack_from(frame.numpy().data)[0]
-        return max(0, _PREFIX.size + length - CAPACITY)
+        """Bytes that come after the frame."""
+        size: int = _PREFIX.unpack_from(frame.numpy().data)[0]
+        return max(0, size - CAPACITY)
 
     def read(self, frame: Tensor, rest: Tensor | None) -> Opened:
         """Take a frame apart.
@@ -220,38 +311,29 @@ class FrameReader:
             frame: as received, of :data:`CAPACITY` bytes.
             rest: what comes after it.
         """
-        raw = frame.numpy()
-        length, nbytes, number, micro_batch, place = _PREFIX.unpack_from(raw.data)
-        if number < 0:
-            text = raw[_PREFIX.size : _PREFIX.size + length].tobytes()
-            structure: _Structure = pickle.loads(text if rest is None else text + rest.numpy().tobytes())
-            if number == _NEW:
-                self._structures.append(structure)
-        else:
+        whole = frame if rest is None else torch.cat((frame, rest))
+        raw = whole.numpy()
+        _, length, number, channel, micro_batch = _PREFIX.unpack_from(raw.data)
+        route, structure = None, None
+        if length:
+            route, structure = pickle.loads(raw[_PREFIX.size : _PREFIX.size + length].data)
+        if route is not None:
+            self._channels.append(route)
+        if structure is None:
             structure = self._structures[number]
-        forms, requires_grad, entries, abandoned, forward_only, segments = structure
-        tensors = None
-        if nbytes:
-            tensors, position = [], _aligned(_PREFIX.size + length)
-            for form in forms:
-                if form is not None and not form.is_empty:
-                    tensor = torch.empty(form.wire_shape, dtype=form.dtype)  # memory of its own, as if sent alone
-                    flat = tensor.reshape(-1).view(torch.uint8)
-                    flat.copy_(frame[position : position + flat.numel()])
-                    position += _aligned(flat.numel())
-                    tensors.append(tensor)
-        tag = _tag(number)
-        if tensors is None and tag and any(form is not None for form in forms):
-            self.usual = tag, forms, segments
-        return Opened(
-            micro_batch, forms, requires_grad, entries, abandoned, forward_only, segments, tensors, tag,
-            None if place == _NOWHERE else place,
-        )  # fmt: skip
-
-
-def _tag(number: int) -> int:
-    """With which tensors follow: each structure has one of its own, so that they may be awaited before the frame."""
-    return max(0, number + 1)
+        elif number == _NEW:
+            self._structures.append(structure)
+        inner, following = parcels(structure.forms)
+        tensors: list[Tensor | None] = [
+            torch.empty(form.shape, dtype=form.dtype, device="cpu" if form.on_host else self._device)
+            if form is not None and form.is_empty else None
+            for form in structure.forms
+        ]  # fmt: skip
+        inner.unpack(whole[_aligned(_PREFIX.size + length) :], tensors, copies=True)
+        tag = REST if number < 0 else _FIRST_NUMBERED + number
+        if number >= 0 and following:
+            self.usual = tag, following, structure.segments
+        return Opened(self._channels[channel], micro_batch, structure, tuple(tensors), following, tag)
 
 
 def _aligned(nbytes: int) -> int:

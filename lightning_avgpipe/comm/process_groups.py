@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,8 +20,7 @@ import torch.distributed as dist
 
 from lightning_avgpipe.comm.alone import own_group
 from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.device_link import DeviceLink
-from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox
+from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox, Receiver, Sender
 from lightning_avgpipe.comm.routes import Edge, Party, Route
 from lightning_avgpipe.comm.wire import Pair, Wire
 from lightning_avgpipe.utils.device import backends, first_options
@@ -35,6 +33,23 @@ _HOST = "avgpipe_gloo"  # backend of groups on the host
 _current: ProcessGroups | None = None  # of this process
 # the same on all processes, which do the same in order
 _networks, _openings, _runs = itertools.count(), itertools.count(), itertools.count()
+
+
+@dataclass
+class _Line:
+    """From one process to another.
+
+    Attributes:
+        on_host: the connection there.
+        between: that of the devices; None if no tensors of stages go this way, or over the host.
+        openings: how often it was in use.
+        end: of this process, if channels are open, or were.
+    """
+
+    on_host: Pair
+    between: Pair | None = None
+    openings: int = 0
+    end: Sender | Receiver | None = None
 
 
 class ProcessGroups:
@@ -61,9 +76,7 @@ class ProcessGroups:
         self._device_backend = None if device_backend == "gloo" else device_backend
         self._store: dist.Store | None = None
         self._opening: str | None = None
-        self._pairs: dict[Route, Pair] = {}  # on hosts
-        self._links: dict[Route, DeviceLink] = {}  # between devices; of the first pipeline, for all
-        self._wired: Counter[Route] = Counter()
+        self._lines: dict[tuple[int, int], _Line] = {}  # from one process to another
         self._parties: dict[Party, dist.ProcessGroup] = {}
         self._groups: list[dist.ProcessGroup] = []  # of torch.distributed
         self._ours: list[Any] = []  # in which the host may wait: group, and its ranks
@@ -118,9 +131,7 @@ class ProcessGroups:
         for group in self._groups:
             with contextlib.suppress(ValueError):  # torch.distributed has been ended meanwhile
                 dist.destroy_process_group(group)
-        self._pairs.clear()
-        self._links.clear()
-        self._wired.clear()
+        self._lines.clear()
         self._parties.clear()
         self._groups, self._ours, self._store = [], [], None
         if _current is self:
@@ -128,14 +139,13 @@ class ProcessGroups:
 
     def connect(self, route: Route) -> None:
         """Connect the ends of a route, unless they are; those of stages also between devices that have a backend."""
-        if route not in self._pairs:
-            self._pairs[route] = self._pair(route)
-        shared = _shared(route)
-        if self._device_backend is not None and shared is not None and shared not in self._links:
-            ranks = sorted((route.source, route.target))
-            group = self._join(ranks, self._device_backend)
-            peer = int(ranks[0] == self._rank)
-            self._links[shared] = DeviceLink(group, peer, self._device, self._timeout.total_seconds())
+        ends = route.source, route.target
+        line = self._lines.get(ends)
+        if line is None:
+            line = self._lines[ends] = _Line(self._pair(ends))
+        if self._device_backend is not None and line.between is None and isinstance(route.what, Edge):
+            ranks = sorted(ends)
+            line.between = Pair(self._join(ranks, self._device_backend), int(ranks[0] == self._rank))
 
     def join(self, party: Party) -> None:
         """Connect a party, on the host only or also between devices, unless it is."""
@@ -160,33 +170,36 @@ class ProcessGroups:
 
     def outbox(self, route: Route, arrivals: Arrivals) -> NetworkOutbox:
         """Open the sending end of a route."""
-        return NetworkOutbox(route, self.wire(route, arrivals), arrivals)
+        line = self._lines[route.source, route.target]
+        if not isinstance(line.end, Sender) or not line.end.routes:
+            line.end = Sender(self.wire(route, arrivals), arrivals)
+        return NetworkOutbox(route, line.end)
 
     def inbox(self, route: Route, arrivals: Arrivals) -> NetworkInbox:
         """Open the receiving end of a route."""
-        return NetworkInbox(route, self.wire(route, arrivals), arrivals)
+        line = self._lines[route.source, route.target]
+        if not isinstance(line.end, Receiver) or not line.end.routes:
+            line.end = Receiver(self.wire(route, arrivals), arrivals)
+        return NetworkInbox(route, line.end)
 
     def wire(self, route: Route, arrivals: Arrivals) -> Wire:
-        """This process's end of the connection for a route."""
+        """This process's end of the connection for a route, for as long as it has channels."""
         peer = route.target if route.source == self._rank else route.source
-        shared = _shared(route)
-        link = self._links.get(shared) if shared is not None else None
-        opening = self._wired[route]
-        self._wired[route] += 1
-        return self.wire_type(peer, self._pairs[route], self._device, link, arrivals.moved, opening)
+        line = self._lines[route.source, route.target]
+        line.openings += 1
+        return self.wire_type(peer, line.on_host, self._device, line.between, arrivals.moved, line.openings - 1)
 
     def group(self, party: Party) -> dist.ProcessGroup:
         """What connects a party."""
         return self._parties[party]
 
-    def _pair(self, route: Route) -> Pair:
-        """Connect the ends on the host; elsewhere this does nothing."""
-        ends = (route.source, route.target)
+    def _pair(self, ends: tuple[int, int]) -> Pair:
+        """Connect two processes on the host; elsewhere this does nothing."""
         if self._rank not in ends:
             return Pair(None, -1)
         position = ends.index(self._rank)
         assert self._store is not None
-        store = dist.PrefixStore(f"{route}/{route.source}/{route.target}", self._store)
+        store = dist.PrefixStore("{}/{}".format(*ends), self._store)
         made = _gloo(store, position, 2, self._timeout, threads=0)
         self._ours.append((made, 2))
         return Pair(made, 1 - position)
@@ -209,23 +222,12 @@ class ProcessGroups:
         gloo has no way to give one up, but closes all connections of a group when a transfer in it takes too long. What
         waits between devices would hold up all that its device does later: it is aborted.
         """
-        for link in self._links.values():
-            link.give_up()
         if self._device_backend is not None:
             for group in self._groups:
                 with contextlib.suppress(RuntimeError, AttributeError):  # it has none there, or nothing to abort
                     group._get_backend(self._device).abort()  # type: ignore[attr-defined]
         for group, size in self._ours:
             _break(group, size)
-
-
-def _shared(route: Route) -> Route | None:
-    """Of the routes of all pipelines between two stages the one that has the link between devices; None if none does.
-
-    The stages of a pipeline share none, also where they are on the same processes: without drains one of them may have
-    sent what is not expected yet.
-    """
-    return replace(route, what=replace(route.what, pipeline=0)) if isinstance(route.what, Edge) else None
 
 
 def _break(group: Any, size: int) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_avgpipe.comm.arrivals import Arrivals
+from lightning_avgpipe.comm.codec import Parcel
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.utils.device import port_of
@@ -143,10 +144,9 @@ def given_up() -> list[float]:
         network.open()
         network.connect(route)
         numbers, wire = torch.ones(4, device=place), network.wire(route, Arrivals())
-        assert wire.link is not None
         if rank == 1:
+            wire.land(wire.post(Parcel((), (), 16, on_host=False)))
             with port.on_stream(wire.stream):
-                wire.link.receive(torch.empty(4, device=place).view(torch.uint8))
                 arrived = port.event()
             port.current_stream().wait_event(arrived)
         network.disconnect()
