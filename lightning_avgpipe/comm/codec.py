@@ -32,14 +32,15 @@ from lightning_avgpipe.comm.routes import Route
 # A receive is posted for so many bytes before the size of the frame is known. On Linux gloo accepts a shorter one; its
 # transport elsewhere reads on until all have come, so frames are filled up there.
 _ACCEPTS_SHORTER = sys.platform == "linux"
-CAPACITY = 65536 if _ACCEPTS_SHORTER else 1024
+CAPACITY = 256 * 1024 if _ACCEPTS_SHORTER else 1024
 # bytes of the frame and of what is pickled in it, numbers of structure and channel, micro-batch
 _PREFIX = struct.Struct("<qqqqq")
 _NEW, _UNNUMBERED = -1, -2
 _MAX_NUMBERED = 1024
 FRAMES, REST, _FIRST_NUMBERED = 0, 1, 2  # tags
 MOST_TAGS = _FIRST_NUMBERED + _MAX_NUMBERED  # of one wire
-_LARGE = 1024**2  # bytes from which a copy costs more than a transfer
+_LARGE = 256 * 1024  # bytes from which a copy costs more than a transfer
+_PASSING = 64 * 1024  # bytes of a frame, if others may pass the message on: a larger one travels in pieces
 _ALIGNMENT = 64
 
 
@@ -169,12 +170,12 @@ class Parcel:
 
 
 @functools.lru_cache(_MAX_NUMBERED)
-def parcels(forms: Forms) -> tuple[Parcel, tuple[Parcel, ...]]:
+def parcels(forms: Forms, segments: int) -> tuple[Parcel, tuple[Parcel, ...]]:
     """How tensors travel: those in the frame, and the parcels after it."""
     inner: list[int] = []
     together: dict[bool, list[int]] = {True: [], False: []}
     alone: list[tuple[list[int], bool]] = []
-    room = CAPACITY - _aligned(_PREFIX.size)
+    room = (CAPACITY if segments == 1 else min(CAPACITY, _PASSING)) - _aligned(_PREFIX.size)
     for number, form in enumerate(forms):
         if form is None or form.is_empty:
             continue
@@ -222,7 +223,7 @@ class FrameWriter:
             These, the parcels that come after them, and with which tag.
         """
         structure = Structure.of(message)
-        inner, following = parcels(structure.forms)
+        inner, following = parcels(structure.forms, structure.segments)
         number, tag = self._number(structure)
         new = route not in self._channels
         channel = self._channels.setdefault(route, len(self._channels))
@@ -323,7 +324,7 @@ class FrameReader:
             structure = self._structures[number]
         elif number == _NEW:
             self._structures.append(structure)
-        inner, following = parcels(structure.forms)
+        inner, following = parcels(structure.forms, structure.segments)
         tensors: list[Tensor | None] = [
             torch.empty(form.shape, dtype=form.dtype, device="cpu" if form.on_host else self._device)
             if form is not None and form.is_empty else None
