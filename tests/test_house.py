@@ -21,8 +21,6 @@ EXEMPT: dict[str, tuple[int, int, str]] = {
     "comm/meetings.py:Meetings": (7, 12, "one protocol, whose parties and rounds change together"),
     "comm/membership.py:Membership": (14, 9, "a question for each thing that may have become of a group"),
     "comm/monitor.py:Monitor": (13, 18, "what each of its threads watches"),
-    "comm/network.py:Network": (18, 0, "an interface: all that depends on how messages travel"),
-    "comm/process_groups.py:ProcessGroups": (19, 17, "that interface for processes"),
     "comm/returns.py:Returns": (12, 12, "one protocol: who asks, who invites, and who is there"),
     "comm/stage_map.py:StageMap": (18, 0, "a method for each question about who hosts what"),
     "elastic/ensemble.py:Ensemble": (19, 9, "one call for each moment in the life of parallel models"),

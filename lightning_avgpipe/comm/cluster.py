@@ -244,10 +244,10 @@ class Cluster:
             self._begin(None)
         else:
             if self.membership is not None:
-                self.membership.begin(self._network.lasting_store(apart or store), outlives=keeper is not None)
+                self.membership.begin(self._network.stores.lasting(apart or store), outlives=keeper is not None)
             if self.membership is not None and apart is not None:
                 self._stand_apart(self.membership)
-            self._begin(self._network.run_store(apart or store), keeper or self._names[0])
+            self._begin(self._network.stores.next_run(apart or store), keeper or self._names[0])
             if self.membership is not None and keeper is not None and store is not None:
                 self.returns = Returns(
                     self._number, self._whole.layout, self.membership, self._meetings, self._network, self.waits,
@@ -396,7 +396,7 @@ class Cluster:
         )
         self.waits = Waits(arrivals, monitor, timeout_s, self.device, _PATIENCE_S if self.survives else 0.0)
         if self.survives and store is not None:
-            self._meetings.begin(self.waits, self._network.lasting_store(store))
+            self._meetings.begin(self.waits, self._network.stores.lasting(store))
         self.transport = Transport(self.stage_map, rank, self._network, arrivals, self.waits)
         self._agreement = None
         if store is not None:
@@ -405,7 +405,7 @@ class Cluster:
     def _connect(self) -> None:
         """Unless the processes are connected: another trainer may have run since."""
         if not self._network.is_open:
-            self._network.open()
+            self._network.open(self._whole.layout[self.place[0]] if self.apart else None)
             for party in self._parties:
                 self._network.join(party)
             for route in control_routes(self.stage_map, relays=not self.survives):
@@ -426,7 +426,6 @@ class Cluster:
     def _stand_apart(self, membership: Membership) -> None:
         """All other groups have left, as far as this process can see."""
         membership.stand_apart()
-        self._network.stand_apart(self._whole.layout[membership.group])
         self._meetings.enter(membership.count)
 
     def _go_on(self) -> None:

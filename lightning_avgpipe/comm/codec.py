@@ -3,11 +3,11 @@
 ::
 
     frame     | lengths, numbers, micro-batch | channel and structure, if new | small tensors of the host, aligned |
-    after it    the rest of a frame that is too long, then parcels: all other tensors but large ones in one for the
+    after it    the rest of a frame that is too long, then packets: all other tensors but large ones in one for the
                 host and one for the device, and each large one by itself, of which no copy is made
 
 Both ends number the structures of messages (shapes, types and everything else but numbers) as they see them, so that
-a structure which repeats is neither pickled nor sent again, and it says which parcels there are. These have a tag of
+a structure which repeats is neither pickled nor sent again, and it says which packets there are. These have a tag of
 their structure's: the receiver can be ready for them before the frame is there.
 """
 
@@ -102,16 +102,13 @@ class TensorForm(NamedTuple):
         return self.from_wire(flat.view(self.dtype).view(self.wire_shape))
 
 
-Forms = tuple[TensorForm | None, ...]
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """A flat view in bytes: any type can be sent, also those that a backend does not know."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Packet:
     """Tensors of a message that travel together, one after the other.
 
     Attributes:
@@ -122,13 +119,13 @@ class Parcel:
     """
 
     places: tuple[tuple[int, int], ...]
-    forms: Forms
+    forms: tuple[TensorForm | None, ...]
     nbytes: int
     on_host: bool
 
     @classmethod
-    def of(cls, numbers: Sequence[int], forms: Forms, on_host: bool) -> Parcel:
-        """A parcel of some tensors."""
+    def of(cls, numbers: Sequence[int], forms: tuple[TensorForm | None, ...], on_host: bool) -> Packet:
+        """A packet of some tensors."""
         places, end, nbytes = [], 0, 0
         for number in numbers:
             form = forms[number]
@@ -170,8 +167,8 @@ class Parcel:
 
 
 @functools.lru_cache(_MAX_NUMBERED)
-def parcels(forms: Forms, segments: int) -> tuple[Parcel, tuple[Parcel, ...]]:
-    """How tensors travel: those in the frame, and the parcels after it."""
+def packets(forms: tuple[TensorForm | None, ...], segments: int) -> tuple[Packet, tuple[Packet, ...]]:
+    """How tensors travel: those in the frame, and the packets after it."""
     inner: list[int] = []
     together: dict[bool, list[int]] = {True: [], False: []}
     alone: list[tuple[list[int], bool]] = []
@@ -187,13 +184,13 @@ def parcels(forms: Forms, segments: int) -> tuple[Parcel, tuple[Parcel, ...]]:
         else:
             alone.append(([number], form.on_host))
     groups = [*((numbers, on_host) for on_host, numbers in together.items() if numbers), *alone]
-    return Parcel.of(inner, forms, True), tuple(Parcel.of(numbers, forms, on_host) for numbers, on_host in groups)
+    return Packet.of(inner, forms, True), tuple(Packet.of(numbers, forms, on_host) for numbers, on_host in groups)
 
 
 class Structure(NamedTuple):
     """All of a message but its numbers; what is not described here is as in the message."""
 
-    forms: Forms
+    forms: tuple[TensorForm | None, ...]
     requires_grad: tuple[bool, ...]
     entries: Any
     abandoned: bool
@@ -216,14 +213,14 @@ class FrameWriter:
         self._numbers: dict[Structure, int] = {}
         self._channels: dict[Route, int] = {}
 
-    def write(self, route: Route, message: Message) -> tuple[list[Tensor], tuple[Parcel, ...], int]:
+    def write(self, route: Route, message: Message) -> tuple[list[Tensor], tuple[Packet, ...], int]:
         """What to send first for a message of a channel: the frame and, if it is too long, the rest of it.
 
         Returns:
-            These, the parcels that come after them, and with which tag.
+            These, the packets that come after them, and with which tag.
         """
         structure = Structure.of(message)
-        inner, following = parcels(structure.forms, structure.segments)
+        inner, following = packets(structure.forms, structure.segments)
         number, tag = self._number(structure)
         new = route not in self._channels
         channel = self._channels.setdefault(route, len(self._channels))
@@ -242,7 +239,7 @@ class FrameWriter:
         )
 
     def _number(self, structure: Structure) -> tuple[int, int]:
-        """As the frame says it, and the tag of the parcels."""
+        """As the frame says it, and the tag of the packets."""
         try:
             number = self._numbers.get(structure)
         except TypeError:  # an unhashable leaf: sent in full every time
@@ -264,7 +261,7 @@ class Opened:
         micro_batch: of the message.
         structure: of the message.
         tensors: of the message; those that came in the frame are there.
-        parcels: that come after it.
+        packets: that come after it.
         tag: with which they do.
     """
 
@@ -272,14 +269,14 @@ class Opened:
     micro_batch: int
     structure: Structure
     tensors: tuple[Tensor | None, ...]
-    parcels: tuple[Parcel, ...]
+    packets: tuple[Packet, ...]
     tag: int
 
     def message(self, flats: Sequence[Tensor]) -> Message:
-        """The message, with the parcels that came."""
+        """The message, with the packets that came."""
         tensors = list(self.tensors)
-        for parcel, flat in zip(self.parcels, flats, strict=True):
-            parcel.unpack(flat, tensors)
+        for packet, flat in zip(self.packets, flats, strict=True):
+            packet.unpack(flat, tensors)
         return Message(self.micro_batch, tuple(tensors), *self.structure[1:])
 
 
@@ -290,11 +287,11 @@ class FrameReader:
         device: of this process.
 
     Attributes:
-        usual: tag, parcels and segments of the latest structure that has repeated and has parcels.
+        usual: tag, packets and segments of the latest structure that has repeated and has packets.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.usual: tuple[int, tuple[Parcel, ...], int] | None = None
+        self.usual: tuple[int, tuple[Packet, ...], int] | None = None
         self._device = device
         self._structures: list[Structure] = []
         self._channels: list[Route] = []
@@ -324,7 +321,7 @@ class FrameReader:
             structure = self._structures[number]
         elif number == _NEW:
             self._structures.append(structure)
-        inner, following = parcels(structure.forms, structure.segments)
+        inner, following = packets(structure.forms, structure.segments)
         tensors: list[Tensor | None] = [
             torch.empty(form.shape, dtype=form.dtype, device="cpu" if form.on_host else self._device)
             if form is not None and form.is_empty else None

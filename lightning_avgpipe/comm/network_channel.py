@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import Outbox, Traffic
-from lightning_avgpipe.comm.codec import CAPACITY, FRAMES, REST, FrameReader, FrameWriter, Opened, Parcel
+from lightning_avgpipe.comm.codec import CAPACITY, FRAMES, REST, FrameReader, FrameWriter, Opened, Packet
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Route
 from lightning_avgpipe.comm.wire import Passage, Posted, Wire
@@ -53,9 +53,9 @@ class _Outgoing:
     Attributes:
         route: of its channel.
         message: of its.
-        ready: an event after which it may be read, a passage by which its parcels come, or None: it is there.
+        ready: an event after which it may be read, a passage by which its packets come, or None: it is there.
         observers: are told.
-        flats: its parcels, if they come by a passage.
+        flats: its packets, if they come by a passage.
         works: of its transfer, if it has begun.
     """
 
@@ -155,12 +155,12 @@ class Sender:
 
     def _begin(self, outgoing: _Outgoing) -> list[Any]:
         message, ready = outgoing.message, outgoing.ready
-        (frame, *rest), parcels, tag = self._frames.write(outgoing.route, message)
+        (frame, *rest), packets, tag = self._frames.write(outgoing.route, message)
         works = [*self.wire.begin(frame, tag=FRAMES)]
         for part in rest:
             works += self.wire.begin(part, tag=REST)
         passage = ready if isinstance(ready, Passage) else None
-        for flat in outgoing.flats or self.wire.load(parcels, message, ready):
+        for flat in outgoing.flats or self.wire.load(packets, message, ready):
             works += self.wire.begin(flat, message.segments, tag, passage)
         return works
 
@@ -185,7 +185,7 @@ class NetworkOutbox:
         self.pass_on(message, None if on_host else self._sender.wire.port.event(), observers)
 
     def pass_on(self, message: Message, ready: Any, observers: Sequence[Traffic], flats: Sequence[Tensor] = ()) -> None:
-        """Send what another process has sent: after an event, or its parcels as they come by a passage."""
+        """Send what another process has sent: after an event, or its packets as they come by a passage."""
         self._sender.put(_Outgoing(self._route, message, ready, observers, flats))
 
     def close(self, join_s: float) -> None:
@@ -225,6 +225,46 @@ class _Incoming:
     there: tuple[Message, Any] | None = None
 
 
+class _Posts:
+    """Receives that are posted before it is announced what they receive.
+
+    Args:
+        wire: to the other end.
+
+    Attributes:
+        frames: that are awaited, each with its works; no more than messages are owed.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.frames: deque[tuple[Tensor, Sequence[Any]]] = deque()
+        self._wire = wire
+        self._spare: list[Tensor] = []
+        self._packets: dict[int, list[Posted]] = {}  # by tag
+
+    def await_frames(self, owed: int) -> None:
+        """So many messages will come, or more."""
+        while len(self.frames) < min(owed, _MOST_FRAMES):
+            frame = self._spare.pop() if self._spare else torch.empty(CAPACITY, dtype=torch.uint8)
+            self.frames.append((frame, self._wire.take(frame, tag=FRAMES)))
+
+    def frame_read(self) -> None:
+        """The first frame has come, and what was in it has been copied."""
+        self._spare.append(self.frames.popleft()[0])
+
+    def await_packets(self, tag: int, packets: Sequence[Packet], segments: int) -> None:
+        """These come usually."""
+        if tag not in self._packets and len(self._packets) < _MOST_POSTED:
+            self._packets[tag] = self._post(tag, packets, segments)
+
+    def packets(self, opened: Opened) -> list[Posted]:
+        """Those of a message."""
+        known = self._packets.pop(opened.tag, None)
+        return self._post(opened.tag, opened.packets, opened.structure.segments) if known is None else known
+
+    def _post(self, tag: int, packets: Sequence[Packet], segments: int) -> list[Posted]:
+        return [self._wire.post(packet, segments, tag) for packet in packets]
+
+
 class Receiver:
     """The receiving end of a line. Arguments and attributes as of :class:`Sender`."""
 
@@ -235,9 +275,7 @@ class Receiver:
         self._receiving: Route | None = None
         self._arrivals = arrivals
         self._reader = FrameReader(wire.device)
-        self._frames: deque[tuple[Tensor, Sequence[Any]]] = deque()  # that are awaited; no more than messages are owed
-        self._spare: list[Tensor] = []
-        self._posted: dict[int, list[Posted]] = {}  # by tag, what was not announced when it was posted
+        self._posts = _Posts(wire)
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name=f"avgpipe receive from rank {wire.peer}", daemon=True)
@@ -261,7 +299,7 @@ class Receiver:
                 else:
                     mail.expected.append((observers, onwards))
             try:
-                self._await_frames()
+                self._posts.await_frames(self._owed())
             except Exception as error:  # as in the thread
                 self._fail(error)
             self._changed.notify_all()
@@ -290,22 +328,18 @@ class Receiver:
         doing = "receiving" if awaited is None else f"receiving on channel '{awaited}'"
         self._arrivals.fail(self.wire.broken(error, doing))
 
-    def _await_frames(self) -> None:
-        owed = sum(len(mail.expected) for mail in self._mail.values())
-        while len(self._frames) < min(owed, _MOST_FRAMES):
-            frame = self._spare.pop() if self._spare else torch.empty(CAPACITY, dtype=torch.uint8)
-            self._frames.append((frame, self.wire.take(frame, tag=FRAMES)))
+    def _owed(self) -> int:
+        return sum(len(mail.expected) for mail in self._mail.values())
 
     def _receive_next(self) -> bool:
         with self._changed:
             self._receiving = None
-            self._changed.wait_for(lambda: self._frames or self._closing)
+            self._changed.wait_for(lambda: self._posts.frames or self._closing)
             if self._closing:
                 return False
-            frame, works = self._frames[0]
-        usual = self._reader.usual
-        if usual is not None and usual[0] not in self._posted and len(self._posted) < _MOST_POSTED:
-            self._posted[usual[0]] = self._post(*usual)
+            frame, works = self._posts.frames[0]
+        if self._reader.usual is not None:
+            self._posts.await_packets(*self._reader.usual)
         self.wire.end(works)
         self._receive(frame)
         return True
@@ -318,9 +352,7 @@ class Receiver:
             self.wire.end(self.wire.take(rest, tag=REST))
         opened = self._reader.read(frame, rest)
         incoming = self._begun(opened.route)
-        posted = self._posted.pop(opened.tag, None)
-        if posted is None:
-            posted = self._post(opened.tag, opened.parcels, opened.structure.segments)
+        posted = self._posts.packets(opened)
         passage = self._let_pass(opened, posted, incoming) if posted and self.wire.port.is_host else None
         try:
             flats = [self.wire.land(one, passage) for one in posted]
@@ -336,23 +368,20 @@ class Receiver:
             incoming.there = message, event
             self._hand_in(incoming, passage is not None)
 
-    def _post(self, tag: int, parcels: Sequence[Parcel], segments: int) -> list[Posted]:
-        return [self.wire.post(parcel, segments, tag) for parcel in parcels]
-
     def _begun(self, route: Route) -> _Incoming:
         """The first of the frames has come, of this channel; await further ones."""
         with self._changed:
             self._receiving = route
-            self._spare.append(self._frames.popleft()[0])  # what was in it has been copied
+            self._posts.frame_read()
             mail = self._mail[route]
             incoming = _Incoming(route, mail, mail.expected.popleft() if mail.expected else None)
             if incoming.expected is None:
                 mail.early.append(incoming)
-            self._await_frames()
+            self._posts.await_frames(self._owed())
             return incoming
 
     def _let_pass(self, opened: Opened, posted: Sequence[Posted], incoming: _Incoming) -> Passage | None:
-        """Send a message on while its parcels come, if it goes on."""
+        """Send a message on while its packets come, if it goes on."""
         observers, onwards = incoming.expected or ((), None)
         if onwards is None:
             return None

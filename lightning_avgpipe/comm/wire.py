@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.codec import MOST_TAGS, Parcel
+from lightning_avgpipe.comm.codec import MOST_TAGS, Packet
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.transfer import begun, ended
 from lightning_avgpipe.errors import PeerError
@@ -49,15 +49,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class Posted:
-    """A parcel that is on its way, or will be.
+    """A packet that is on its way, or will be.
 
     Attributes:
-        parcel: what it is.
+        packet: what it is.
         flat: on the host, where its bytes land; None: on the device, when it is asked for.
         works: of the transfer.
     """
 
-    parcel: Parcel
+    packet: Packet
     flat: Tensor | None
     works: Sequence[Any]
 
@@ -117,19 +117,19 @@ class Wire:
         """Whether what begins to be sent holds up nobody."""
         return self.port.is_host
 
-    def load(self, parcels: Sequence[Parcel], message: Message, ready: Any) -> list[Tensor]:
-        """The bytes of parcels, there where they travel. What is on the device may be read after an event.
+    def load(self, packets: Sequence[Packet], message: Message, ready: Any) -> list[Tensor]:
+        """The bytes of packets, there where they travel. What is on the device may be read after an event.
 
         Where that travels over the host, this waits for the event, once.
         """
-        if all(parcel.on_host for parcel in parcels) or self.stream is None:
-            return [parcel.packed(message) for parcel in parcels]
+        if all(packet.on_host for packet in packets) or self.stream is None:
+            return [packet.packed(message) for packet in packets]
         for tensor in message.tensors:
             if tensor is not None and not tensor.is_cpu:  # whoever made it may let go of it before it has been read
                 tensor.record_stream(self.stream)
         with self.port.on_stream(self.stream):
             self.stream.wait_event(ready)
-            flats = [parcel.packed(message) for parcel in parcels]
+            flats = [packet.packed(message) for packet in packets]
             if self._between is None:
                 flats = [flat.to("cpu", non_blocking=True) for flat in flats]
                 self.port.event().synchronize()
@@ -159,16 +159,16 @@ class Wire:
         own = self._first_tag + tag
         return begun(lambda part: self._on_host.group.recv([part], self._on_host.peer, own), flat, pieces)
 
-    def post(self, parcel: Parcel, pieces: int = 1, tag: int = 0) -> Posted:
-        """Receive a parcel, as soon as it comes; where a device receives by itself, when it is asked for."""
-        on_host = parcel.on_host or self.port.is_host
+    def post(self, packet: Packet, pieces: int = 1, tag: int = 0) -> Posted:
+        """Receive a packet, as soon as it comes; where a device receives by itself, when it is asked for."""
+        on_host = packet.on_host or self.port.is_host
         if not on_host and self._between is not None:
-            return Posted(parcel, None, ())
-        flat = torch.empty(parcel.nbytes, dtype=torch.uint8, pin_memory=not on_host)
-        return Posted(parcel, flat, self.take(flat, pieces, tag))
+            return Posted(packet, None, ())
+        flat = torch.empty(packet.nbytes, dtype=torch.uint8, pin_memory=not on_host)
+        return Posted(packet, flat, self.take(flat, pieces, tag))
 
     def land(self, posted: Posted, passage: Passage | None = None) -> Tensor:
-        """The bytes of a parcel, whose parts may pass on; on a device they are there when the stream gets here."""
+        """The bytes of a packet, whose parts may pass on; on a device they are there when the stream gets here."""
 
         def moved() -> None:
             self._moved()
@@ -176,12 +176,12 @@ class Wire:
                 passage.came()
 
         ended(posted.works, moved)
-        if posted.flat is not None and (posted.parcel.on_host or self.stream is None):
+        if posted.flat is not None and (posted.packet.on_host or self.stream is None):
             return posted.flat
         with self.port.on_stream(self.stream):
             if posted.flat is not None:
                 return posted.flat.to(self.device, non_blocking=True)
             assert self._between is not None
-            flat = torch.empty(posted.parcel.nbytes, dtype=torch.uint8, device=self.device)
+            flat = torch.empty(posted.packet.nbytes, dtype=torch.uint8, device=self.device)
             self._between.group.recv([flat], self._between.peer, 0).wait()  # the stream does
             return flat

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, Parcel, TensorForm, as_bytes
+from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, Packet, TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.utils.placeholder import Constant, TensorMeta
@@ -29,16 +29,16 @@ class Line:
     def __init__(self) -> None:
         self.writer, self.reader = FrameWriter(), FrameReader(torch.device("cpu"))
 
-    def passed(self, message: Message, route: Route = ROUTE) -> tuple[Message, int, list[Parcel]]:
-        """What arrives, bytes of the frame, and the parcels after it."""
-        frames, parcels, tag = self.writer.write(route, message)
+    def passed(self, message: Message, route: Route = ROUTE) -> tuple[Message, int, list[Packet]]:
+        """What arrives, bytes of the frame, and the packets after it."""
+        frames, packets, tag = self.writer.write(route, message)
         frame = received(frames[0])
         assert self.reader.missing(frame) == sum(part.numel() for part in frames[1:])
         opened = self.reader.read(frame, frames[1] if len(frames) > 1 else None)
-        assert (opened.route, opened.parcels, opened.tag) == (route, parcels, tag)
-        flats = [parcel.packed(message) for parcel in parcels]
-        assert [flat.numel() for flat in flats] == [parcel.nbytes for parcel in parcels]
-        return opened.message(flats), sum(part.numel() for part in frames), list(parcels)
+        assert (opened.route, opened.packets, opened.tag) == (route, packets, tag)
+        flats = [packet.packed(message) for packet in packets]
+        assert [flat.numel() for flat in flats] == [packet.nbytes for packet in packets]
+        return opened.message(flats), sum(part.numel() for part in frames), list(packets)
 
 
 TENSORS = (
@@ -65,9 +65,9 @@ def assert_same(found: Message, wanted: Message) -> None:
 def test_small_messages_are_one_frame() -> None:
     entries = (TensorMeta((3, 5), torch.float32, True, True), Constant("text"))
     message = Message(5, TENSORS, (True, False), entries)
-    found, _, parcels = Line().passed(message)
+    found, _, packets = Line().passed(message)
     assert_same(found, message)
-    assert parcels == []
+    assert packets == []
     for tensor in found.tensors:
         assert tensor is None or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
@@ -97,11 +97,11 @@ def test_large_tensors_come_after_the_frame_each_by_itself_and_what_else_does_no
     small, medium, large = torch.randn(3), torch.randn(CAPACITY // 6).view(2, -1).T, torch.randn(2, 1024, 1024).mT
     message = Message(1, (large, medium, small, None, medium + 1, large + 1, medium + 2), (False,), ("x",))
     line = Line()
-    found, nbytes, parcels = line.passed(message)
+    found, nbytes, packets = line.passed(message)
     assert_same(found, message)
-    assert [[number for number, _ in parcel.places] for parcel in parcels] == [[4, 6], [0], [5]]
+    assert [[number for number, _ in packet.places] for packet in packets] == [[4, 6], [0], [5]]
     assert nbytes <= CAPACITY
-    assert parcels[1].packed(message).data_ptr() == large.data_ptr()
+    assert packets[1].packed(message).data_ptr() == large.data_ptr()
     for number in (4, 6):  # autograd may keep both, while one is written to
         tensor, version = found.tensors[number], found.tensors[10 - number]._version
         tensor.add_(1)

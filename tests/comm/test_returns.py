@@ -26,14 +26,14 @@ TIMEOUT_S = 4.0  # half of which processes that ask have to answer
 def answer(hub: threads.Hub, rank: int, question: int) -> None:
     """A process of the others says that it is there."""
     network = threads.MemoryNetwork(hub, rank)
-    Board(network.run_store(None), rank, lambda: [rank]).answer(question, Answer("does something", 0.0))
+    Board(network.stores.next_run(hub.store), rank, lambda: [rank]).answer(question, Answer("does something", 0.0))
 
 
 def returns_of(hub: threads.Hub, rank: int, anew: bool = False, stopped: bool = False) -> Returns:
     """Of a process; group 1 has left."""
     network, arrivals = threads.MemoryNetwork(hub, rank), Arrivals()
     membership = Membership(MAP, rank, min_groups=1)
-    membership.begin(network.lasting_store(network.run_store(None)), outlives=True)
+    membership.begin(network.stores.lasting(network.stores.next_run(hub.store)), outlives=True)
     membership.begun = True
     if anew:
         membership.stand_apart()
