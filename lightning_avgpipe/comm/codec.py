@@ -18,8 +18,8 @@ import math
 import pickle
 import struct
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,55 +112,46 @@ class Packet:
     """Tensors of a message that travel together, one after the other.
 
     Attributes:
-        places: number of the tensor in the message, and where it begins, in bytes.
-        forms: of all tensors of the message.
+        places: number of the tensor in the message, where it begins, in bytes, and its form.
         nbytes: of all of it.
         on_host: whether its tensors live on the host.
     """
 
-    places: tuple[tuple[int, int], ...]
-    forms: tuple[TensorForm | None, ...]
+    places: tuple[tuple[int, int, TensorForm], ...]
     nbytes: int
     on_host: bool
 
     @classmethod
-    def of(cls, numbers: Sequence[int], forms: tuple[TensorForm | None, ...], on_host: bool) -> Packet:
-        """A packet of some tensors."""
-        places, end, nbytes = [], 0, 0
-        for number in numbers:
-            form = forms[number]
-            assert form is not None
-            places.append((number, end))
-            nbytes = end + form.nbytes
-            end = _aligned(nbytes)
-        return cls(tuple(places), forms, nbytes, on_host)
+    def of(cls, forms: Sequence[tuple[int, TensorForm]], on_host: bool) -> Packet:
+        """A packet of some tensors, by their numbers."""
+        places, nbytes = [], 0
+        for number, form in forms:
+            begin = _aligned(nbytes)
+            places.append((number, begin, form))
+            nbytes = begin + form.nbytes
+        return cls(tuple(places), nbytes, on_host)
 
     def packed(self, message: Message) -> Tensor:
         """The bytes of the tensors, where these live; one alone is not copied."""
-        if len(self.places) == 1:
-            return next(self._parts(message))
-        first = message.tensors[self.places[0][0]]
-        assert first is not None
-        flat = torch.empty(self.nbytes, dtype=torch.uint8, device=first.device)
+        parts = self._parts(message)
+        if len(parts) == 1:
+            return parts[0]
+        flat = torch.empty(self.nbytes, dtype=torch.uint8, device=parts[0].device)
         self.fill(flat, message)
         return flat
 
     def fill(self, flat: Tensor, message: Message) -> None:
         """Copy the bytes of the tensors."""
-        for part, (_, begin) in zip(self._parts(message), self.places, strict=True):
-            flat[begin : begin + part.numel()] = part
+        for part, (_, begin, form) in zip(self._parts(message), self.places, strict=True):
+            flat[begin : begin + form.nbytes] = part
 
-    def _parts(self, message: Message) -> Iterator[Tensor]:
-        for number, _ in self.places:
-            form, tensor = self.forms[number], message.tensors[number]
-            assert form is not None and tensor is not None
-            yield as_bytes(form.on_wire(tensor))
+    def _parts(self, message: Message) -> list[Tensor]:
+        tensors: Sequence[Any] = message.tensors  # those of a packet are there
+        return [as_bytes(form.on_wire(tensors[number])) for number, _, form in self.places]
 
     def unpack(self, flat: Tensor, tensors: list[Tensor | None], copies: bool = False) -> None:
         """Put tensors into their places in a message; in this memory, or in memory of their own."""
-        for number, begin in self.places:
-            form = self.forms[number]
-            assert form is not None
+        for number, begin, form in self.places:
             part = flat[begin : begin + form.nbytes]
             # views count what is written into any of them, which autograd would take for writes into all: so no view
             tensors[number] = form.from_bytes(part.clone() if copies else part).data
@@ -169,48 +160,32 @@ class Packet:
 @functools.lru_cache(_MAX_NUMBERED)
 def packets(forms: tuple[TensorForm | None, ...], segments: int) -> tuple[Packet, tuple[Packet, ...]]:
     """How tensors travel: those in the frame, and the packets after it."""
-    inner: list[int] = []
-    together: dict[bool, list[int]] = {True: [], False: []}
-    alone: list[tuple[list[int], bool]] = []
+    inner: list[tuple[int, TensorForm]] = []
+    together: dict[bool, list[tuple[int, TensorForm]]] = {True: [], False: []}
+    alone: list[Packet] = []
     room = (CAPACITY if segments == 1 else min(CAPACITY, _PASSING)) - _aligned(_PREFIX.size)
     for number, form in enumerate(forms):
         if form is None or form.is_empty:
             continue
         if form.on_host and form.nbytes <= room:
-            inner.append(number)
+            inner.append((number, form))
             room -= _aligned(form.nbytes)
         elif form.nbytes < _LARGE:
-            together[form.on_host].append(number)
+            together[form.on_host].append((number, form))
         else:
-            alone.append(([number], form.on_host))
-    groups = [*((numbers, on_host) for on_host, numbers in together.items() if numbers), *alone]
-    return Packet.of(inner, forms, True), tuple(Packet.of(numbers, forms, on_host) for numbers, on_host in groups)
+            alone.append(Packet.of([(number, form)], form.on_host))
+    return Packet.of(inner, True), (*(Packet.of(some, on_host) for on_host, some in together.items() if some), *alone)
 
 
-class Structure(NamedTuple):
-    """All of a message but its numbers; what is not described here is as in the message."""
-
-    forms: tuple[TensorForm | None, ...]
-    requires_grad: tuple[bool, ...]
-    entries: Any
-    abandoned: bool
-    forward_only: int
-    segments: int
-
-    @classmethod
-    def of(cls, message: Message) -> Structure:
-        """That of a message."""
-        return cls(
-            tuple(None if tensor is None else TensorForm.of(tensor) for tensor in message.tensors),
-            message.requires_grad, message.entries, message.abandoned, message.forward_only, message.segments,
-        )  # fmt: skip
+# forms of the tensors, and the bare message: without its numbers
+_Structure = tuple[tuple[TensorForm | None, ...], Message]
 
 
 class FrameWriter:
     """Makes frames at the sending end of a wire."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Structure, int] = {}
+        self._numbers: dict[_Structure, int] = {}
         self._channels: dict[Route, int] = {}
 
     def write(self, route: Route, message: Message) -> tuple[list[Tensor], tuple[Packet, ...], int]:
@@ -219,8 +194,9 @@ class FrameWriter:
         Returns:
             These, the packets that come after them, and with which tag.
         """
-        structure = Structure.of(message)
-        inner, following = packets(structure.forms, structure.segments)
+        forms = tuple(None if tensor is None else TensorForm.of(tensor) for tensor in message.tensors)
+        structure = forms, replace(message, micro_batch=0, tensors=())
+        inner, following = packets(forms, message.segments)
         number, tag = self._number(structure)
         new = route not in self._channels
         channel = self._channels.setdefault(route, len(self._channels))
@@ -238,7 +214,7 @@ class FrameWriter:
             tag,
         )
 
-    def _number(self, structure: Structure) -> tuple[int, int]:
+    def _number(self, structure: _Structure) -> tuple[int, int]:
         """As the frame says it, and the tag of the packets."""
         try:
             number = self._numbers.get(structure)
@@ -258,26 +234,22 @@ class Opened:
 
     Attributes:
         route: of the channel.
-        micro_batch: of the message.
-        structure: of the message.
-        tensors: of the message; those that came in the frame are there.
+        partial: the message, with the tensors that came in the frame.
         packets: that come after it.
         tag: with which they do.
     """
 
     route: Route
-    micro_batch: int
-    structure: Structure
-    tensors: tuple[Tensor | None, ...]
+    partial: Message
     packets: tuple[Packet, ...]
     tag: int
 
     def message(self, flats: Sequence[Tensor]) -> Message:
         """The message, with the packets that came."""
-        tensors = list(self.tensors)
+        tensors = list(self.partial.tensors)
         for packet, flat in zip(self.packets, flats, strict=True):
             packet.unpack(flat, tensors)
-        return Message(self.micro_batch, tuple(tensors), *self.structure[1:])
+        return replace(self.partial, tensors=tuple(tensors))
 
 
 class FrameReader:
@@ -293,7 +265,7 @@ class FrameReader:
     def __init__(self, device: torch.device) -> None:
         self.usual: tuple[int, tuple[Packet, ...], int] | None = None
         self._device = device
-        self._structures: list[Structure] = []
+        self._structures: list[_Structure] = []
         self._channels: list[Route] = []
 
     @staticmethod
@@ -321,17 +293,19 @@ class FrameReader:
             structure = self._structures[number]
         elif number == _NEW:
             self._structures.append(structure)
-        inner, following = packets(structure.forms, structure.segments)
+        forms, bare = structure
+        inner, following = packets(forms, bare.segments)
         tensors: list[Tensor | None] = [
             torch.empty(form.shape, dtype=form.dtype, device="cpu" if form.on_host else self._device)
             if form is not None and form.is_empty else None
-            for form in structure.forms
+            for form in forms
         ]  # fmt: skip
         inner.unpack(whole[_aligned(_PREFIX.size + length) :], tensors, copies=True)
         tag = REST if number < 0 else _FIRST_NUMBERED + number
         if number >= 0 and following:
-            self.usual = tag, following, structure.segments
-        return Opened(self._channels[channel], micro_batch, structure, tuple(tensors), following, tag)
+            self.usual = tag, following, bare.segments
+        partial = replace(bare, micro_batch=micro_batch, tensors=tuple(tensors))
+        return Opened(self._channels[channel], partial, following, tag)
 
 
 def _aligned(nbytes: int) -> int:

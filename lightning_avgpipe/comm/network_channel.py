@@ -66,11 +66,6 @@ class _Outgoing:
     flats: Sequence[Tensor] = ()
     works: Sequence[Any] | None = None
 
-    @property
-    def doing(self) -> str:
-        """For messages."""
-        return f"sending on channel '{self.route}'"
-
 
 class Sender:
     """The sending end of a line.
@@ -91,7 +86,7 @@ class Sender:
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._order = threading.Lock()
         self._waiting = 0  # messages that have not begun
-        self._doing = "sending"
+        self._sending: Route | None = None
         self._thread = threading.Thread(target=self._work, name=f"avgpipe send to rank {wire.peer}", daemon=True)
         self._thread.start()
 
@@ -105,7 +100,7 @@ class Sender:
                 try:
                     outgoing.works = self._begin(outgoing)
                 except Exception as error:  # as in the thread
-                    self._fail(error, outgoing.doing)
+                    self._fail(error, outgoing.route)
             self._waiting += outgoing.works is None
             self._queue.put(outgoing)
 
@@ -122,17 +117,17 @@ class Sender:
             while self._send_next():
                 pass
         except Exception as error:  # handed to the executor, which names stage and action
-            self._fail(error, self._doing)
+            self._fail(error, self._sending)
 
-    def _fail(self, error: Exception, doing: str) -> None:
-        self._arrivals.fail(self.wire.broken(error, doing))
+    def _fail(self, error: Exception, route: Route | None) -> None:
+        self._arrivals.fail(self.wire.broken(error, "sending", route))
 
     def _send_next(self) -> bool:
         # a frame of its own: a thread that waits for the next message keeps no tensor of the last one alive
         outgoing = self._queue.get()
         if outgoing is None:
             return False
-        self._doing = outgoing.doing
+        self._sending = outgoing.route
         if outgoing.works is None:
             with self._observed(outgoing):
                 works = self._begin(outgoing)
@@ -259,7 +254,7 @@ class _Posts:
     def packets(self, opened: Opened) -> list[Posted]:
         """Those of a message."""
         known = self._packets.pop(opened.tag, None)
-        return self._post(opened.tag, opened.packets, opened.structure.segments) if known is None else known
+        return self._post(opened.tag, opened.packets, opened.partial.segments) if known is None else known
 
     def _post(self, tag: int, packets: Sequence[Packet], segments: int) -> list[Posted]:
         return [self._wire.post(packet, segments, tag) for packet in packets]
@@ -325,8 +320,7 @@ class Receiver:
 
     def _fail(self, error: Exception) -> None:
         awaited = self._receiving or next((route for route, mail in [*self._mail.items()] if mail.expected), None)
-        doing = "receiving" if awaited is None else f"receiving on channel '{awaited}'"
-        self._arrivals.fail(self.wire.broken(error, doing))
+        self._arrivals.fail(self.wire.broken(error, "receiving", awaited))
 
     def _owed(self) -> int:
         return sum(len(mail.expected) for mail in self._mail.values())
@@ -419,7 +413,7 @@ class NetworkInbox:
 
     def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
         """Post the receives of so many messages, of which the observers will be told, and which are passed on."""
-        assert onwards is None or isinstance(onwards, NetworkOutbox)  # no neighbour of this stage's is in this process
+        assert onwards is None or isinstance(onwards, NetworkOutbox)  # no neighbour of the stage is in this process
         self._receiver.expect(self._route, count, observers, onwards)
 
     def ready(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.codec import MOST_TAGS, Packet
 from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.routes import Route
 from lightning_avgpipe.comm.transfer import begun, ended
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.utils.device import port_of
@@ -106,9 +107,10 @@ class Wire:
         """The same; None if the host moves tensors."""
         return None if self._between is None else self.stream
 
-    def broken(self, error: Exception, doing: str) -> PeerError:
-        """What to say when the other end is gone."""
-        lost = PeerError(f"the connection to rank {self.peer} broke while {doing}: {error}")
+    def broken(self, error: Exception, doing: str, route: Route | None) -> PeerError:
+        """What to say when the other end is gone, with the channel if one is known."""
+        where = "" if route is None else f" on channel '{route}'"
+        lost = PeerError(f"the connection to rank {self.peer} broke while {doing}{where}: {error}")
         lost.__cause__ = error
         return lost
 

@@ -99,7 +99,7 @@ def test_large_tensors_come_after_the_frame_each_by_itself_and_what_else_does_no
     line = Line()
     found, nbytes, packets = line.passed(message)
     assert_same(found, message)
-    assert [[number for number, _ in packet.places] for packet in packets] == [[4, 6], [0], [5]]
+    assert [[number for number, *_ in packet.places] for packet in packets] == [[4, 6], [0], [5]]
     assert nbytes <= CAPACITY
     assert packets[1].packed(message).data_ptr() == large.data_ptr()
     for number in (4, 6):  # autograd may keep both, while one is written to
