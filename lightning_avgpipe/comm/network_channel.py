@@ -43,8 +43,6 @@ from lightning_avgpipe.comm.wire import Passage, Posted, Wire
 _MOST_POSTED = 4  # structures that are received unannounced: a receive cannot be taken back, and holds its memory
 _MOST_FRAMES = 4  # that are awaited
 
-_Expected = tuple[Sequence[Traffic], "NetworkOutbox | None"]
-
 
 @dataclass
 class _Outgoing:
@@ -188,36 +186,19 @@ class NetworkOutbox:
         self._sender.leave(self._route, join_s)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Mail:
     """What comes on one channel.
 
     Attributes:
-        expected: observers, and where it goes on, of each message that has not begun to come.
-        early: what has begun to come before it was expected.
-        arrived: messages that may be taken, and the events after which they may be read.
+        expected: observers of each message that is expected and not there, and where it goes on.
+        early: what has come before it was expected, and an event after which it may be read, or None.
+        arrived: the same of what may be taken.
     """
 
-    expected: deque[_Expected] = field(default_factory=deque)
-    early: deque[_Incoming] = field(default_factory=deque)
+    expected: deque[tuple[Sequence[Traffic], NetworkOutbox | None]] = field(default_factory=deque)
+    early: deque[tuple[Message, Any]] = field(default_factory=deque)
     arrived: deque[tuple[Message, Any]] = field(default_factory=deque)
-
-
-@dataclass
-class _Incoming:
-    """A message that comes on a channel.
-
-    Attributes:
-        route: of the channel.
-        mail: of the channel.
-        expected: its observers, and where it goes on; None: it is not expected yet.
-        there: when it has come, it and an event after which it may be read on an accelerator.
-    """
-
-    route: Route
-    mail: _Mail
-    expected: _Expected | None
-    there: tuple[Message, Any] | None = None
 
 
 class _Posts:
@@ -227,7 +208,7 @@ class _Posts:
         wire: to the other end.
 
     Attributes:
-        frames: that are awaited, each with its works; no more than messages are owed.
+        frames: that are awaited, each with its works, and the one whose message comes: no more than messages are owed.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -243,7 +224,7 @@ class _Posts:
             self.frames.append((frame, self._wire.take(frame, tag=FRAMES)))
 
     def frame_read(self) -> None:
-        """The first frame has come, and what was in it has been copied."""
+        """All that the first frame said has come; what was in it has been copied."""
         self._spare.append(self.frames.popleft()[0])
 
     def await_packets(self, tag: int, packets: Sequence[Packet], segments: int) -> None:
@@ -285,14 +266,8 @@ class Receiver:
     def expect(self, route: Route, count: int, observers: Sequence[Traffic], onwards: NetworkOutbox | None) -> None:
         """So many further messages are owed to a channel."""
         with self._changed:
-            mail = self._mail[route]
-            for _ in range(count):
-                if mail.early:
-                    incoming = mail.early.popleft()
-                    incoming.expected = observers, onwards
-                    self._hand_in(incoming)
-                else:
-                    mail.expected.append((observers, onwards))
+            self._mail[route].expected.extend([(observers, onwards)] * count)
+            self._hand_in(route)
             try:
                 self._posts.await_frames(self._owed())
             except Exception as error:  # as in the thread
@@ -345,9 +320,8 @@ class Receiver:
             rest = torch.empty(missing, dtype=torch.uint8)
             self.wire.end(self.wire.take(rest, tag=REST))
         opened = self._reader.read(frame, rest)
-        incoming = self._begun(opened.route)
-        posted = self._posts.packets(opened)
-        passage = self._let_pass(opened, posted, incoming) if posted and self.wire.port.is_host else None
+        self._receiving, posted = opened.route, self._posts.packets(opened)
+        passage = self._let_pass(opened, posted) if posted and self.wire.port.is_host else None
         try:
             flats = [self.wire.land(one, passage) for one in posted]
         except Exception as error:
@@ -359,24 +333,16 @@ class Receiver:
             with self.wire.port.on_stream(self.wire.stream):
                 event = self.wire.port.event()
         with self._changed:
-            incoming.there = message, event
-            self._hand_in(incoming, passage is not None)
-
-    def _begun(self, route: Route) -> _Incoming:
-        """The first of the frames has come, of this channel; await further ones."""
-        with self._changed:
-            self._receiving = route
             self._posts.frame_read()
-            mail = self._mail[route]
-            incoming = _Incoming(route, mail, mail.expected.popleft() if mail.expected else None)
-            if incoming.expected is None:
-                mail.early.append(incoming)
+            self._mail[opened.route].early.append((message, event))
+            self._hand_in(opened.route, passed=passage is not None)
             self._posts.await_frames(self._owed())
-            return incoming
 
-    def _let_pass(self, opened: Opened, posted: Sequence[Posted], incoming: _Incoming) -> Passage | None:
-        """Send a message on while its packets come, if it goes on."""
-        observers, onwards = incoming.expected or ((), None)
+    def _let_pass(self, opened: Opened, posted: Sequence[Posted]) -> Passage | None:
+        """Send a message on while its packets come, if it is expected and goes on."""
+        with self._changed:
+            expected = self._mail[opened.route].expected
+            observers, onwards = expected[0] if expected else ((), None)
         if onwards is None:
             return None
         flats = [one.flat for one in posted if one.flat is not None]
@@ -384,18 +350,18 @@ class Receiver:
         onwards.pass_on(opened.message(flats), passage, observers, flats)
         return passage
 
-    def _hand_in(self, incoming: _Incoming, passed: bool = False) -> None:
-        """Give what is expected, if it is there. Within the lock: messages go on in their order."""
-        if incoming.there is None or incoming.expected is None:
-            return
-        (message, event), (observers, onwards) = incoming.there, incoming.expected
-        if onwards is not None and not passed:
-            onwards.pass_on(message, event, observers)
-        for observer in observers:
-            observer.arrived(incoming.route, message.micro_batch, self.wire.transfer_stream)
-        with self._arrivals.condition:
-            incoming.mail.arrived.append(incoming.there)
-            self._arrivals.condition.notify_all()
+    def _hand_in(self, route: Route, passed: bool = False) -> None:
+        """Give what has come and is expected. Within the lock: messages go on in their order."""
+        mail = self._mail[route]
+        while mail.early and mail.expected:
+            (message, event), (observers, onwards) = mail.early.popleft(), mail.expected.popleft()
+            if onwards is not None and not passed:
+                onwards.pass_on(message, event, observers)
+            for observer in observers:
+                observer.arrived(route, message.micro_batch, self.wire.transfer_stream)
+            with self._arrivals.condition:
+                mail.arrived.append((message, event))
+                self._arrivals.condition.notify_all()
 
 
 class NetworkInbox:
