@@ -197,7 +197,7 @@ class FrameWriter:
         forms = tuple(None if tensor is None else TensorForm.of(tensor) for tensor in message.tensors)
         structure = forms, replace(message, micro_batch=0, tensors=())
         inner, following = packets(forms, message.segments)
-        number, tag = self._number(structure)
+        number = self._number(structure)
         new = route not in self._channels
         channel = self._channels.setdefault(route, len(self._channels))
         text = pickle.dumps((route if new else None, structure if number < 0 else None)) if new or number < 0 else b""
@@ -208,24 +208,18 @@ class FrameWriter:
         frame[: len(prefix) + len(text)] = np.frombuffer(prefix + text, dtype=np.uint8)
         whole = torch.from_numpy(frame)
         inner.fill(whole[begin:], message)
-        return (
-            list(whole.split((CAPACITY, len(whole) - CAPACITY)) if len(whole) > CAPACITY else (whole,)),
-            following,
-            tag,
-        )
+        frames = [whole] if size <= CAPACITY else [whole[:CAPACITY], whole[CAPACITY:]]
+        return frames, following, _tag(number)
 
-    def _number(self, structure: _Structure) -> tuple[int, int]:
-        """As the frame says it, and the tag of the packets."""
+    def _number(self, structure: _Structure) -> int:
         try:
             number = self._numbers.get(structure)
         except TypeError:  # an unhashable leaf: sent in full every time
-            return _UNNUMBERED, REST
-        if number is not None:
-            return number, _FIRST_NUMBERED + number
-        if len(self._numbers) == _MAX_NUMBERED:
-            return _UNNUMBERED, REST
-        self._numbers[structure] = len(self._numbers)
-        return _NEW, REST
+            return _UNNUMBERED
+        if number is None and len(self._numbers) < _MAX_NUMBERED:
+            self._numbers[structure] = len(self._numbers)
+            return _NEW
+        return _UNNUMBERED if number is None else number
 
 
 @dataclass(frozen=True)
@@ -301,11 +295,15 @@ class FrameReader:
             for form in forms
         ]  # fmt: skip
         inner.unpack(whole[_aligned(_PREFIX.size + length) :], tensors, copies=True)
-        tag = REST if number < 0 else _FIRST_NUMBERED + number
         if number >= 0 and following:
-            self.usual = tag, following, bare.segments
+            self.usual = _tag(number), following, bare.segments
         partial = replace(bare, micro_batch=micro_batch, tensors=tuple(tensors))
-        return Opened(self._channels[channel], partial, following, tag)
+        return Opened(self._channels[channel], partial, following, _tag(number))
+
+
+def _tag(number: int) -> int:
+    """With which packets follow: each structure has one of its own, so that they may be awaited before the frame."""
+    return REST if number < 0 else _FIRST_NUMBERED + number
 
 
 def _aligned(nbytes: int) -> int:
