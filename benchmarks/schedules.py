@@ -18,11 +18,8 @@ import argparse
 import json
 import statistics
 import sys
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,10 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import every_schedule, network
 from benchmarks.processes import add_options, connected, launch
 from benchmarks.rounds import record
-from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.comm.wire import Wire
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline, run_together
@@ -115,38 +110,20 @@ class Blocks(nn.Module):
 
 
 class ThrottledWire(Wire):
-    """A wire that is busy for as long as one of the wanted rate would be.
-
-    Attributes:
-        line: held by whoever sends on it; the wires of several pipelines share one.
-    """
+    """A wire that is busy for as long as one of the wanted rate would be; those of several pipelines share one."""
 
     bytes_per_s = 0.0
-    line: threading.Lock
     sends_at_once = False
 
-    def send(self, tensor: Tensor, ready: torch.cuda.Event | None, pieces: int = 1, tag: int = 0) -> None:
-        with self.line:
-            time.sleep(tensor.numel() * tensor.element_size() / self.bytes_per_s)
-        super().send(tensor, ready, pieces, tag)
+    def begin(self, flat: Tensor, *args: Any, **kwargs: Any) -> Sequence[Any]:
+        time.sleep(flat.numel() / self.bytes_per_s)
+        return super().begin(flat, *args, **kwargs)
 
 
 class ThrottledGroups(ProcessGroups):
     """A network whose wires are throttled."""
 
     wire_type = ThrottledWire
-
-    def __init__(self, *args: Any) -> None:
-        self._lines: dict[Any, threading.Lock] = defaultdict(threading.Lock)
-        super().__init__(*args)
-
-    def wire(self, route: Route, arrivals: Arrivals) -> Wire:
-        wire = super().wire(route, arrivals)
-        assert isinstance(wire, ThrottledWire)
-        # of a direction of a hop, whichever the pipeline
-        what = replace(route.what, pipeline=0) if isinstance(route.what, Edge) else route.what
-        wire.line = self._lines[what, route.source, route.target]
-        return wire
 
 
 def goodput(cluster: Cluster, throttled: bool, megabits: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.routes import Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.stores import Stores
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.errors import PeerError
 
@@ -140,31 +142,9 @@ class MemoryNetwork:
         self._opened: Counter[Any] = Counter()
         self._connected: set[Route] = set()
         self.is_open = False
+        self.stores = Stores(0, itertools.count())
 
-    def run_store(self, store: dist.Store | None) -> dist.Store:
-        self._opened["run"] += 1
-        return dist.PrefixStore(f"runs/{self._opened['run']}", store or self._hub.store)
-
-    def lasting_store(self, store: dist.Store | None) -> dist.Store:
-        return dist.PrefixStore("lasting", store or self._hub.store)
-
-    def this_run_store(self, store: dist.Store | None) -> dist.Store:
-        return dist.PrefixStore(f"runs/{self._opened['run']}", store or self._hub.store)
-
-    def visiting_store(self, store: dist.Store | None) -> dist.Store:
-        return dist.PrefixStore("visits", store or self._hub.store)
-
-    @property
-    def is_first(self) -> bool:
-        return self._opened["run"] == 1
-
-    def stand_apart(self, ranks: Sequence[int]) -> None:
-        pass
-
-    def meet_in(self, store: dist.Store) -> None:
-        pass
-
-    def open(self) -> None:
+    def open(self, ranks: Sequence[int] | None = None) -> None:
         self.is_open = True
 
     def connect(self, route: Route) -> None:

@@ -148,10 +148,10 @@ class Cluster:
             self._begin(None)
         else:
             if meetings is not None:
-                meetings.membership.begin(network.lasting_store(apart or store), outlives=keeper is not None)
+                meetings.membership.begin(network.stores.lasting(apart or store), outlives=keeper is not None)
                 if apart is not None:
                     self._stand_apart(meetings)
-            self._begin(network.run_store(apart or store), keeper or names(self._whole)[0])
+            self._begin(network.stores.next_run(apart or store), keeper or names(self._whole)[0])
             if meetings is not None and keeper is not None and store is not None:
                 self.channels.returns = Returns(self._process, meetings, self.channels.waits, store)
 
@@ -223,7 +223,7 @@ class Cluster:
         )
         waits = Waits(arrivals, monitor, process.timeout_s, self.device, _PATIENCE_S if self.survives else 0.0)
         if meetings is not None and store is not None:
-            meetings.begin(waits, process.network.lasting_store(store))
+            meetings.begin(waits, process.network.stores.lasting(store))
         agreement = None
         if store is not None:
             agreement = Agreement(process.rank, named, store, process.timeout_s / 2, monitor, lambda: self.world.ranks)
@@ -231,9 +231,9 @@ class Cluster:
 
     def _connect(self) -> None:
         """Unless the processes are connected: another trainer may have run since."""
-        network = self._process.network
+        network, membership = self._process.network, None if self.meetings is None else self.meetings.membership
         if not network.is_open:
-            network.open()
+            network.open(membership.layout[membership.group] if membership is not None and membership.apart else None)
             for party in self._parties:
                 network.join(party)
             for route in control_routes(self.stage_map, relays=not self.survives):
@@ -256,7 +256,6 @@ class Cluster:
         """All other groups have left, as far as this process can see."""
         membership = meetings.membership
         membership.stand_apart()
-        self._process.network.stand_apart(membership.layout[membership.group])
         meetings.enter(membership.count)
 
     def _groups_changed(self) -> None:

@@ -31,17 +31,12 @@ class LoneGroup(_Group):  # type: ignore[misc]
         """Some of the processes of this group, that is this one."""
         return LoneGroup()
 
+    # -- nothing to do ------------------------------------------------------------------------------------------------
+
     def allreduce(self, tensors: Tensors, opts: Any = None) -> _Done:
         return _Done()
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> _Done:
-        return _Done()
-
-    def reduce(self, tensors: Tensors, opts: Any = None) -> _Done:
-        return _Done()
-
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> _Done:
-        return _Done()
+    allreduce_coalesced = reduce = broadcast = allreduce
 
     def barrier(self, opts: Any = None) -> _Done:
         return _Done()
@@ -49,35 +44,27 @@ class LoneGroup(_Group):  # type: ignore[misc]
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> _Done:
-        return _copied([first for first, *_ in outputs], inputs)
-
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> _Done:
-        return self.allgather(outputs, inputs)
-
-    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> _Done:
-        return _copied([output], [given.reshape(output.shape)])
-
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Done:
-        return _copied(outputs, inputs)
-
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> _Done:
-        return _copied(outputs, [first for first, *_ in inputs])
-
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> _Done:
-        return self.scatter(outputs, inputs)
-
-    def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> _Done:
-        return self._allgather_base(output, given)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Done:
-        return _copied(outputs, inputs)
+    # -- what comes in goes out ---------------------------------------------------------------------------------------
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Done:
         return _copied(outputs, inputs)
 
-    def alltoall_base(self, output: Tensor, given: Tensor, *args: Any) -> _Done:
-        return self._allgather_base(output, given)
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = alltoall
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> _Done:
+        return _copied([first for first, *_ in outputs], inputs)
+
+    gather = allgather
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> _Done:
+        return _copied(outputs, [first for first, *_ in inputs])
+
+    reduce_scatter = scatter
+
+    def alltoall_base(self, output: Tensor, given: Tensor, *args: Any, opts: Any = None) -> _Done:
+        return _copied([output], [given.reshape(output.shape)])
+
+    _allgather_base = _reduce_scatter_base = alltoall_base
 
 
 class _Done:

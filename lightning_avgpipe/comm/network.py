@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import Inbox, Outbox
 from lightning_avgpipe.comm.routes import Party, Route
+from lightning_avgpipe.comm.stores import Stores
 
 
 class HostGroup(Protocol):
@@ -35,33 +35,15 @@ class Network(Protocol):
     """Connects this process with others. All processes open it, connect and join in the same order."""
 
     @property
+    def stores(self) -> Stores:
+        """Parts of the store that all processes share."""
+
+    @property
     def is_open(self) -> bool:
         """Whether it may connect."""
 
-    def run_store(self, store: dist.Store | None) -> dist.Store:
-        """What the next run has of the store that all processes share; None takes that of the network."""
-
-    def lasting_store(self, store: dist.Store | None) -> dist.Store:
-        """What all runs with this network have of it."""
-
-    def this_run_store(self, store: dist.Store | None) -> dist.Store:
-        """The same as :meth:`run_store`, for the run that goes on."""
-
-    def visiting_store(self, store: dist.Store | None) -> dist.Store:
-        """What processes have of it that come later, and do not know how many networks and runs there were."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first network of this process, in its first run."""
-
-    def stand_apart(self, ranks: Sequence[int]) -> None:
-        """The processes of a group are about to connect without the others."""
-
-    def meet_in(self, store: dist.Store) -> None:
-        """From now on parties meet there."""
-
-    def open(self) -> None:
-        """Begin to connect."""
+    def open(self, ranks: Sequence[int] | None = None) -> None:
+        """Begin to connect; only these processes, if others are not to be there."""
 
     def connect(self, route: Route) -> None:
         """Connect the two ends of a route, unless they are. Every process calls it, also one that is no end of it."""

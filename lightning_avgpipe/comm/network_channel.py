@@ -1,10 +1,23 @@
-"""Channels between processes: each end has a thread that waits for the network, because gloo's works cannot be polled.
+"""Channels between processes. All those from one process to another share a line: one wire, and a thread at each end.
 
-Each direction has a process group of its own, because two directions on one group get in each other's way. What waits
-for nothing is sent by whoever puts it: a computing thread lets others run now and then only, and a thread of the
-channel would begin milliseconds later. gloo sends nothing before its peer has said that it receives, and that word
-waits behind what else is on its link. So receives are posted for what usually comes, before it is announced. Between
-devices the channels of all pipelines share a link (``device_link.py``).
+::
+
+    process 0   channel a --+                                             +-- channel a   process 1
+                channel b --+-- Sender == a0 b0 a1 news b1 ==> Receiver --+-- channel b
+                news      --+             in the order in which           +-- news
+                                          they were put
+
+Threads wait for the network, because gloo's works cannot be polled. What waits for nothing is sent by whoever puts it:
+a computing thread lets others run now and then only, and the sender's would begin milliseconds later.
+
+Sends are rendezvous: gloo sends nothing before its peer has said that it receives, and that word waits behind what else
+is on its link, so receives are posted for what is expected, and for what usually comes. Each direction has a process
+group of its own, because two on one get in each other's way. Between devices a send holds up its stream until it is
+received; so each direction has a communicator and a stream, and both ends begin with tensors in the frames' order.
+
+Nobody waits for ever: while any message is owed to a process its receiver takes whatever comes, in order, also what is
+not expected yet, so nothing stays before a message that somebody waits for. And what passes a process is sent on in its
+turn with parts that are on their way already: whoever waits for them waits for a line nearer to where they began.
 """
 
 from __future__ import annotations
@@ -12,9 +25,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,12 +35,13 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import Outbox, Traffic
-from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, Opened, TensorForm, as_bytes
+from lightning_avgpipe.comm.codec import CAPACITY, FRAMES, REST, FrameReader, FrameWriter, Opened, Packet
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Route
 from lightning_avgpipe.comm.wire import Passage, Posted, Wire
 
-_MOST_POSTED = 2  # structures that are received unannounced: a receive cannot be taken back, and holds its memory
+_MOST_POSTED = 4  # structures that are received unannounced: a receive cannot be taken back, and holds its memory
+_MOST_FRAMES = 4  # that are awaited
 
 
 @dataclass
@@ -35,18 +49,113 @@ class _Outgoing:
     """A message that is to be sent.
 
     Attributes:
-        message: or None: it was the last one.
-        ready: an event after which it may be read, a passage by which it comes, or None: it is there.
+        route: of its channel.
+        message: of its.
+        ready: an event after which it may be read, a passage by which its packets come, or None: it is there.
         observers: are told.
+        flats: its packets, if they come by a passage.
         works: of its transfer, if it has begun.
-        place: among the messages of the link between devices; None: it does not travel there.
     """
 
-    message: Message | None
+    route: Route
+    message: Message
     ready: Any = None
     observers: Sequence[Traffic] = ()
+    flats: Sequence[Tensor] = ()
     works: Sequence[Any] | None = None
-    place: int | None = None
+
+
+class Sender:
+    """The sending end of a line.
+
+    Args:
+        wire: to the other end.
+        arrivals: told when sending fails.
+
+    Attributes:
+        routes: the channels that are open; with the last one it ends.
+    """
+
+    def __init__(self, wire: Wire, arrivals: Arrivals) -> None:
+        self.wire = wire
+        self.routes: set[Route] = set()
+        self._arrivals = arrivals
+        self._frames = FrameWriter()
+        self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._order = threading.Lock()
+        self._waiting = 0  # messages that have not begun
+        self._sending: Route | None = None
+        self._thread = threading.Thread(target=self._work, name=f"avgpipe send to rank {wire.peer}", daemon=True)
+        self._thread.start()
+
+    def put(self, outgoing: _Outgoing) -> None:
+        """Send in turn; returns at once."""
+        for observer in outgoing.observers:
+            observer.queued()
+        with self._order:
+            # observers see the thread send
+            if not self._waiting and outgoing.ready is None and not outgoing.observers and self.wire.sends_at_once:
+                try:
+                    outgoing.works = self._begin(outgoing)
+                except Exception as error:  # as in the thread
+                    self._fail(error, outgoing.route)
+            self._waiting += outgoing.works is None
+            self._queue.put(outgoing)
+
+    def leave(self, route: Route, join_s: float) -> None:
+        """Close a channel. After the last one the thread ends when what is queued is sent, or cannot be any more."""
+        self.routes.discard(route)
+        if not self.routes:
+            self._queue.put(None)
+            self._thread.join(join_s)
+
+    def _work(self) -> None:
+        try:
+            self.wire.port.enter_thread()
+            while self._send_next():
+                pass
+        except Exception as error:  # handed to the executor, which names stage and action
+            self._fail(error, self._sending)
+
+    def _fail(self, error: Exception, route: Route | None) -> None:
+        self._arrivals.fail(self.wire.broken(error, "sending", route))
+
+    def _send_next(self) -> bool:
+        # a frame of its own: a thread that waits for the next message keeps no tensor of the last one alive
+        outgoing = self._queue.get()
+        if outgoing is None:
+            return False
+        self._sending = outgoing.route
+        if outgoing.works is None:
+            with self._observed(outgoing):
+                works = self._begin(outgoing)
+                with self._order:
+                    self._waiting -= 1
+                self.wire.end(works)
+        else:
+            self.wire.end(outgoing.works)
+        return True
+
+    @contextlib.contextmanager
+    def _observed(self, outgoing: _Outgoing) -> Iterator[None]:
+        stream = self.wire.transfer_stream if outgoing.observers else None
+        if stream is not None and outgoing.ready is not None:
+            stream.wait_event(outgoing.ready)  # sending begins when there is something to send
+        with contextlib.ExitStack() as sending:
+            for observer in outgoing.observers:
+                sending.enter_context(observer.sending(outgoing.route, outgoing.message.micro_batch, stream))
+            yield
+
+    def _begin(self, outgoing: _Outgoing) -> list[Any]:
+        message, ready = outgoing.message, outgoing.ready
+        (frame, *rest), packets, tag = self._frames.write(outgoing.route, message)
+        works = [*self.wire.begin(frame, tag=FRAMES)]
+        for part in rest:
+            works += self.wire.begin(part, tag=REST)
+        passage = ready if isinstance(ready, Passage) else None
+        for flat in outgoing.flats or self.wire.load(packets, message, ready):
+            works += self.wire.begin(flat, message.segments, tag, passage)
+        return works
 
 
 class NetworkOutbox:
@@ -54,144 +163,224 @@ class NetworkOutbox:
 
     Args:
         route: for messages.
-        wire: to the other end.
-        arrivals: told when sending fails.
+        sender: of the line to it.
     """
 
-    def __init__(self, route: Route, wire: Wire, arrivals: Arrivals) -> None:
+    def __init__(self, route: Route, sender: Sender) -> None:
         self._route = route
-        self._wire = wire
-        self._arrivals = arrivals
-        self._frames = FrameWriter()
-        self._queue: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
-        self._order = threading.Lock()
-        self._unsent = 0
-        self._thread = threading.Thread(target=self._work, name=f"avgpipe send {route}", daemon=True)
-        self._thread.start()
+        self._sender = sender
+        sender.routes.add(route)
 
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
         """Send, and tell the observers; returns at once."""
         # what is on the host is there: news and batches wait for no work of the device
-        self.pass_on(message, None if _on_host(message) else self._wire.port.event(), observers)
+        on_host = all(tensor is None or tensor.is_cpu for tensor in message.tensors)
+        self.pass_on(message, None if on_host else self._sender.wire.port.event(), observers)
 
-    def pass_on(self, message: Message, ready: Any, observers: Sequence[Traffic]) -> None:
-        """Send what another process has sent: after an event, or as it comes by a passage. Returns at once."""
-        for observer in observers:
-            observer.queued()
-        outgoing = _Outgoing(message, ready, observers)
-        link = self._wire.link
-        with self._order:
-            if link is not None and not _on_host(message):
-                outgoing.place = link.take_place()
-            # observers see the thread send
-            if not self._unsent and ready is None and not observers and self._wire.sends_at_once:
-                with self._failing():
-                    outgoing.works = self._begin(message)
-            self._unsent += 1
-            self._queue.put(outgoing)
+    def pass_on(self, message: Message, ready: Any, observers: Sequence[Traffic], flats: Sequence[Tensor] = ()) -> None:
+        """Send what another process has sent: after an event, or its packets as they come by a passage."""
+        self._sender.put(_Outgoing(self._route, message, ready, observers, flats))
 
     def close(self, join_s: float) -> None:
-        """Stop the thread after what is queued; one that waits for a peer that is gone ends with its connection."""
-        self._queue.put(_Outgoing(None))
-        self._thread.join(join_s)
+        """Send what is queued, and no more; see :meth:`Sender.leave`."""
+        self._sender.leave(self._route, join_s)
+
+
+@dataclass(frozen=True)
+class _Mail:
+    """What comes on one channel.
+
+    Attributes:
+        expected: observers of each message that is expected and not there, and where it goes on.
+        early: what has come before it was expected, and an event after which it may be read, or None.
+        arrived: the same of what may be taken.
+    """
+
+    expected: deque[tuple[Sequence[Traffic], NetworkOutbox | None]] = field(default_factory=deque)
+    early: deque[tuple[Message, Any]] = field(default_factory=deque)
+    arrived: deque[tuple[Message, Any]] = field(default_factory=deque)
+
+
+class _Posts:
+    """Receives that are posted before it is announced what they receive.
+
+    Args:
+        wire: to the other end.
+
+    Attributes:
+        frames: that are awaited, each with its works, and the one whose message comes: no more than messages are owed.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.frames: deque[tuple[Tensor, Sequence[Any]]] = deque()
+        self._wire = wire
+        self._spare: list[Tensor] = []
+        self._packets: dict[int, list[Posted]] = {}  # by tag
+
+    def await_frames(self, owed: int) -> None:
+        """So many messages will come, or more."""
+        while len(self.frames) < min(owed, _MOST_FRAMES):
+            frame = self._spare.pop() if self._spare else torch.empty(CAPACITY, dtype=torch.uint8)
+            self.frames.append((frame, self._wire.take(frame, tag=FRAMES)))
+
+    def frame_read(self) -> None:
+        """All that the first frame said has come; what was in it has been copied."""
+        self._spare.append(self.frames.popleft()[0])
+
+    def await_packets(self, tag: int, packets: Sequence[Packet], segments: int) -> None:
+        """These come usually."""
+        if tag not in self._packets and len(self._packets) < _MOST_POSTED:
+            self._packets[tag] = self._post(tag, packets, segments)
+
+    def packets(self, opened: Opened) -> list[Posted]:
+        """Those of a message."""
+        known = self._packets.pop(opened.tag, None)
+        return self._post(opened.tag, opened.packets, opened.partial.segments) if known is None else known
+
+    def _post(self, tag: int, packets: Sequence[Packet], segments: int) -> list[Posted]:
+        return [self._wire.post(packet, segments, tag) for packet in packets]
+
+
+class Receiver:
+    """The receiving end of a line. Arguments and attributes as of :class:`Sender`."""
+
+    def __init__(self, wire: Wire, arrivals: Arrivals) -> None:
+        self.wire = wire
+        self.routes: set[Route] = set()
+        self._mail: dict[Route, _Mail] = defaultdict(_Mail)
+        self._receiving: Route | None = None
+        self._arrivals = arrivals
+        self._reader = FrameReader(wire.device)
+        self._posts = _Posts(wire)
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name=f"avgpipe receive from rank {wire.peer}", daemon=True)
+        self._thread.start()
+
+    def arrived(self, route: Route) -> deque[tuple[Message, Any]]:
+        """Messages of a channel, which is open from now on, with events after which they may be read."""
+        with self._changed:
+            self.routes.add(route)
+            return self._mail[route].arrived
+
+    def expect(self, route: Route, count: int, observers: Sequence[Traffic], onwards: NetworkOutbox | None) -> None:
+        """So many further messages are owed to a channel."""
+        with self._changed:
+            self._mail[route].expected.extend([(observers, onwards)] * count)
+            self._hand_in(route)
+            try:
+                self._posts.await_frames(self._owed())
+            except Exception as error:  # as in the thread
+                self._fail(error)
+            self._changed.notify_all()
+
+    def leave(self, route: Route, join_s: float) -> None:
+        """Close a channel. After the last one the thread ends; if it waits for a peer, when the connection does."""
+        with self._changed:
+            self.routes.discard(route)
+            self._mail.pop(route, None)
+            self._closing = not self.routes
+            self._changed.notify_all()
+        if self._closing:
+            self._thread.join(join_s)
 
     def _work(self) -> None:
-        with self._failing():
-            self._wire.port.enter_thread()
-            while self._send_next():
-                pass
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
         try:
-            yield
+            self.wire.port.enter_thread()
+            while self._receive_next():
+                pass
         except Exception as error:  # handed to the executor, which names stage and action
-            if self._wire.link is not None:
-                self._wire.link.give_up()  # the places of what is queued here are never taken
-            self._arrivals.fail(self._wire.broken(error, f"sending on channel '{self._route}'"))
+            if not self._closing:
+                self._fail(error)
 
-    def _send_next(self) -> bool:
-        # a frame of its own: a thread that waits for the next message keeps no tensor of the last one alive
-        outgoing = self._queue.get()
-        if (message := outgoing.message) is None:
-            return False
-        if outgoing.works is not None:
-            self._wire.end(outgoing.works)
-        else:
-            with self._observed(message, outgoing) if outgoing.observers else contextlib.nullcontext():
-                self._send(message, outgoing.ready, outgoing.place)
-        with self._order:
-            self._unsent -= 1
+    def _fail(self, error: Exception) -> None:
+        awaited = self._receiving or next((route for route, mail in [*self._mail.items()] if mail.expected), None)
+        self._arrivals.fail(self.wire.broken(error, "receiving", awaited))
+
+    def _owed(self) -> int:
+        return sum(len(mail.expected) for mail in self._mail.values())
+
+    def _receive_next(self) -> bool:
+        with self._changed:
+            self._receiving = None
+            self._changed.wait_for(lambda: self._posts.frames or self._closing)
+            if self._closing:
+                return False
+            frame, works = self._posts.frames[0]
+        if self._reader.usual is not None:
+            self._posts.await_packets(*self._reader.usual)
+        self.wire.end(works)
+        self._receive(frame)
         return True
 
-    @contextlib.contextmanager
-    def _observed(self, message: Message, outgoing: _Outgoing) -> Iterator[None]:
-        stream, ready = self._wire.transfer_stream, outgoing.ready
-        if stream is not None and ready is not None and not isinstance(ready, Passage):
-            stream.wait_event(ready)  # sending begins when there is something to send
-        with contextlib.ExitStack() as sending:
-            for observer in outgoing.observers:
-                sending.enter_context(observer.sending(self._route, message.micro_batch, stream))
-            yield
+    def _receive(self, frame: Tensor) -> None:
+        # a frame of its own, as in the sender: nothing of a message stays behind
+        rest = None
+        if missing := self._reader.missing(frame):
+            rest = torch.empty(missing, dtype=torch.uint8)
+            self.wire.end(self.wire.take(rest, tag=REST))
+        opened = self._reader.read(frame, rest)
+        self._receiving, posted = opened.route, self._posts.packets(opened)
+        passage = self._let_pass(opened, posted) if posted and self.wire.port.is_host else None
+        try:
+            flats = [self.wire.land(one, passage) for one in posted]
+        except Exception as error:
+            if passage is not None:
+                passage.came(error)
+            raise
+        message, event = opened.message(flats), None
+        if any(tensor is not None and not tensor.is_cpu for tensor in message.tensors):
+            with self.wire.port.on_stream(self.wire.stream):
+                event = self.wire.port.event()
+        with self._changed:
+            self._posts.frame_read()
+            self._mail[opened.route].early.append((message, event))
+            self._hand_in(opened.route, passed=passage is not None)
+            self._posts.await_frames(self._owed())
 
-    def _begin(self, message: Message) -> list[Any]:
-        """Send what is on the host: nobody waits here."""
-        first, forms, tag = self._frames.write(message, True)
-        works = [work for part in first for work in self._wire.begin_host(part)]
-        for tensor, form in zip(message.tensors, forms, strict=True):
-            if tensor is not None and form is not None and not (tag is None or form.is_empty):
-                works += self._wire.begin_host(as_bytes(form.on_wire(tensor)), message.segments, tag)
-        return works
+    def _let_pass(self, opened: Opened, posted: Sequence[Posted]) -> Passage | None:
+        """Send a message on while its packets come, if it is expected and goes on."""
+        with self._changed:
+            expected = self._mail[opened.route].expected
+            observers, onwards = expected[0] if expected else ((), None)
+        if onwards is None:
+            return None
+        flats = [one.flat for one in posted if one.flat is not None]
+        passage = Passage()
+        onwards.pass_on(opened.message(flats), passage, observers, flats)
+        return passage
 
-    def _send(self, message: Message, ready: Any, place: int | None) -> None:
-        inner = _on_host(message) and not isinstance(ready, Passage)  # of which nothing may be there yet
-        first, forms, tag = self._frames.write(message, inner, place)
-        parts = [
-            (form.on_wire(tensor), tensor.is_cpu) for tensor, form in zip(message.tensors, forms, strict=True)
-            if tensor is not None and form is not None and not (tag is None or form.is_empty)
-        ]  # fmt: skip
-        if place is None:
-            for part in first:
-                self._wire.send_host(part)
-            for tensor in self._wire.staged([tensor for tensor, _ in parts], ready):
-                self._wire.send(tensor, ready, message.segments, tag or 0)
-            return
-        # the frame may be awaited late: nobody behind this message waits for that
-        works = [work for part in first for work in self._wire.begin_host(part)]
-        assert self._wire.link is not None
-        with self._wire.link.turn(place):
-            for tensor, on_host in parts:
-                if not on_host:
-                    self._wire.send(tensor, ready, message.segments, tag or 0)
-        for tensor, on_host in parts:
-            if on_host:
-                works += self._wire.begin_host(as_bytes(tensor), message.segments, tag or 0)
-        self._wire.end(works)
-
-
-def _on_host(message: Message) -> bool:
-    return all(tensor is None or tensor.is_cpu for tensor in message.tensors)
+    def _hand_in(self, route: Route, passed: bool = False) -> None:
+        """Give what has come and is expected. Within the lock: messages go on in their order."""
+        mail = self._mail[route]
+        while mail.early and mail.expected:
+            (message, event), (observers, onwards) = mail.early.popleft(), mail.expected.popleft()
+            if onwards is not None and not passed:
+                onwards.pass_on(message, event, observers)
+            for observer in observers:
+                observer.arrived(route, message.micro_batch, self.wire.transfer_stream)
+            with self._arrivals.condition:
+                mail.arrived.append((message, event))
+                self._arrivals.condition.notify_all()
 
 
 class NetworkInbox:
-    """The receiving end of a channel from another process. Same arguments as :class:`NetworkOutbox`."""
+    """The receiving end of a channel from another process.
 
-    def __init__(self, route: Route, wire: Wire, arrivals: Arrivals) -> None:
+    Args:
+        route: for messages.
+        receiver: of the line from it.
+    """
+
+    def __init__(self, route: Route, receiver: Receiver) -> None:
         self._route = route
-        self._wire = wire
-        self._arrivals = arrivals
-        self._frames = FrameReader()
-        self._arrived: deque[tuple[Message, list[Any]]] = deque()
-        self._expected: queue.SimpleQueue[tuple[Sequence[Traffic], Outbox | None]] = queue.SimpleQueue()
-        self._posted: dict[int, list[Posted]] = {}  # by tag, what was not announced when it was posted
-        self._closing = False
-        self._thread = threading.Thread(target=self._work, name=f"avgpipe receive {route}", daemon=True)
-        self._thread.start()
+        self._receiver = receiver
+        self._arrived = receiver.arrived(route)
 
     def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
         """Post the receives of so many messages, of which the observers will be told, and which are passed on."""
-        for _ in range(count):
-            self._expected.put((observers, onwards))
+        assert onwards is None or isinstance(onwards, NetworkOutbox)  # no neighbour of the stage is in this process
+        self._receiver.expect(self._route, count, observers, onwards)
 
     def ready(self) -> bool:
         """Whether a message has arrived."""
@@ -199,121 +388,15 @@ class NetworkInbox:
 
     def get(self) -> Message:
         """Take the oldest message; on an accelerator the current stream waits for its transfer, the host does not."""
-        message, events = self._arrived.popleft()
-        for tensor, event in zip(message.tensors, events, strict=True):
-            if event is not None:
-                current = self._wire.port.current_stream()
-                current.wait_event(event)
-                assert tensor is not None
-                tensor.record_stream(current)
+        message, event = self._arrived.popleft()
+        if event is not None:
+            current = self._receiver.wire.port.current_stream()
+            current.wait_event(event)
+            for tensor in message.tensors:
+                if tensor is not None and not tensor.is_cpu:
+                    tensor.record_stream(current)
         return message
 
     def close(self, join_s: float) -> None:
-        """Stop the thread; one that waits for a peer that is gone ends with its connection."""
-        self._closing = True
-        self._expected.put(((), None))
-        if self._wire.link is not None:
-            self._wire.link.notify()
-        self._thread.join(join_s)
-
-    def _work(self) -> None:
-        try:
-            self._wire.port.enter_thread()
-            while True:
-                observers, onwards = self._expected.get()
-                if self._closing:
-                    return
-                self._hand_in(observers, onwards)
-        except Exception as error:  # handed to the executor, which names stage and action
-            if self._wire.link is not None:
-                self._wire.link.give_up()
-            if not self._closing:
-                self._arrivals.fail(self._wire.broken(error, f"receiving on channel '{self._route}'"))
-
-    def _hand_in(self, observers: Sequence[Traffic], onwards: Outbox | None) -> None:
-        # a frame of its own, as in the outbox: nothing of a message stays behind
-        item = self._receive(observers, onwards)
-        for observer in observers:
-            observer.arrived(self._route, item[0].micro_batch, self._wire.transfer_stream)
-        with self._arrivals.condition:
-            self._arrived.append(item)
-            self._arrivals.condition.notify_all()
-
-    def _receive(self, observers: Sequence[Traffic], onwards: Outbox | None) -> tuple[Message, list[Any]]:
-        usual = self._frames.usual
-        if usual is not None and usual[0] not in self._posted and len(self._posted) < _MOST_POSTED:
-            self._posted[usual[0]] = self._post(*usual)
-        frame, rest = torch.empty(CAPACITY, dtype=torch.uint8), None
-        self._wire.receive_host(frame)
-        if missing := self._frames.missing(frame):
-            rest = torch.empty(missing, dtype=torch.uint8)
-            self._wire.receive_host(rest)
-        opened = self._frames.read(frame, rest)
-        assert onwards is None or isinstance(onwards, NetworkOutbox)  # no neighbour of this stage's is in this process
-        posted: list[Posted] = []
-        if opened.tensors is None:
-            known = self._posted.pop(opened.tag, None)
-            posted = self._post(opened.tag, opened.forms, opened.segments) if known is None else known
-        if opened.tensors is None and self._wire.port.is_host and onwards is not None:
-            return self._pass_on(opened, posted, observers, onwards), [None] * len(opened.forms)
-        inner, coming = iter(opened.tensors or ()), iter(self._land(posted, opened.place))
-        tensors: list[Tensor | None] = []
-        events: list[Any] = []
-        for form in opened.forms:
-            tensor, event = None, None
-            if form is not None:
-                if form.is_empty:
-                    device = "cpu" if form.on_host else self._wire.device
-                    tensor = torch.empty(form.wire_shape, dtype=form.dtype, device=device)
-                elif opened.tensors is not None:
-                    tensor = next(inner)
-                else:
-                    tensor, event = next(coming)
-                tensor = form.from_wire(tensor)
-            tensors.append(tensor)
-            events.append(event)
-        message = _message(opened, tensors)
-        if onwards is not None:  # on one stream they come in order: the last one is there after all
-            onwards.pass_on(message, next((e for e in reversed(events) if e is not None), None), observers)
-        return message, events
-
-    def _post(self, tag: int, forms: Sequence[TensorForm | None], segments: int) -> list[Posted]:
-        return [self._wire.post(form, segments, tag) for form in forms if form is not None and not form.is_empty]
-
-    def _land(self, posted: Sequence[Posted], place: int | None) -> list[tuple[Tensor, Any]]:
-        """Receive tensors, those on the device when it is the message's turn."""
-        if place is None:
-            return [self._wire.receive(one) for one in posted]
-        assert self._wire.link is not None
-        with self._wire.link.turn(place, lambda: self._closing):
-            on_device = {n: self._wire.receive(one) for n, one in enumerate(posted) if one.tensor is None}
-        return [on_device[n] if n in on_device else self._wire.receive(one) for n, one in enumerate(posted)]
-
-    def _pass_on(
-        self, opened: Opened, posted: Sequence[Posted], observers: Sequence[Traffic], onwards: NetworkOutbox
-    ) -> Message:
-        """Receive tensors while the parts that are there go on."""
-        coming, tensors = iter(posted), list[Tensor | None]()
-        for form in opened.forms:
-            if form is None:
-                tensors.append(None)
-            else:
-                part = torch.empty(form.wire_shape, dtype=form.dtype) if form.is_empty else next(coming).tensor
-                assert part is not None  # it is on the host
-                tensors.append(form.from_wire(part))
-        message, passage = _message(opened, tensors), Passage()
-        onwards.pass_on(message, passage, observers)
-        try:
-            for one in posted:
-                self._wire.receive(one, passage)
-        except Exception as error:
-            passage.came(error)
-            raise
-        return message
-
-
-def _message(opened: Opened, tensors: Sequence[Tensor | None]) -> Message:
-    return Message(
-        opened.micro_batch, tuple(tensors), opened.requires_grad, opened.entries, opened.abandoned,
-        opened.forward_only, opened.segments,
-    )  # fmt: skip
+        """Receive no more, and drop what was not taken; see :meth:`Receiver.leave`."""
+        self._receiver.leave(self._route, join_s)

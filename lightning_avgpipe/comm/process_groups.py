@@ -10,23 +10,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_avgpipe.comm.alone import own_group
 from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.device_link import DeviceLink
-from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox
+from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox, Receiver, Sender
 from lightning_avgpipe.comm.routes import Edge, Party, Route
+from lightning_avgpipe.comm.stores import Stores, part_of
 from lightning_avgpipe.comm.wire import Pair, Wire
 from lightning_avgpipe.utils.device import backends, first_options
-from lightning_avgpipe.utils.torch_compat import default_store
 
 _GRACE = timedelta(seconds=60)
 _NEVER_SENT = 2**30  # a tag of transfers; those of channels count from 0
@@ -35,6 +33,49 @@ _HOST = "avgpipe_gloo"  # backend of groups on the host
 _current: ProcessGroups | None = None  # of this process
 # the same on all processes, which do the same in order
 _networks, _openings, _runs = itertools.count(), itertools.count(), itertools.count()
+
+End = TypeVar("End", Sender, Receiver)
+
+
+@dataclass(frozen=True)
+class _Connected:
+    """A group of processes that has been connected.
+
+    Attributes:
+        group: of torch.distributed.
+        size: of the group, if it connects hosts; else 0.
+        of_torch: whether torch.distributed knows of it.
+    """
+
+    group: Any
+    size: int
+    of_torch: bool
+
+    def disconnect(self) -> None:
+        """End what waits in threads.
+
+        gloo has no way to give up a transfer, but closes all connections of a group when one takes too long.
+        """
+        for peer in set(range(self.size)) - {self.group.rank()}:
+            with contextlib.suppress(RuntimeError):  # this is the purpose
+                self.group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+@dataclass
+class _Line:
+    """From one process to another.
+
+    Attributes:
+        on_host: the connection there.
+        between: that of the devices; None if no tensors of stages go this way, or over the host.
+        openings: how often it was in use.
+        end: of this process, if channels are open, or were.
+    """
+
+    on_host: Pair
+    between: Pair | None = None
+    openings: int = 0
+    end: Sender | Receiver | None = None
 
 
 class ProcessGroups:
@@ -45,201 +86,148 @@ class ProcessGroups:
         device: of this process.
         timeout: longest wait for another process.
         device_backend: backend between devices, such as "nccl"; None if all goes over the host.
+
+    Attributes:
+        stores: of this network.
     """
 
     wire_type: type[Wire] = Wire
 
     def __init__(self, rank: int, device: torch.device, timeout: timedelta, device_backend: str | None = None) -> None:
-        self._both = backends(_HOST, device_backend, device) if device_backend else _HOST
-        self._number = next(_networks)
-        self._run = 0
+        self.stores = Stores(next(_networks), _runs)
         self._rank = rank
         self._all: tuple[int, ...] | None = None  # the processes of torch's group; None: each by its rank
-        self._common: dist.Store | None = None  # in which parties meet; None: in that of torch's group
         self._device = device
         self._timeout = timeout + _GRACE  # our own waits end first: their errors name stage and action
-        self._device_backend = None if device_backend == "gloo" else device_backend
-        self._store: dist.Store | None = None
-        self._opening: str | None = None
-        self._pairs: dict[Route, Pair] = {}  # on hosts
-        self._links: dict[Route, DeviceLink] = {}  # between devices; of the first pipeline, for all
-        self._wired: Counter[Route] = Counter()
+        self._device_backend = device_backend
+        self._store: dist.Store | None = None  # of this opening
+        self._lines: dict[tuple[int, int], _Line] = {}  # from one process to another
         self._parties: dict[Party, dist.ProcessGroup] = {}
-        self._groups: list[dist.ProcessGroup] = []  # of torch.distributed
-        self._ours: list[Any] = []  # in which the host may wait: group, and its ranks
+        self._connected: list[_Connected] = []
 
     @property
     def is_open(self) -> bool:
         """Whether it may connect."""
         return self._store is not None
 
-    def run_store(self, store: dist.Store | None) -> dist.Store:
-        """What the next run has of a store; None: that of torch.distributed."""
-        self._run = next(_runs)
-        return self.this_run_store(store)
+    def open(self, ranks: Sequence[int] | None = None) -> None:
+        """Begin to connect, in the place of other connections of this process. Every process calls it.
 
-    def this_run_store(self, store: dist.Store | None) -> dist.Store:
-        """The same for the run that goes on."""
-        return _part_of(store, f"runs/{self._run}")
-
-    def lasting_store(self, store: dist.Store | None) -> dist.Store:
-        """What all runs with this network have of a store."""
-        return _part_of(store, f"networks/{self._number}")
-
-    def visiting_store(self, store: dist.Store | None) -> dist.Store:
-        """What processes have of it that come later, and do not know how many networks and runs there were."""
-        return _part_of(store, "visits")
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first network of this process, in its first run."""
-        return self._number == self._run == 0
-
-    def stand_apart(self, ranks: Sequence[int]) -> None:
-        """torch's group of all processes is about to have these only, of which this process is one."""
-        self._all = tuple(ranks)
-
-    def meet_in(self, store: dist.Store) -> None:
-        """From now on parties meet there, since torch's groups of all processes are not the same."""
-        self._common = store
-
-    def open(self) -> None:
-        """Begin to connect, in the place of other connections of this process. Every process calls it."""
+        Args:
+            ranks: torch's group of all processes has these only, this one among them; None: the same as before.
+        """
         global _current
         if _current is not None and _current is not self:
             _current.close()
+        self._all = self._all if ranks is None else tuple(ranks)
         _current = self
-        self._opening = f"connections/{next(_openings)}"
-        self._store = _part_of(None, self._opening)
+        self._store = part_of(None, f"connections/{next(_openings)}")
 
     def close(self) -> None:
         """Give up all connections, on which nothing is under way. They may be opened again."""
         global _current
-        for group in self._groups:
-            with contextlib.suppress(ValueError):  # torch.distributed has been ended meanwhile
-                dist.destroy_process_group(group)
-        self._pairs.clear()
-        self._links.clear()
-        self._wired.clear()
+        for made in self._connected:
+            if made.of_torch:
+                with contextlib.suppress(ValueError):  # torch.distributed has been ended meanwhile
+                    dist.destroy_process_group(made.group)
+        self._lines.clear()
         self._parties.clear()
-        self._groups, self._ours, self._store = [], [], None
+        self._connected, self._store = [], None
         if _current is self:
             _current = None
 
     def connect(self, route: Route) -> None:
         """Connect the ends of a route, unless they are; those of stages also between devices that have a backend."""
-        if route not in self._pairs:
-            self._pairs[route] = self._pair(route)
-        shared = _shared(route)
-        if self._device_backend is not None and shared is not None and shared not in self._links:
-            ranks = sorted((route.source, route.target))
-            group = self._join(ranks, self._device_backend)
-            peer = int(ranks[0] == self._rank)
-            self._links[shared] = DeviceLink(group, peer, self._device, self._timeout.total_seconds())
+        ends = route.source, route.target
+        line = self._lines.get(ends)
+        if line is None:
+            line = self._lines[ends] = _Line(self._pair(ends))
+        if self._between is not None and line.between is None and isinstance(route.what, Edge):
+            ranks = sorted(ends)
+            line.between = Pair(self._join(ranks, self._between), int(ranks[0] == self._rank))
 
     def join(self, party: Party) -> None:
         """Connect a party, on the host only or also between devices, unless it is."""
         if party not in self._parties:
-            self._parties[party] = self._join(party.ranks, _HOST if party.on_host else self._both)
+            between = None if party.on_host else self._device_backend
+            backend = _HOST if between is None else backends(_HOST, between, self._device)
+            self._parties[party] = self._join(party.ranks, backend)
 
     def meet(self, party: Party, name: str) -> Any:
         """Connect a party on the host, under a name of its own. Only its members call it."""
-        assert self._opening is not None
-        opening = self._opening if self._common is None else "all"
-        store = _part_of(self._common, f"{opening}/meetings/{party}/{name}")
+        assert self._store is not None
+        store = self.stores.meeting(f"{party}/{name}", self._store)
         made = _gloo(store, party.ranks.index(self._rank), len(party.ranks), self._timeout)
-        self._ours.append((made, len(party.ranks)))
+        self._connected.append(_Connected(made, len(party.ranks), of_torch=False))
         return made
 
     def part(self, group: Any) -> None:
         """Close the connections of such a party; what is under way there ends with an error."""
-        for made, size in self._ours:
-            if made is group:
-                _break(made, size)
-        self._ours = [(made, size) for made, size in self._ours if made is not group]
+        for made in [made for made in self._connected if made.group is group]:
+            made.disconnect()
+            self._connected.remove(made)
 
     def outbox(self, route: Route, arrivals: Arrivals) -> NetworkOutbox:
         """Open the sending end of a route."""
-        return NetworkOutbox(route, self.wire(route, arrivals), arrivals)
+        return NetworkOutbox(route, self._end(Sender, route, arrivals))
 
     def inbox(self, route: Route, arrivals: Arrivals) -> NetworkInbox:
         """Open the receiving end of a route."""
-        return NetworkInbox(route, self.wire(route, arrivals), arrivals)
-
-    def wire(self, route: Route, arrivals: Arrivals) -> Wire:
-        """This process's end of the connection for a route."""
-        peer = route.target if route.source == self._rank else route.source
-        shared = _shared(route)
-        link = self._links.get(shared) if shared is not None else None
-        opening = self._wired[route]
-        self._wired[route] += 1
-        return self.wire_type(peer, self._pairs[route], self._device, link, arrivals.moved, opening)
+        return NetworkInbox(route, self._end(Receiver, route, arrivals))
 
     def group(self, party: Party) -> dist.ProcessGroup:
         """What connects a party."""
         return self._parties[party]
 
-    def _pair(self, route: Route) -> Pair:
-        """Connect the ends on the host; elsewhere this does nothing."""
-        ends = (route.source, route.target)
+    @property
+    def _between(self) -> str | None:
+        """The backend of messages between devices; gloo would go over the host, as they do without one."""
+        return None if self._device_backend == "gloo" else self._device_backend
+
+    def _end(self, kind: type[End], route: Route, arrivals: Arrivals) -> End:
+        """This process's end of the line for a route."""
+        line = self._lines[route.source, route.target]
+        if not isinstance(line.end, kind) or not line.end.routes:
+            peer = route.target if route.source == self._rank else route.source
+            wire = self.wire_type(peer, line.on_host, self._device, line.between, arrivals.moved, line.openings)
+            line.openings += 1
+            line.end = kind(wire, arrivals)
+        return line.end
+
+    def _pair(self, ends: tuple[int, int]) -> Pair:
+        """Connect two processes on the host; elsewhere this does nothing."""
         if self._rank not in ends:
             return Pair(None, -1)
         position = ends.index(self._rank)
         assert self._store is not None
-        store = dist.PrefixStore(f"{route}/{route.source}/{route.target}", self._store)
+        store = dist.PrefixStore("{}/{}".format(*ends), self._store)
         made = _gloo(store, position, 2, self._timeout, threads=0)
-        self._ours.append((made, 2))
+        self._connected.append(_Connected(made, 2, of_torch=False))
         return Pair(made, 1 - position)
 
     def _join(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         members = list(ranks)
         places = members if self._all is None else list(map(self._all.index, members))
         _register()
-        options = first_options(backend, self._timeout) if backend == self._device_backend else None
+        options = first_options(backend, self._timeout) if backend == self._between else None
         made = own_group(dist.new_group(places, timeout=self._timeout, backend=backend, pg_options=options))
         if self._rank in members:
-            self._groups.append(made)
-            if backend != self._device_backend:
-                self._ours.append((made, len(members)))
+            on_host = backend != self._between
+            self._connected.append(_Connected(made, len(members) if on_host else 0, of_torch=True))
         return made
 
     def disconnect(self) -> None:
         """End the transfers that wait in threads; nothing can be sent any more.
 
-        gloo has no way to give one up, but closes all connections of a group when a transfer in it takes too long. What
-        waits between devices would hold up all that its device does later: it is aborted.
+        What waits between devices would hold up all that its device does later: it is aborted.
         """
-        for link in self._links.values():
-            link.give_up()
-        if self._device_backend is not None:
-            for group in self._groups:
-                with contextlib.suppress(RuntimeError, AttributeError):  # it has none there, or nothing to abort
-                    group._get_backend(self._device).abort()  # type: ignore[attr-defined]
-        for group, size in self._ours:
-            _break(group, size)
-
-
-def _shared(route: Route) -> Route | None:
-    """Of the routes of all pipelines between two stages the one that has the link between devices; None if none does.
-
-    The stages of a pipeline share none, also where they are on the same processes: without drains one of them may have
-    sent what is not expected yet.
-    """
-    return replace(route, what=replace(route.what, pipeline=0)) if isinstance(route.what, Edge) else None
-
-
-def _break(group: Any, size: int) -> None:
-    for peer in range(size):
-        if peer != group.rank():
-            with contextlib.suppress(RuntimeError):  # this is the purpose
-                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-
-
-def _part_of(store: dist.Store | None, name: str) -> dist.Store:
-    store = store or default_store()
-    # a connection of its own, where torch can make one: who connects may wait in the store for long
-    store = store.clone() if hasattr(store, "clone") else store
-    return dist.PrefixStore(f"avgpipe/{name}", store)
+        if self._between is not None:
+            for made in self._connected:
+                # it has none there, or nothing to abort
+                with contextlib.suppress(RuntimeError, AttributeError):
+                    made.group._get_backend(self._device).abort()
+        for made in self._connected:
+            made.disconnect()
 
 
 # -- gloo ------------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ class Returns:
         self._membership = meetings.membership
         self._waits = waits
         self._shared = store
-        self._store = process.network.visiting_store(store)  # for the main thread
+        self._store = process.network.stores.visiting(store)  # for the main thread
         self._known: set[str] = set()  # tickets that are answered, or were asked for a group that is there
         self._last: Visit | None = None
 
@@ -143,7 +143,8 @@ class Returns:
                 continue
             self._known.add(ticket)
             invitation = Invitation(group, self._membership.layout[group], self._rank, self._membership.count, ticket)
-            if reason := why_not(group) or ("" if self._network.is_first else "the others are not in their first run"):
+            later = "" if self._network.stores.is_first else "the others are not in their first run"
+            if reason := why_not(group) or later:
                 self.refuse(invitation, reason)
             else:
                 answer = {"leader": self._rank, "changes": invitation.changes}
@@ -184,7 +185,7 @@ class Returns:
 
     def prepare(self) -> None:
         """A group may come back: from now on all meet where it can. Every process of the others calls it."""
-        self._network.meet_in(self._network.visiting_store(self._shared))
+        self._network.stores.meet_in(self._network.stores.visiting(self._shared))
 
     def admit(self, invitation: Invitation) -> bool:
         """Let a group come back that is ready; tells whether it has. Every process of the others calls it."""
@@ -260,7 +261,7 @@ class Returns:
             PeerError: nobody answers.
         """
         others = [rank for ranks in self._membership.layout if self._rank not in ranks for rank in ranks]
-        board = Board(self._network.this_run_store(self._shared), self._rank, lambda: others)
+        board = Board(self._network.stores.run(self._shared), self._rank, lambda: others)
         question, deadline = board.ask(), time.monotonic() + self._here_s
         while not board.answers(question):
             self._waits.monitor.check()
@@ -296,7 +297,7 @@ class Returns:
         """
         waits, doing = self._waits, "waits until the other groups count this one in"
         deadline = time.monotonic() + waits.timeout_s
-        lasting, run = self._network.lasting_store(self._shared), self._network.this_run_store(self._shared)
+        lasting, run = self._network.stores.lasting(self._shared), self._network.stores.run(self._shared)
         with waits.monitor.during(doing):
             while (joined := waits.monitor.talk(partial(self._enter, lasting, run, invitation))) is None:
                 self._check(invitation.ticket)
@@ -305,7 +306,7 @@ class Returns:
                 time.sleep(_POLL_S)
         if not joined:
             raise self._refused("another group has left meanwhile")
-        self._meetings.begin(waits, self._network.lasting_store(run))
+        self._meetings.begin(waits, self._network.stores.lasting(run))
         self._meetings.enter(invitation.changes + 1)
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Wires: they move tensors of known sizes between two processes, over the host or between devices."""
+"""Wires: they move bytes from one process to another, over the host or between devices."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.codec import MOST_TAGS, TensorForm, as_bytes
-from lightning_avgpipe.comm.device_link import DeviceLink
+from lightning_avgpipe.comm.codec import MOST_TAGS, Packet
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.routes import Route
 from lightning_avgpipe.comm.transfer import begun, ended
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.utils.device import port_of
@@ -39,7 +40,7 @@ class Pair:
     """A connection of two processes.
 
     Attributes:
-        group: of gloo.
+        group: of torch.distributed.
         peer: number of the other process in it.
     """
 
@@ -49,30 +50,30 @@ class Pair:
 
 @dataclass(frozen=True)
 class Posted:
-    """A tensor that is on its way, or will be.
+    """A packet that is on its way, or will be.
 
     Attributes:
-        form: of the tensor.
-        tensor: on the host, where it lands; None: on the device, when it is asked for.
+        packet: what it is.
+        flat: on the host, where its bytes land; None: on the device, when it is asked for.
         works: of the transfer.
     """
 
-    form: TensorForm
-    tensor: Tensor | None
+    packet: Packet
+    flat: Tensor | None
     works: Sequence[Any]
 
 
 class Wire:
-    """Moves tensors of known sizes between two ranks.
+    """Moves bytes from one process to another: one end of a connection for this direction only.
 
     Args:
         peer: global rank at the other end.
-        on_host: the two processes, for this direction only.
+        on_host: the two processes.
         device: where tensors live on this side.
-        link: between the devices, for this direction only; None moves device tensors over the host.
+        between: the two devices; None moves what is on the device over the host.
         moved: called when bytes have moved.
-        opening: how often the route was opened before on this connection, the same at both ends: what was posted then
-            and never came must not take what comes now.
+        opening: how often the connection was in use before, the same at both ends: what was posted then and never came
+            must not take what comes now.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Wire:
         peer: int,
         on_host: Pair,
         device: torch.device,
-        link: DeviceLink | None,
+        between: Pair | None,
         moved: Callable[[], None],
         opening: int = 0,
     ) -> None:
@@ -88,7 +89,7 @@ class Wire:
         self.device = device
         # asked directly: dist.send would check its arguments for longer than a small tensor takes
         self._on_host = on_host
-        self.link = link
+        self._between = between
         self._moved = moved
         self._first_tag = opening * MOST_TAGS
         self.port = port_of(device)
@@ -99,11 +100,17 @@ class Wire:
 
         There are few of them, so a wire that only moves what is on the host has none.
         """
-        return self.port.new_stream() if self.link is None else self.link.stream
+        return self.port.new_stream()
 
-    def broken(self, error: Exception, doing: str) -> PeerError:
-        """What to say when the other end is gone."""
-        lost = PeerError(f"the connection to rank {self.peer} broke while {doing}: {error}")
+    @property
+    def transfer_stream(self) -> Any:
+        """The same; None if the host moves tensors."""
+        return None if self._between is None else self.stream
+
+    def broken(self, error: Exception, doing: str, route: Route | None) -> PeerError:
+        """What to say when the other end is gone, with the channel if one is known."""
+        where = "" if route is None else f" on channel '{route}'"
+        lost = PeerError(f"the connection to rank {self.peer} broke while {doing}{where}: {error}")
         lost.__cause__ = error
         return lost
 
@@ -112,71 +119,58 @@ class Wire:
         """Whether what begins to be sent holds up nobody."""
         return self.port.is_host
 
-    @property
-    def transfer_stream(self) -> Any:
-        """The stream on which tensors travel; None if the host moves them."""
-        return None if self.link is None else self.link.stream
+    def load(self, packets: Sequence[Packet], message: Message, ready: Any) -> list[Tensor]:
+        """The bytes of packets, there where they travel. What is on the device may be read after an event.
 
-    def begin_host(
-        self, tensor: Tensor, pieces: int = 1, tag: int = 0, passage: Passage | None = None
-    ) -> Sequence[Any]:
-        """Begin to send what is on the host, or its parts as they come by a passage; gives what :meth:`end` takes."""
+        Where that travels over the host, this waits for the event, once.
+        """
+        if all(packet.on_host for packet in packets) or self.stream is None:
+            return [packet.packed(message) for packet in packets]
+        for tensor in message.tensors:
+            if tensor is not None and not tensor.is_cpu:  # whoever made it may let go of it before it has been read
+                tensor.record_stream(self.stream)
+        with self.port.on_stream(self.stream):
+            self.stream.wait_event(ready)
+            flats = [packet.packed(message) for packet in packets]
+            if self._between is None:
+                flats = [flat.to("cpu", non_blocking=True) for flat in flats]
+                self.port.event().synchronize()
+        return flats
+
+    def begin(self, flat: Tensor, pieces: int = 1, tag: int = 0, passage: Passage | None = None) -> Sequence[Any]:
+        """Begin to send bytes that :meth:`load` gave, or parts as they come by a passage; what :meth:`end` takes."""
+        if not flat.is_cpu:
+            assert self._between is not None
+            with self.port.on_stream(self.stream):
+                self._between.group.send([flat], self._between.peer, 0).wait()  # the stream does
+            return ()
 
         def begin(part: Tensor) -> Any:
             if passage is not None:
                 passage.wait()
             return self._on_host.group.send([part], self._on_host.peer, self._first_tag + tag)
 
-        return begun(begin, tensor, pieces)
+        return begun(begin, flat, pieces)
 
     def end(self, works: Sequence[Any]) -> None:
-        """Return when a transfer that has begun is done."""
+        """Return when a transfer on the host that has begun is done."""
         ended(works, self._moved)
 
-    def send_host(self, tensor: Tensor, pieces: int = 1, tag: int = 0, passage: Passage | None = None) -> None:
-        self.end(self.begin_host(tensor, pieces, tag, passage))
-
-    def receive_host(self, tensor: Tensor) -> None:
-        self.end(self._begun(tensor))
-
-    def _begun(self, tensor: Tensor, pieces: int = 1, tag: int = 0) -> list[Any]:
+    def take(self, flat: Tensor, pieces: int = 1, tag: int = 0) -> Sequence[Any]:
+        """Begin to receive bytes on the host."""
         own = self._first_tag + tag
-        return begun(lambda part: self._on_host.group.recv([part], self._on_host.peer, own), tensor, pieces)
+        return begun(lambda part: self._on_host.group.recv([part], self._on_host.peer, own), flat, pieces)
 
-    def staged(self, tensors: Sequence[Tensor], ready: Any) -> Sequence[Tensor]:
-        """Those on an accelerator as bytes on the host, after an event, for which this waits once; others as given."""
-        if all(tensor.is_cpu for tensor in tensors) or self.stream is None:
-            return tensors
-        for tensor in tensors:
-            if not tensor.is_cpu:  # whoever made it may let go of it before it has been read
-                tensor.record_stream(self.stream)
-        with self.port.on_stream(self.stream):
-            self.stream.wait_event(ready)
-            there = [tensor if tensor.is_cpu else as_bytes(tensor).to("cpu", non_blocking=True) for tensor in tensors]
-            self.port.event().synchronize()
-        return there
+    def post(self, packet: Packet, pieces: int = 1, tag: int = 0) -> Posted:
+        """Receive a packet, as soon as it comes; where a device receives by itself, when it is asked for."""
+        on_host = packet.on_host or self.port.is_host
+        if not on_host and self._between is not None:
+            return Posted(packet, None, ())
+        flat = torch.empty(packet.nbytes, dtype=torch.uint8, pin_memory=not on_host)
+        return Posted(packet, flat, self.take(flat, pieces, tag))
 
-    def send(self, tensor: Tensor, ready: Any, pieces: int = 1, tag: int = 0) -> None:
-        """Send a tensor, which is there after an event, if it is on an accelerator with a link; or as it passes."""
-        if tensor.is_cpu or self.link is None:
-            passage = ready if isinstance(ready, Passage) else None
-            self.send_host(as_bytes(tensor.cpu()), pieces, tag, passage)
-            return
-        tensor.record_stream(self.stream)
-        with self.port.on_stream(self.stream):
-            self.stream.wait_event(ready)
-            self.link.send(as_bytes(tensor))
-
-    def post(self, form: TensorForm, pieces: int = 1, tag: int = 0) -> Posted:
-        """Receive a tensor, as soon as it comes; where a device receives by itself, when it is asked for."""
-        lands = form.on_host or self.stream is None
-        if not lands and self.link is not None:
-            return Posted(form, None, ())
-        tensor = torch.empty(form.wire_shape, dtype=form.dtype, pin_memory=not lands)
-        return Posted(form, tensor, self._begun(as_bytes(tensor), pieces, tag))
-
-    def receive(self, posted: Posted, passage: Passage | None = None) -> tuple[Tensor, Any]:
-        """Returns the tensor and, on an accelerator, the event after which it may be read; its parts may pass on."""
+    def land(self, posted: Posted, passage: Passage | None = None) -> Tensor:
+        """The bytes of a packet, whose parts may pass on; on a device they are there when the stream gets here."""
 
         def moved() -> None:
             self._moved()
@@ -184,13 +178,12 @@ class Wire:
                 passage.came()
 
         ended(posted.works, moved)
-        form, tensor = posted.form, posted.tensor
-        if tensor is not None and (form.on_host or self.stream is None):
-            return (tensor if form.on_host else tensor.to(self.device)), None
+        if posted.flat is not None and (posted.packet.on_host or self.stream is None):
+            return posted.flat
         with self.port.on_stream(self.stream):
-            if tensor is not None:
-                return tensor.to(self.device, non_blocking=True), self.port.event()
-            assert self.link is not None
-            tensor = torch.empty(form.wire_shape, dtype=form.dtype, device=self.device)
-            self.link.receive(as_bytes(tensor))
-            return tensor, self.port.event()
+            if posted.flat is not None:
+                return posted.flat.to(self.device, non_blocking=True)
+            assert self._between is not None
+            flat = torch.empty(posted.packet.nbytes, dtype=torch.uint8, device=self.device)
+            self._between.group.recv([flat], self._between.peer, 0).wait()  # the stream does
+            return flat

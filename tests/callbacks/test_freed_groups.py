@@ -142,7 +142,7 @@ class Killed(L.Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == 1 and trainer.global_rank == 1:
-            mock.patch.object(ProcessGroups, "open", lambda self: os.kill(os.getpid(), signal.SIGKILL)).start()
+            mock.patch.object(ProcessGroups, "open", lambda *_: os.kill(os.getpid(), signal.SIGKILL)).start()
 
 
 @pytest.mark.slow

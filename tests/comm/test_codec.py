@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, Opened, as_bytes
+from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, Packet, TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.routes import Edge, Route
 from lightning_avgpipe.utils.placeholder import Constant, TensorMeta
 
 
@@ -18,15 +20,25 @@ def received(frame: Tensor) -> Tensor:
     return whole
 
 
-def passed(writer: FrameWriter, reader: FrameReader, message: Message, inner: bool = True) -> tuple[Opened, int, bool]:
-    """Through both ends; also the bytes that were sent as long as the structure is, and whether that was all."""
-    parts, _, tag = writer.write(message, inner)
-    frame = received(parts[0])
-    assert reader.missing(frame) == sum(part.numel() for part in parts[1:])
-    opened = reader.read(frame, parts[1] if len(parts) > 1 else None)
-    assert (opened.tensors is not None) == (tag is None) or not any(message.tensors)
-    assert tag in (None, opened.tag)
-    return opened, sum(part.numel() for part in parts), tag is None
+ROUTE = Route(Edge(0, 0, "forward"), 0, 1)
+
+
+class Line:
+    """A writer, and the reader at the other end."""
+
+    def __init__(self) -> None:
+        self.writer, self.reader = FrameWriter(), FrameReader(torch.device("cpu"))
+
+    def passed(self, message: Message, route: Route = ROUTE) -> tuple[Message, int, list[Packet]]:
+        """What arrives, bytes of the frame, and the packets after it."""
+        frames, packets, tag = self.writer.write(route, message)
+        frame = received(frames[0])
+        assert self.reader.missing(frame) == sum(part.numel() for part in frames[1:])
+        opened = self.reader.read(frame, frames[1] if len(frames) > 1 else None)
+        assert (opened.route, opened.packets, opened.tag) == (route, packets, tag)
+        flats = [packet.packed(message) for packet in packets]
+        assert [flat.numel() for flat in flats] == [packet.nbytes for packet in packets]
+        return opened.message(flats), sum(part.numel() for part in frames), list(packets)
 
 
 TENSORS = (
@@ -40,67 +52,78 @@ TENSORS = (
 )
 
 
+def assert_same(found: Message, wanted: Message) -> None:
+    assert replace(found, tensors=()) == replace(wanted, tensors=())
+    for tensor, sent in zip(found.tensors, wanted.tensors, strict=True):
+        if tensor is None or sent is None:
+            assert tensor is sent
+        else:
+            assert torch.equal(tensor, sent) and tensor.dtype == sent.dtype
+            assert tensor.stride() == sent.stride() or not TensorForm.of(sent).order
+
+
 def test_small_messages_are_one_frame() -> None:
     entries = (TensorMeta((3, 5), torch.float32, True, True), Constant("text"))
     message = Message(5, TENSORS, (True, False), entries)
-    opened, _, complete = passed(FrameWriter(), FrameReader(), message)
-    assert complete and opened.micro_batch == 5
-    assert opened.requires_grad == (True, False) and opened.entries == entries
-    sent = [t for t in TENSORS if t is not None and t.numel()]
-    assert opened.tensors is not None and len(opened.tensors) == len(sent)
-    forms = [form for form in opened.forms if form is not None and not form.is_empty]
-    for form, tensor, wanted in zip(forms, opened.tensors, sent, strict=True):
-        found = form.from_wire(tensor)
-        assert torch.equal(found, wanted) and found.dtype == wanted.dtype
-        assert tensor.untyped_storage().nbytes() == wanted.numel() * wanted.element_size()
-    transposed = forms[1].from_wire(opened.tensors[1])
-    assert transposed.stride() == sent[1].stride()
+    found, _, packets = Line().passed(message)
+    assert_same(found, message)
+    assert packets == []
+    for tensor in found.tensors:
+        assert tensor is None or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def test_a_structure_is_sent_once() -> None:
-    writer, reader = FrameWriter(), FrameReader()
-    sizes = []
+def test_a_structure_is_sent_once_whichever_the_channel() -> None:
+    line, sizes = Line(), []
     for i in range(3):
         for shape in ((2, 3), (4, 3)):
-            tensor = torch.randn(shape)
-            opened, nbytes, _ = passed(writer, reader, Message(i, (tensor,), (True,), (Constant(str(shape)),)))
-            assert opened.micro_batch == i and opened.tensors is not None
-            assert torch.equal(opened.tensors[0], tensor)
+            message = Message(i, (torch.randn(shape),), (True,), (Constant(str(shape)),))
+            found, nbytes, _ = line.passed(message)
+            assert_same(found, message)
             sizes.append(nbytes)
     assert sizes[2:4] == sizes[4:] and max(sizes[2:]) < min(sizes[:2])
+    other = Route(Edge(1, 0, "forward"), 0, 1)
+    again = [line.passed(message, route)[1] for route in (other, ROUTE, other)]
+    assert again[0] > again[1] == again[2] == sizes[-1]
 
 
 def test_what_cannot_be_a_key_is_sent_every_time() -> None:
-    writer, reader = FrameWriter(), FrameReader()
+    line = Line()
     for value in (1.5, 2.5, [3]):
-        opened, _, _ = passed(writer, reader, Message(0, (), (), (Constant(value),)))
-        assert opened.entries[0].value == value
+        message = Message(0, (), (), (Constant(value),))
+        assert line.passed(message)[0].entries[0].value == value
 
 
-@pytest.mark.parametrize("size", [CAPACITY, CAPACITY // 4])
-def test_large_tensors_and_those_on_a_device_come_after_the_frame(size: int) -> None:
-    message = Message(1, (torch.randn(size),), (False,), ("x",))
-    opened, nbytes, complete = passed(FrameWriter(), FrameReader(), message, inner=size == CAPACITY)
-    assert not complete and opened.tensors is None and nbytes < size
-    assert opened.forms[0] is not None and opened.forms[0].shape == (size,)
+def test_large_tensors_come_after_the_frame_each_by_itself_and_what_else_does_not_fit_together() -> None:
+    small, medium, large = torch.randn(3), torch.randn(CAPACITY // 6).view(2, -1).T, torch.randn(2, 1024, 1024).mT
+    message = Message(1, (large, medium, small, None, medium + 1, large + 1, medium + 2), (False,), ("x",))
+    line = Line()
+    found, nbytes, packets = line.passed(message)
+    assert_same(found, message)
+    assert [[number for number, *_ in packet.places] for packet in packets] == [[4, 6], [0], [5]]
+    assert nbytes <= CAPACITY
+    assert packets[1].packed(message).data_ptr() == large.data_ptr()
+    for number in (4, 6):  # autograd may keep both, while one is written to
+        tensor, version = found.tensors[number], found.tensors[10 - number]._version
+        tensor.add_(1)
+        assert found.tensors[10 - number]._version == version
 
 
 def test_a_structure_that_repeats_has_a_tag_of_its_own_for_what_follows() -> None:
-    writer, reader = FrameWriter(), FrameReader()
-    for shape in ((3,), (4,), (3,), (4,), (4,)):
-        opened, _, complete = passed(writer, reader, Message(0, (torch.ones(shape),)), inner=False)
-        assert not complete
-        found = None if reader.usual is None else (reader.usual[0], [form.shape for form in reader.usual[1] if form])
-        assert found == (None if not opened.tag else (opened.tag, [shape]))
-    assert passed(writer, reader, Message(0, (torch.ones(3),)), inner=False)[0].tag != opened.tag > 0
+    line, seen = Line(), []
+    for length in (3, 4, 3, 4, 4):
+        message = Message(0, (torch.ones(length * CAPACITY),))
+        line.passed(message)
+        usual = line.reader.usual
+        seen.append(None if usual is None else (usual[0], usual[1][0].nbytes // CAPACITY // 4))
+    assert [found and found[1] for found in seen] == [None, None, 3, 4, 4]
+    assert len(set(seen[2:])) == 2 and seen[3] == seen[4]
 
 
 def test_a_structure_may_be_longer_than_a_frame() -> None:
-    writer, reader = FrameWriter(), FrameReader()
+    line = Line()
     message = Message(2, (torch.ones(2),), (), ("x" * 3 * CAPACITY,))
     for _ in range(2):
-        opened, _, _ = passed(writer, reader, message)
-        assert opened.entries == message.entries and opened.micro_batch == 2
+        assert_same(line.passed(message)[0], message)
 
 
 def test_bytes_are_those_of_the_tensor() -> None:

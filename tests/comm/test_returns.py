@@ -31,7 +31,7 @@ TIMEOUT_S = 4.0  # half of which processes that ask have to answer
 def answer(hub: threads.Hub, rank: int, question: int) -> None:
     """A process of the others says that it is there."""
     network = threads.MemoryNetwork(hub, rank)
-    Board(network.run_store(None), rank, lambda: [rank]).answer(question, Answer("does something", 0.0))
+    Board(network.stores.next_run(hub.store), rank, lambda: [rank]).answer(question, Answer("does something", 0.0))
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def member(
     """A process; group 1 has left."""
     network, arrivals = threads.MemoryNetwork(hub, rank), Arrivals()
     for _ in range(runs):
-        store = network.run_store(None)
+        store = network.stores.next_run(hub.store)
     membership = Membership(MAP.layout, rank, min_groups=1)
-    membership.begin(network.lasting_store(store if anew else None), outlives=True)  # its group has its own
+    membership.begin(network.stores.lasting(store if anew else hub.store), outlives=True)  # its group has its own
     membership.begun = True
     if anew:
         membership.stand_apart()

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.device_link import DeviceLink
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox
+from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox, Receiver, Sender
 from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.routes import Edge, Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap
@@ -41,10 +40,11 @@ def channel(between_devices: bool = True) -> Iterator[tuple[NetworkOutbox, Netwo
     def wire(rank: int) -> Wire:
         group: Any = MemoryGroup(hub, Party("world", (0, 1)), rank)
         on_devices: Any = MemoryGroup(hub, Party("leaders", (0, 1)), rank)
-        link = DeviceLink(Communicator(on_devices, rank, 2), 1 - rank, sim(rank), LIMIT_S) if between_devices else None
+        link = Pair(Communicator(on_devices, rank, 2), 1 - rank) if between_devices else None
         return Wire(1 - rank, Pair(group, 1 - rank), sim(rank), link, lambda: None)
 
-    outbox, inbox = NetworkOutbox(ROUTE, wire(0), arrivals), NetworkInbox(ROUTE, wire(1), arrivals)
+    outbox = NetworkOutbox(ROUTE, Sender(wire(0), arrivals))
+    inbox = NetworkInbox(ROUTE, Receiver(wire(1), arrivals))
 
     def take() -> Message:
         with arrivals.condition:
@@ -101,12 +101,12 @@ def passed(between_devices: bool) -> tuple[list[list[float]], list[str]]:
     others: list[Any] = [MemoryGroup(hub, Party("leaders", (0, 1, 2)), rank) for rank in range(3)]
 
     def wire(rank: int, peer: int) -> Wire:
-        link = DeviceLink(Communicator(others[rank], rank, 3), peer, sim(rank), LIMIT_S) if between_devices else None
+        link = Pair(Communicator(others[rank], rank, 3), peer) if between_devices else None
         return Wire(peer, Pair(on_host[rank], peer), sim(rank), link, lambda: None)
 
     routes = [Route(Edge(0, hop, "forward"), hop, hop + 1) for hop in range(2)]
-    outboxes = [NetworkOutbox(route, wire(route.source, route.target), arrivals) for route in routes]
-    inboxes = [NetworkInbox(route, wire(route.target, route.source), arrivals) for route in routes]
+    outboxes = [NetworkOutbox(route, Sender(wire(route.source, route.target), arrivals)) for route in routes]
+    inboxes = [NetworkInbox(route, Receiver(wire(route.target, route.source), arrivals)) for route in routes]
     found = []
     try:
         with device.reported() as report:
@@ -140,18 +140,16 @@ def test_a_tensor_that_passes_a_device_arrives_on_both(simulated: Simulated, bet
 def shared(order: str) -> list[float]:
     """What arrives of messages of two pipelines, which are expected in another order than they were put in."""
     hub, arrivals, party = Hub(Injector()), Arrivals(), Party("world", (0, 1))
-    links = [
-        DeviceLink(Communicator(MemoryGroup(hub, party, rank), rank, 2), 1 - rank, sim(rank), LIMIT_S)
-        for rank in range(2)
-    ]
 
-    def wire(rank: int, pipeline: int) -> Wire:
-        group: Any = MemoryGroup(hub, Party(f"pipeline {pipeline}", (0, 1)), rank)
-        return Wire(1 - rank, Pair(group, 1 - rank), sim(rank), links[rank], lambda: None)
+    def wire(rank: int) -> Wire:
+        group: Any = MemoryGroup(hub, Party("host", (0, 1)), rank)
+        between = Pair(Communicator(MemoryGroup(hub, party, rank), rank, 2), 1 - rank)
+        return Wire(1 - rank, Pair(group, 1 - rank), sim(rank), between, lambda: None)
 
+    sender, receiver = Sender(wire(0), arrivals), Receiver(wire(1), arrivals)
     routes = [Route(Edge(pipeline, 0, "forward"), 0, 1) for pipeline in range(2)]
-    outboxes = [NetworkOutbox(route, wire(0, n), arrivals) for n, route in enumerate(routes)]
-    inboxes = [NetworkInbox(route, wire(1, n), arrivals) for n, route in enumerate(routes)]
+    outboxes = [NetworkOutbox(route, sender) for route in routes]
+    inboxes = [NetworkInbox(route, receiver) for route in routes]
     try:
         for number, pipeline in enumerate(order):
             outboxes[int(pipeline)].put(Message(0, (torch.full((4,), float(number), device=sim()),)))
@@ -173,7 +171,7 @@ def shared(order: str) -> list[float]:
 
 
 @pytest.mark.parametrize("order", ["0101", "001011", "1000"])
-def test_pipelines_share_a_link(simulated: Simulated, order: str) -> None:
+def test_pipelines_share_a_line(simulated: Simulated, order: str) -> None:
     assert simulated(shared, order) == [float(number) for number in range(len(order))]
 
 

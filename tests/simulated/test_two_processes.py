@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_avgpipe.comm.arrivals import Arrivals
+from lightning_avgpipe.comm.codec import Packet
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.routes import Edge, Route
+from lightning_avgpipe.comm.routes import Party
+from lightning_avgpipe.comm.wire import Pair, Wire
 from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.patching import nothing
 from tests.models import MLP
 from tests.processes import free_port
 from tests.simulated import communicator, device
@@ -138,15 +140,15 @@ def given_up() -> list[float]:
     place = torch.device(device.NAME, rank)
     port, network = port_of(place), ProcessGroups(rank, place, limit, communicator.NAME)
     port.enter_thread()
-    route = Route(Edge(0, 0, "forward"), 0, 1)
+    party = Party("devices", (0, 1), on_host=False)
     try:
         network.open()
-        network.connect(route)
-        numbers, wire = torch.ones(4, device=place), network.wire(route, Arrivals())
-        assert wire.link is not None
+        network.join(party)
+        numbers, pair = torch.ones(4, device=place), Pair(network.group(party), 1 - rank)
+        wire = Wire(1 - rank, pair, place, pair, nothing)
         if rank == 1:
+            wire.land(wire.post(Packet((), 16, on_host=False)))
             with port.on_stream(wire.stream):
-                wire.link.receive(torch.empty(4, device=place).view(torch.uint8))
                 arrived = port.event()
             port.current_stream().wait_event(arrived)
         network.disconnect()
