@@ -37,6 +37,7 @@ class Channels:
         control: from rank 0 to all, while these are open.
         batches: from the reader to all, while these are open.
         returns: of groups that have left; None if none may leave.
+        are_open: whether they are.
     """
 
     control: ControlChannel

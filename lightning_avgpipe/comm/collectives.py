@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -132,7 +133,10 @@ class Collectives:
         what, mine = "an exchange of objects", _pickled(item)
         first = _first(mine)
         blocks = [torch.empty_like(first) for _ in self.ranks]
-        end = self._begin(what, lambda: self.process_group.allgather(blocks, first))
+        try:
+            work = self.process_group.allgather(blocks, first)
+        except RuntimeError:  # a connection broke: whoever waits says which
+            return partial(self.exchange_objects, item)
 
         def gathered(padded: Tensor) -> list[Tensor]:
             parts: list[Tensor] = []
@@ -140,7 +144,7 @@ class Collectives:
             return parts
 
         def finish() -> list[T]:
-            end()
+            wait_for(self, work, what)
             return _items(mine, blocks, gathered)
 
         return finish
@@ -159,13 +163,6 @@ class Collectives:
 
         self.together("a sum", exchange)
         return tensor
-
-    def _begin(self, what: str, begin: Callable[[], Any]) -> Callable[[], None]:
-        try:
-            work = begin()
-        except RuntimeError:  # a connection broke: whoever waits says which
-            return lambda: self.together(what, lambda: begin().wait())
-        return lambda: wait_for(self, work, what)
 
     def peer(self, rank: int) -> Peer:
         """A member, to send to or receive from within :meth:`together`."""

@@ -128,10 +128,8 @@ class TiedParameters:
         for stages, names in together.items():
             ranks = sorted({rank for k in stages for rank in self._cluster.stage_map.ranks(k)})
             holders = [(k, rank) for k in stages for rank in self._cluster.stage_map.ranks(k)]
-            group = None
-            if len(ranks) > 1:
-                parties, what = subsets(self._cluster.stage_map, ranks), f"ranks {', '.join(map(str, ranks))}"
-                group = self._cluster.connect(parties, what)
+            parties, what = subsets(self._cluster.stage_map, ranks), f"ranks {', '.join(map(str, ranks))}"
+            group = self._cluster.connect(parties, what) if len(ranks) > 1 else None
             if self._cluster.rank in ranks:
                 self._sum(holders, names, None if group is None else group.process_group)
 
