@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.capture.tracer import tensor_arguments
-from lightning_avgpipe.capture.visit import Visit
 from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, untraced
 
 
@@ -69,7 +69,7 @@ class Changes(TorchDispatchMode):
             self._contents.setdefault(name, contents.clone())
 
     @contextlib.contextmanager
-    def visiting(self, visit: Visit, named: Collection[tuple[str, Tensor]]) -> Iterator[None]:
+    def visiting(self, visit: AbstractContextManager[None], named: Collection[tuple[str, Tensor]]) -> Iterator[None]:
         """Within this context these tensors are on a visit, where they have other memory."""
         with self._pausing():
             visit.__enter__()
@@ -82,7 +82,7 @@ class Changes(TorchDispatchMode):
                 if not self._names[place]:
                     del self._names[place]
             with self._pausing():
-                visit.__exit__()
+                visit.__exit__(None, None, None)
 
     @contextlib.contextmanager
     def _pausing(self) -> Iterator[None]:

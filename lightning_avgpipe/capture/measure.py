@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from lightning_avgpipe.capture.samples import Sample, Samples, Sampling
 from lightning_avgpipe.capture.saved_tensors import SavedTensors, tensors_of
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
-from lightning_avgpipe.capture.visit import Visit
+from lightning_avgpipe.capture.visit import visiting
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
@@ -147,11 +148,11 @@ class _Timer(StepTracer):
         self._bar = bar
         self._position = 0
 
-    def visiting(self) -> Visit:
+    def visiting(self) -> AbstractContextManager[None]:
         """What lies outside of the units that are called is on the device while the step is measured."""
         called = {node.name for node in self._graph.nodes if node.kind == "call"}
         inside = {id(t) for path in called for t in tensors_of(self._module.get_submodule(path))}
-        return Visit([t for t in tensors_of(self._module) if id(t) not in inside], self._device)
+        return visiting([t for t in tensors_of(self._module) if id(t) not in inside], self._device)
 
     def check_finished(self) -> None:
         """Raise if the step ended before its last node."""
@@ -167,7 +168,7 @@ class _Timer(StepTracer):
         tensors = tree.tensors((args, kwargs))
         if path not in self._graph.resident and not self._any_known(tensors):
             return run(*args, **kwargs)
-        with Visit(tensors_of(module), self._device):
+        with visiting(tensors_of(module), self._device):
             return self._node("call", path, module, run, args, kwargs, tensors, tree.map_tensors)
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -180,7 +181,7 @@ class _Timer(StepTracer):
         nodes, position = self._graph.nodes, self._position
         named = nodes[position].name.split(", ") if position < len(nodes) else []
         inside = [t for m in self._module.named_modules() if m[0] and m[0] in named for t in tensors_of(m[1])]
-        with Visit(inside, self._device):
+        with visiting(inside, self._device):
             return self._node("region", "", None, run, args, kwargs, tensor_arguments(args, kwargs), _map_arguments)
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.changes import Changes
-from lightning_avgpipe.capture.visit import Visit
+from lightning_avgpipe.capture.visit import visiting
 from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import address, untraced
 
@@ -72,7 +72,7 @@ class NamedState:
 
     def visiting(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Within this context these tensors are on the device, which is no change."""
-        return self.changes.visiting(Visit(tensors, self._device), [(self.name_of(t) or "", t) for t in tensors])
+        return self.changes.visiting(visiting(tensors, self._device), [(self.name_of(t) or "", t) for t in tensors])
 
     def foreign(self, module: nn.Module) -> list[Tensor]:
         """What a submodule has in the place of parameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from lightning_avgpipe.capture.state_use import StateUse
 from lightning_avgpipe.capture.tracer import METADATA, StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.capture.units import Units
 from lightning_avgpipe.capture.unnamed_state import UnnamedState
-from lightning_avgpipe.capture.visit import Visit
+from lightning_avgpipe.capture.visit import visiting
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.placeholder import described
@@ -306,9 +307,9 @@ class Recorder(StepTracer):
 
     # -- the whole step ------------------------------------------------------------------------------------------------
 
-    def visiting(self, module: nn.Module) -> Visit:
+    def visiting(self, module: nn.Module) -> AbstractContextManager[None]:
         """What of it lies outside of units is on the device while the step is captured."""
-        return Visit([t for t in tensors_of(module) if id(t) not in self._in_units], self._place)
+        return visiting([t for t in tensors_of(module) if id(t) not in self._in_units], self._place)
 
     def finish(self, result: Any) -> None:
         """The step has returned."""

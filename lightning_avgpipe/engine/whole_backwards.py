@@ -13,7 +13,7 @@ from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.saved_tensors import tensors_of
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import uncompiled
-from lightning_avgpipe.capture.visit import Visit
+from lightning_avgpipe.capture.visit import visiting
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.halves import Watch, why_whole
 from lightning_avgpipe.engine.randomness import Drawing
@@ -61,7 +61,7 @@ def whole_backwards(
             gates, values = entered(message, program.receives, True, frozenset())
             ground = Ground(units, owned_tensors(module, graph.glue_states), drawing, device, Packer(module))
             watch = Watch()
-            with Visit(_needed(program, module), device), watch:
+            with visiting(_needed(program, module), device), watch:
                 replayed = replay(program, ground, run, batch, values, message.entries, repeat=repeat)
             roots = [t for t in (*replayed.sent, *tree.tensors(replayed.result)) if t.requires_grad]
             repeats = recompute.stages and repeated(schedule[program.stage], program.is_last)

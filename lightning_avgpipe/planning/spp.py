@@ -155,7 +155,7 @@ def execution_order(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 @functools.cache
-def _orders(num_stages: int, num_microbatches: int) -> tuple[Schedule, Schedule]:
+def orders(num_stages: int, num_microbatches: int) -> tuple[Schedule, Schedule]:
     """SPP's order, and 1F1B, which is the faster one on a few problems."""
     return execution_order(num_stages, num_microbatches), build("1f1b", num_stages, num_microbatches)
 
@@ -171,7 +171,7 @@ def _better(
     for stages in plans:
         if best is not None and problem.least_s(stages) >= best.makespan_s:
             continue
-        seconds, warm_up = problem.makespan(stages, _orders(len(stages), problem.num_microbatches))
+        seconds, warm_up = problem.makespan(stages, orders(len(stages), problem.num_microbatches))
         if best is None or seconds < best.makespan_s * (1 - _ROUNDING):
             best = SppPlan(_named(stages, order), seconds, problem.bound_s(stages), len(stages), warm_up)
     return best

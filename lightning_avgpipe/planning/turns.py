@@ -21,7 +21,7 @@ from lightning_avgpipe.planning.bottleneck import least_bottlenecks
 from lightning_avgpipe.planning.network import Matrix, Network, device_order
 from lightning_avgpipe.planning.problem import Problem, Stage
 from lightning_avgpipe.planning.replicated_costs import SppCosts
-from lightning_avgpipe.planning.spp import SppPlan, all_plans, execution_order, num_plans
+from lightning_avgpipe.planning.spp import SppPlan, all_plans, num_plans, orders
 from lightning_avgpipe.schedule import (
     FORWARD,
     Action,
@@ -30,7 +30,6 @@ from lightning_avgpipe.schedule import (
     StageCosts,
     Timeline,
     Transfer,
-    build,
     in_turn,
     peak_stash,
     with_replicas,
@@ -147,8 +146,8 @@ def units_between(graph: CallGraph, costs: Costs, weights: Mapping[str, int]) ->
 
 
 def _orders(stages: Sequence[Stage], num_microbatches: int) -> list[Schedule]:
-    made = (execution_order(len(stages), num_microbatches), build("1f1b", len(stages), num_microbatches))
-    return [with_replicas(schedule, [stage.replicas for stage in stages]) for schedule in made]
+    replicas = [stage.replicas for stage in stages]
+    return [with_replicas(schedule, replicas) for schedule in orders(len(stages), num_microbatches)]
 
 
 def seconds_in_turns(problem: Problem, stages: Sequence[Stage], schedule: Schedule) -> float:

@@ -25,10 +25,8 @@ from lightning_avgpipe.schedule.rules import Event, course, courses, in_words, n
 
 NAMES = ("advance_forward", "1f1b", "afab", "forward")
 LOOPED = ("interleaved", "bfs", "zbv", "dualpipev")  # of several stages on each process, see ``recipes``
-ZERO_BUBBLE = {
-    "zb_h1": 1,
-    "zb_h2": 2,
-}  # how many forwards ahead of, and weight gradients behind, its neighbour a stage is
+# How many forwards ahead of, and weight gradients behind, its neighbour a stage is.
+ZERO_BUBBLE = {"zb_h1": 1, "zb_h2": 2}
 
 
 def formula(name: str, num_stages: int, num_microbatches: int, advance: int = 0) -> Schedule:

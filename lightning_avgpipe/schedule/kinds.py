@@ -18,9 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Placement = Literal[
-    "loop", "v"
-]  # of several stages on each process: stage k after k - 1 on the next, or there and back
+# Of several stages on each process: stage k after k - 1 on the next, or there and back.
+Placement = Literal["loop", "v"]
 Direction = Literal["forward", "backward"]  # in which a message travels: to the stage after, or to the one before
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class _Bucket:
     """Parameters whose gradients are summed as one message."""
 
     parameters: Sequence[nn.Parameter]
-    missing: set[int] = field(default_factory=set)  # positions without a gradient of the last backward
+    missing: set[int]  # positions without a gradient of the last backward
     sent: Sequence[_Sent] = ()
     end: Callable[[], None] | None = None
 
@@ -99,9 +99,7 @@ class GradientSums(Observer):
             rows: the actions of each stage on this process.
         """
         dealt = self._dealt if tuple(named) == self._names else ()
-        self._buckets = [_Bucket([named[name] for name in names]) for names in dealt]
-        for bucket in self._buckets:
-            bucket.missing = set(range(len(bucket.parameters)))
+        self._buckets = [_Bucket([named[name] for name in names], set(range(len(names)))) for names in dealt]
         self._begun = 0
         self._last = {}
         for stage, row in rows.items():

@@ -159,10 +159,8 @@ class _Lent(TorchFunctionMode):
     def _contents(self, name: str) -> Tensor:
         if name not in self._last:
             self.clear()
-            with (
-                _disable_current_modes(),
-                torch.inference_mode(False),
-            ):  # what fetches, or initialises, is no part of the step
+            # what fetches, or initialises, is no part of the step
+            with _disable_current_modes(), torch.inference_mode(False):
                 self._last = self._fetch(name)
             self._versions = {name: version_of(tensor) for name, tensor in self._last.items()}
         return self._last[name].detach()

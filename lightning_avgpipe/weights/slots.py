@@ -77,17 +77,13 @@ def _slots_within(container: Any, key: Any, value: Any, depth: int = 0) -> Itera
         yield from _slots_within(within, inner, entry, depth + 1)
 
 
-class _Tuple:
+class _Tuple(Slot):
     """A tuple as a container whose entries change: each time it is another tuple."""
 
-    def __init__(self, container: Any, key: Any) -> None:
-        self._container = container
-        self._key = key
-
     def __getitem__(self, i: int) -> Any:
-        return self._container[self._key][i]
+        return self.get()[i]
 
     def __setitem__(self, i: int, entry: Any) -> None:
-        before = self._container[self._key]
+        before = self.get()
         entries = [*before[:i], entry, *before[i + 1 :]]
-        self._container[self._key] = before._make(entries) if hasattr(before, "_make") else type(before)(entries)
+        self.set(before._make(entries) if hasattr(before, "_make") else type(before)(entries))
