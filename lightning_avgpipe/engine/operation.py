@@ -120,6 +120,9 @@ class Runner:
         packer: of the module; None if no unit writes into objects.
         around: context within which each operation runs.
         compiler: of units; None: they run as they are.
+
+    Attributes:
+        draws: as given.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class Runner:
         around: Around | None = None,
         compiler: Compiler | None = None,
     ) -> None:
-        self._draws = draws
+        self.draws = draws
         self._repeat = repeat
         self._packer = packer
         self._around = around
@@ -152,20 +155,20 @@ class Runner:
             run = self._compiled(operation, node)
         if self._repeat is not None and node.kind == "call":
             run = self._repeat(node, run)
-        if self._draws is None or node.kind == "glue" or compiled:
+        if self.draws is None or node.kind == "glue" or compiled:
             return run(*operation.args, **operation.kwargs)
         # a region is code of the step itself, whose path is ""
         inside = "" if node.kind == "region" else node.name
-        with self._draws.functions(inside, node.drawn):
+        with self.draws.functions(inside, node.drawn):
             return run(*operation.args, **operation.kwargs)
 
     def _compiled(self, operation: Operation, node: Node) -> Callable[..., Any]:
         """What executes a unit that is compiled: whatever it draws, it draws from one stream."""
         assert self._compiler is not None and operation.module is not None
         run = self._compiler.compiled(operation.name, operation.module, operation.run)
-        if self._draws is None or not node.drawn:
+        if self.draws is None or not node.drawn:
             return run
-        draws, seed = self._draws, self._draws.seed
+        draws, seed = self.draws, self.draws.seed
 
         def seeded(*args: Any, **kwargs: Any) -> Any:
             draws.begin_stream(seed)

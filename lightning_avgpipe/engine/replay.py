@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -127,7 +127,7 @@ def replay(
     key, drawing, device = key or RandomKey(0), ground.drawing, ground.device
     draws = None if drawing is None else Draws(drawing, key, device)
     runner = Runner(draws, repeat, ground.packer, around, ground.compiler)
-    replayer = _Replayer(program, ground, received, entries, draws, observe, runner, taps)
+    replayer = _Replayer(program, ground, received, entries, observe, runner, taps)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
     with (
@@ -154,42 +154,105 @@ def replay(
     return Replayed(result, replayer.sent(), replayer.entries(), replayer.tapped)
 
 
+@dataclass
+class _Trail:
+    """What nodes have returned so far.
+
+    Attributes:
+        before: of earlier stages; fewer if the step ended on one of them.
+        start: where this stage begins.
+        ended: where the step has ended on an earlier stage; None: it has not.
+        own: of this stage.
+    """
+
+    before: tuple[Entry | Step, ...]
+    start: int
+    ended: int | None
+    own: list[Entry] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, path: tuple[Entry, ...] | Path, program: StageProgram) -> _Trail:
+        """Of earlier stages, which went the captured way or another."""
+        if isinstance(path, Path):
+            return cls(path.entries, len(path.entries), len(path.entries) if path.ended else None)
+        return cls(path, program.start, len(path) if len(path) < program.start else None)
+
+    @property
+    def entries(self) -> tuple[Any, ...]:
+        """Of all nodes; steps among them if an earlier stage went another way."""
+        return (*self.before, *self.own) if self.own else self.before
+
+
+@dataclass
+class _Taps:
+    """Positions at which values are copied that are alive, and those that have been."""
+
+    positions: frozenset[int]
+    found: dict[int, Tapped] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.last = max(self.positions, default=0)
+
+
+class _Sending:
+    """Values that will be sent, as far as they have been made here.
+
+    Args:
+        program: of the stage.
+        taps: positions at which values are copied as well.
+        stand_ins: for what was received.
+        device: of the stage.
+
+    Attributes:
+        device: the same.
+    """
+
+    def __init__(self, program: StageProgram, taps: frozenset[int], stand_ins: StandIns, device: torch.device) -> None:
+        self._wanted = frozenset(program.sends).union(*map(program.graph.live, taps))
+        self._made: dict[int, Tensor] = {}
+        self._stand_ins = stand_ins
+        self.device = device
+
+    def made(self, tensor: Tensor, value: int) -> None:
+        """A node of this stage gave a value."""
+        if value in self._wanted:
+            self._made[value] = tensor
+
+    def tensor(self, value: int) -> Tensor:
+        """What is sent for it; an empty one for what was not made because the step ended before."""
+        tensor = self._made.get(value)
+        if tensor is None:
+            tensor = self._stand_ins.of(value)
+        return torch.empty(0, device=self.device) if tensor is None else tensor
+
+
 class _Replayer(StepTracer):
+    """Where a replay stands in the graph; arguments are those of :func:`replay`."""
+
     def __init__(
         self,
         program: StageProgram,
         ground: Ground,
         received: Sequence[Tensor],
         path: tuple[Entry, ...] | Path,
-        draws: Draws | None,
         observe: Observe | None,
         runner: Runner,
         taps: frozenset[int],
     ) -> None:
         super().__init__(ground.units, ground.owned, ground.device)
-        self._observe = observe
-        self._runner = runner
         self._program = program
-        self._detour: Detour | None = None  # once this stage is off the captured path
-        if isinstance(path, Path):
-            self._upstream, values, self._start = path.entries, path.values, len(path.entries)
-            self._ended = self._start if path.ended else None
-            self._detour = self._new_detour(path.shared)
-        else:
-            self._upstream, values, self._start = path, program.receives, program.start
-            self._ended = len(path) if len(path) < program.start else None
-        self._own: list[Entry] = []
+        self._runner = runner
+        self._observe = observe
+        self._observed: list[Tensor] = []  # what the last stage will look at
+        self._trail = _Trail.of(path, program)
+        # if the step is off the captured path
+        self._detour = self._new_detour(path.shared) if isinstance(path, Path) else None
+        values = path.values if isinstance(path, Path) else program.receives
         given = dict(zip(values, received, strict=True))
         self.stand_ins = StandIns(program, given, self.known, ground.device, ground.packer)
-        self._taps = taps
-        self._last_tap = max(taps, default=0)
-        self.tapped: dict[int, Tapped] = {}
-        self._sends = frozenset(program.sends).union(*map(program.graph.live, taps))
-        self._made: dict[int, Tensor] = {}  # values of this stage that will be sent
+        self._taps = _Taps(taps)
+        self._sending = _Sending(program, taps, self.stand_ins, ground.device)
         self._position = 0
-        self._observed: list[Tensor] = []  # what the last stage will look at
-        self._draws = draws
-        self._device = ground.device
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))
@@ -201,8 +264,8 @@ class _Replayer(StepTracer):
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors, name = tensor_arguments(args, kwargs), function_name(func)
-        if self._draws is not None:
-            self._draws.function(name)
+        if self._runner.draws is not None:
+            self._runner.draws.function(name)
         for tensor in tensors:
             if id(tensor) in self._owned or self.known.value_of(tensor) is not None:
                 return self._at_node(Operation("glue", name, func, args, kwargs, tensors))
@@ -214,27 +277,27 @@ class _Replayer(StepTracer):
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._program.is_last:
             self._observed += tree.tensors((args, kwargs))
-            return Absent(TensorMeta((), torch.get_default_dtype(), False, False), self._device, "a metric")
+            return Absent(TensorMeta((), torch.get_default_dtype(), False, False), self._sending.device, "a metric")
         return run(*args, **kwargs) if self._observe is None else self._observe(run, args, kwargs)
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def _at_node(self, operation: Operation) -> Any:
         """The step has come to its next node: leave it out, execute it, or leave the step."""
-        position = self._position
-        if position > self._start and position in self._taps and self._detour is None:
-            values = tuple(self._sent(value).detach().clone() for value in self._program.graph.live(position))
-            self.tapped[position] = values, (*self._upstream, *self._own)  # type: ignore[arg-type]
-        if position == self._ended:
+        position, start = self._position, self._trail.start
+        if position > start and position in self._taps.positions and self._detour is None:
+            values = tuple(self._sending.tensor(v).detach().clone() for v in self._program.graph.live(position))
+            self._taps.found[position] = values, self._trail.entries
+        if position == self._trail.ended:
             raise self._changed(operation, None)
         node, entry = self._expected(position)
-        if position >= self._start:
+        if position >= start:
             if not operation.matches(node):
                 return self._off_path(operation, node)
             if position == self._program.end:
                 raise _StageEnd
             if entry is not None and not self._program.is_last:
-                self._own.append(entry)
+                self._trail.own.append(entry)
         elif not operation.matches(node):
             raise self._changed(operation, node)
         assert node is not None
@@ -245,8 +308,8 @@ class _Replayer(StepTracer):
         """The node that comes now, if that is known, and what it gives if it is not executed here."""
         nodes, program = self._program.graph.nodes, self._program
         entry = program.elsewhere.get(position)
-        if position < self._start:
-            before = self._upstream[position]
+        if position < self._trail.start:
+            before = self._trail.before[position]
             if isinstance(before, Step):
                 return before
             return nodes[position], before if entry is None and position not in program.upkeep else entry
@@ -255,15 +318,15 @@ class _Replayer(StepTracer):
         return nodes[position], entry
 
     def _skip(self, operation: Operation, node: Node, entry: Entry) -> Any:
-        if self._draws is not None and node.drawn:
-            self._draws.skip(node.drawn)
+        if self._runner.draws is not None and node.drawn:
+            self._runner.draws.skip(node.drawn)
         return self.stand_ins.result(node, entry, *operation.opened(node))
 
     def _execute(self, operation: Operation, node: Node) -> Any:
         taken, objects = operation.opened(node)
         outcome = self._runner.run(operation, node, objects)
         if not outcome.is_as_captured(node, taken, self.known):
-            is_here = node.index >= self._start and node.index not in self._program.upkeep
+            is_here = node.index >= self._trail.start and node.index not in self._program.upkeep
             detour = self._new_detour()
             detour.begin(node, outcome, taken, is_here)
             self._detour = detour
@@ -277,14 +340,13 @@ class _Replayer(StepTracer):
             target = taken[i]._base if of_base else taken[i]
             if target is not None:
                 self._learn(target, value)
-        if (not self._program.is_last or node.index < self._last_tap) and node.index >= self._start:
-            self._own.append(outcome.entry)
+        if (not self._program.is_last or node.index < self._taps.last) and node.index >= self._trail.start:
+            self._trail.own.append(outcome.entry)
         return outcome.result
 
     def _learn(self, tensor: Tensor, value: int) -> None:
         self.known.learn(tensor, value)
-        if value in self._sends:
-            self._made[value] = tensor
+        self._sending.made(tensor, value)
 
     @property
     def is_off_path(self) -> bool:
@@ -294,7 +356,7 @@ class _Replayer(StepTracer):
     # -- detours ----------------------------------------------------------------------------------------------------
 
     def _new_detour(self, shared: frozenset[int] = frozenset()) -> Detour:
-        return Detour(self._program, self.known, self._owned, self._upstream, shared)
+        return Detour(self._program, self.known, self._owned, self._trail.before, shared)
 
     def _off_path(self, operation: Operation, expected: Node | None) -> Any:
         """A node that was not there when the step was captured."""
@@ -312,32 +374,31 @@ class _Replayer(StepTracer):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def sent(self) -> tuple[Tensor, ...]:
-        """Tensors for ``program.sends``; empty ones for what was not made because the step ended before."""
+        """Tensors for ``program.sends``."""
         if self._detour is not None:
             return self._detour.sent
-        return tuple(self._sent(value) for value in self._program.sends)
+        return tuple(map(self._sending.tensor, self._program.sends))
 
-    def _sent(self, value: int) -> Tensor:
-        tensor = self._made.get(value)
-        if tensor is None:
-            tensor = self.stand_ins.of(value)
-        return torch.empty(0, device=self._device) if tensor is None else tensor
+    @property
+    def tapped(self) -> Mapping[int, Tapped]:
+        """By position."""
+        return self._taps.found
 
     def entries(self) -> tuple[Entry, ...] | Path:
         """What all nodes up to the end of this stage returned."""
-        entries = (*self._upstream, *self._own) if self._own else self._upstream
-        return entries if self._detour is None else self._detour.path(entries)  # type: ignore[return-value]
+        entries = self._trail.entries
+        return entries if self._detour is None else self._detour.path(entries)
 
     def check_finished(self, result: Any) -> None:
         """The step must have come as far as it did when it was captured, or have returned None, and on all stages."""
-        position, program = self._position, self._program
-        expected = self._start if program.is_last else program.end
-        if self._start <= position <= program.end < len(program.graph.nodes) and result is not None:
+        position, program, trail = self._position, self._program, self._trail
+        expected = trail.start if program.is_last else program.end
+        if trail.start <= position <= program.end < len(program.graph.nodes) and result is not None:
             self._detour = self._detour or self._new_detour()  # there was more when it was captured
-        if self._detour is not None and not program.is_last and position != self._ended:
+        if self._detour is not None and not program.is_last and position != trail.ended:
             self._detour.leave(set(), [*tree.tensors(result), *self._observed], ended=result is None)
             return
-        if position < expected and (result is not None or position != (self._ended or position)):
+        if position < expected and (result is not None or position != (trail.ended or position)):
             raise self._changed(None, program.graph.nodes[position])
 
     def _changed(self, operation: Operation | None, node: Node | None) -> StepChangedError:
