@@ -151,10 +151,10 @@ def best(ratios: Mapping[tuple[str, str], Mapping[str, float]]) -> str:
     for training, of_sides in ratios.items():
         side = max((side for side in of_sides if side not in ONE), key=lambda side: of_sides[side])
         gain = of_sides[side]
-        lines.append(
-            f"{', '.join(training)}: {side} is at the goal {gain:.2f}x sooner than 1F1B, "
-            f"{gain / of_sides['GPipe']:.2f}x sooner than GPipe"
+        sooner_by = (
+            f"{side} is at the goal {gain:.2f}x sooner than 1F1B, {gain / of_sides['GPipe']:.2f}x sooner than GPipe"
         )
+        lines.append(f"{', '.join(training)}: {sooner_by if gain else 'with N models the goal is not reached'}")
     return "\n".join(lines)
 
 
