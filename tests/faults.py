@@ -96,7 +96,7 @@ class Fault:
         names = {"avgpipe board"} if self.kind == "SIGSTOP" and self.rank == 0 else set()
         if self.phase in ("connecting", "reconfigure"):
             connected = "waits for the other processes to connect"
-            names |= {f"avgpipe {connected}", f"avgpipe {connected} pipeline 1"}
+            names |= {f"avgpipe {connected}", *(f"avgpipe {connected} pipeline {n}" for n in (0, 1))}
         return names
 
     def strike(self, folder: Path) -> None:

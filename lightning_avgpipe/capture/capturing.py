@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.draft import ANYWHERE
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.iterators import Iterators
+from lightning_avgpipe.capture.iterators import Iterators, Key
 from lightning_avgpipe.capture.named_state import trained_parameters
 from lightning_avgpipe.capture.neighbours import neighbours
 from lightning_avgpipe.capture.recorder import Foresight, Recorder
@@ -58,7 +58,9 @@ def capture(
         make = partial(Recorder, module, units, device, foresight, ignore)
         with contextlib.closing(make([*tree.tensors(batch), *Objects(batch).tensors])) as recorder:
             try:
-                graph = _record(recorder, make, module, step, run, batch)
+                trained = trained_parameters(module)
+                followed = _followed(recorder, make, module, step, run, batch)
+                graph = _graph(recorder, module, step, trained, followed)
             except Exception as error:
                 error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
                 raise
@@ -68,16 +70,30 @@ def capture(
             return graph
 
 
-def _record(
-    recorder: Recorder,
-    make: Callable[[Sequence[Tensor]], Recorder],
-    module: nn.Module,
-    step: str,
-    run: Callable[..., Any],
-    args: Sequence[Any],
-) -> CallGraph:
+class _Followed(NamedTuple):
+    """What is known when a step has run; its changes are undone by then.
+
+    Attributes:
+        iterators: what leads to any.
+        carried: full names of tensors that go from one micro-batch to the next.
+        loss: of a training step.
+        holders: what leads to objects that change, and before which node they first do.
+        batch_writes: whether it changed tensors of its batch.
+    """
+
+    iterators: tuple[Key, ...]
+    carried: tuple[str, ...]
+    loss: Tensor | None
+    holders: tuple[tuple[Key, int], ...]
+    batch_writes: bool
+
+
+def _followed(
+    recorder: Recorder, make: Callable[[Sequence[Tensor]], Recorder], module: nn.Module, step: str,
+    run: Callable[..., Any], args: Sequence[Any],
+) -> _Followed:  # fmt: skip
+    """Let a recorder follow a step."""
     spare = tree.map_tensors(torch.clone, tuple(args))
-    trained = trained_parameters(module)
     batch = [(leaf, version_of(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
@@ -95,6 +111,12 @@ def _record(
         loss = _loss(result) if step == "training_step" else None
         _find_what_lasts(recorder, make, run, spare)
         holders = tuple(recorder.unnamed.mutations.holders().items())
+    writes = any(version_of(leaf) != version for leaf, version in batch)
+    return _Followed(iterators.leads(), carried, loss, holders, writes)
+
+
+def _graph(recorder: Recorder, module: nn.Module, step: str, trained: frozenset[str], followed: _Followed) -> CallGraph:
+    """What was recorded."""
     draft, unnamed, draws = recorder.draft, recorder.unnamed, recorder.calls.watch
     drawing = draws.drawing | draws.host_drawing
     return CallGraph(
@@ -107,22 +129,22 @@ def _record(
         drawing=frozenset(draws.drawing),
         host_drawing=frozenset(draws.host_drawing),
         leaves=recorder.batch.leaves(),
-        batch_writes=any(version_of(leaf) != version for leaf, version in batch),
+        batch_writes=followed.batch_writes,
         glue_states=frozenset(recorder.uses.by_glue),
         rewritten=frozenset(recorder.state.rewritten),
         attributes=unnamed.assigned,
-        carried=carried,
-        holders=holders,
-        of_units=tuple(sorted(unnamed.of_units - dict(holders).keys())),
+        carried=followed.carried,
+        holders=followed.holders,
+        of_units=tuple(sorted(unnamed.of_units - dict(followed.holders).keys())),
         written=unnamed.mutations.written(recorder.state.changes.nameless),
         reads=tuple(unnamed.assignments.reads.items()),
         pinned=tuple(draft.pinned),
         leaving=frozenset(recorder.hidden.leaving),
         opened=tuple(recorder.calls.ended),
         trained=trained,
-        finite=loss is None or bool(loss.isfinite().all()),
+        finite=followed.loss is None or bool(followed.loss.isfinite().all()),
         generators=unnamed.generators.uses(),
-        iterators=iterators.leads(),
+        iterators=followed.iterators,
         uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(draws.calls),
         beside=tuple(neighbours(module, draws.calls)),
     )

@@ -46,6 +46,11 @@ _TRIALS = 3  # of reading what is kept
 _PATIENCE_S = 2.0  # a longer measurement shows its progress
 
 
+def _progress(graph: CallGraph) -> tqdm[Any]:
+    total, doing = _ROUNDS * len(graph.nodes), f"Measuring the units of {graph.step}"
+    return tqdm(total=total, desc=doing, unit="call", delay=_PATIENCE_S, leave=False)
+
+
 def measure(
     graph: CallGraph,
     run: Callable[..., Any],
@@ -77,10 +82,7 @@ def measure(
     deadline = begin + budget_s - samples.spent_s
     trial = NodeTrial(device, Packer(module))
     saved: SavedTensors | None = None
-    total = _ROUNDS * len(graph.nodes)
-    with tqdm(
-        total=total, desc=f"Measuring the units of {graph.step}", unit="call", delay=_PATIENCE_S, leave=False
-    ) as bar:
+    with _progress(graph) as bar:
         for _ in range(_ROUNDS):
             round_begin = time.perf_counter()
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
@@ -220,18 +222,25 @@ class _Timer(StepTracer):
             tensors = tensors if objects is None else [*tensors, *objects.tensors]
             given = self._trial.given(result, objects)
         else:
-            # What glue writes to may be a view of anything, so there is no copy to practise on; and the gradients of a
-            # checkpointed region, or within a transform of torch.func, cannot be asked for. Backwards are estimated.
-            with SavedHooks(_drop, _dropped):
-                result, seconds = self._trial.timed(lambda: run(*args, **kwargs))
-            given = tree.tensors(result)
-            trains = any(t.requires_grad for t in given)
-            factor = REGION_BACKWARD if kind == "region" else 1.0
-            self._sampling.add(index, Sample(seconds, factor * seconds if trains else 0.0))
-            if kind == "region" and trains:
-                self.saved.values.update(node.inputs)
+            result, given = self._estimated(node, lambda: run(*args, **kwargs))
         self._remember(node, given, tensors)
         return result
+
+    def _estimated(self, node: Node, run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
+        """What a node gives of which the forward is measured alone.
+
+        What glue writes to may be a view of anything, so there is no copy to practise on; and the gradients of a
+        checkpointed region, or within a transform of torch.func, cannot be asked for.
+        """
+        with SavedHooks(_drop, _dropped):
+            result, seconds = self._trial.timed(run)
+        given, is_region = tree.tensors(result), node.kind == "region"
+        trains = any(t.requires_grad for t in given)
+        factor = REGION_BACKWARD if is_region else 1.0
+        self._sampling.add(node.index, Sample(seconds, factor * seconds if trains else 0.0))
+        if is_region and trains:
+            self.saved.values.update(node.inputs)
+        return result, given
 
     def _remember(self, node: Node, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         for leaf, value in zip(given, node.outputs, strict=True):

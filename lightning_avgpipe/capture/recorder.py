@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,11 @@ class _Effects(NamedTuple):
     objects_changed: list[Any]
     flops: float
 
+    def noted(self, node: Node, generators: tuple[int, ...]) -> Node:
+        """A node that does it, and is given such generators."""
+        changes = tuple(self.changes)
+        return replace(node, changes=changes, draws=self.draws, drawn=self.drawn, generators=generators)
+
 
 def owned_tensors(module: nn.Module, glue_states: Collection[str]) -> dict[int, str]:
     """``id -> full name`` of the tensors whose use is a node: parameters, and buffers that glue changes, or sees."""
@@ -105,45 +110,36 @@ class Recorder(StepTracer):
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        draft, provenance, unnamed = self.draft, self.hidden.provenance, self.unnamed
-        index = draft.position()
-        if self.state.foreign(module):
-            draft.pin(0, ANYWHERE, f"at {source_line()} unit '{path}' has tensors of the step as its weights")
-        exports = path in self.hidden.exports
-        exporting = module.modules() if exports else ()
-        generators = unnamed.generators.given(Objects((args, kwargs), exporting, opaque="generators"), path)
-        objects = Objects((args, kwargs), module.modules() if exports else (), generators=generators)
-        visible = tree.tensors((args, kwargs))
+        draft, provenance, unnamed, index = self.draft, self.hidden.provenance, self.unnamed, self.draft.position()
+        self._pin_foreign(module, path)
+        exports, visible = path in self.hidden.exports, tree.tensors((args, kwargs))
+        modules = [*module.modules()] if exports else []
+        generators = unnamed.generators.given(Objects((args, kwargs), modules, opaque="generators"), path)
+        objects = Objects((args, kwargs), modules, generators=generators)
         tensors = [*visible, *objects.tensors]
         versions = [version_of(t) for t in tensors]
         with self.state.visiting(tensors_of(module)):
             result, effects = self._executed(self.state.of(path), run, args, kwargs)
         used = provenance.used
         states = self.uses.of_unit([*module.parameters(), *module.buffers(), *used], effects.changes)
-        result = provenance.followed(result, (args, kwargs), module.modules() if exports else ())
+        result = provenance.followed(result, (args, kwargs), modules)
         unnamed.mutations.pass_over()
         used += [t for t in tree.tensors(result) if provenance.birth(t) is not None or t in self.known]
         inputs = draft.values.of([*visible, *used])
         parameters = self.uses.parameters([*module.parameters(), *used])
         free = not (inputs or parameters or states or effects.draws or path in draft.resident)
         draft.pinned += self.hidden.find(used, f"unit '{path}'", free, path)
+        if free:
+            return self._ran_freely(module, [*visible, *used], result, effects)
         if parameters or states or effects.draws:
             draft.resident.add(path)
-        elif free:
-            self.batch.computed([*visible, *used], index)
-            unnamed.assignments.held.computed([*visible, *used], result, index)
-            provenance.forget()
-            unnamed.ran_freely(module, effects.objects_changed)
-            return result
         elif not draft.values.of(visible):
             draft.readers.add(path)
         own = set(map(id, module.parameters()))
         self._pin_handed_out([t for t in tensors if id(t) in own], f"unit '{path}'")
-        node = Node(
-            index, "call", path, source_line(), inputs, parameters=parameters, states=states,
-            changes=tuple(effects.changes), draws=effects.draws, drawn=effects.drawn, generators=generators,
-            flops=(effects.flops or recurrent_flops(module, result)) + sum(t.numel() for t in tree.tensors(result)),
-        )  # fmt: skip
+        flops = (effects.flops or recurrent_flops(module, result)) + _elements(result)
+        node = Node(index, "call", path, source_line(), inputs, parameters=parameters, states=states, flops=flops)
+        node = effects.noted(node, generators)
         self._taken([*visible, *used])
         changed = {id(t) for t, version in zip(tensors, versions, strict=True) if version_of(t) != version}
         unnamed.generators.drew(index)
@@ -152,6 +148,15 @@ class Recorder(StepTracer):
         unnamed.shared.wrote(index, path, effects.objects_changed, set(map(id, objects.owners)))
         self.hidden.wrote(node, [self.state.buffer(name) for name in effects.changes], changed)
         self._add(node, given, tensors if node.opens else visible, versions)
+        return result
+
+    def _ran_freely(self, module: nn.Module, taken: Sequence[Tensor], result: Any, effects: _Effects) -> Any:
+        """A unit that depends on nothing but the batch is no node: it runs on every stage; returns its result."""
+        index = self.draft.position()
+        self.batch.computed(taken, index)
+        self.unnamed.assignments.held.computed(taken, result, index)
+        self.hidden.provenance.forget()
+        self.unnamed.ran_freely(module, effects.objects_changed)
         return result
 
     def _executed(self, before: Before, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, _Effects]:
@@ -216,13 +221,7 @@ class Recorder(StepTracer):
         free = not inputs and not any(id(t) in self._owned for t in tensors)
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
         random_before = watch.bits()
-        with self.state.visiting([t for t in tensors if id(t) in self._in_units]):
-            before = self.state.of_tensors(self.uses.seen(tensors))
-            self.state.changes.begin()
-            result = func(*args, **kwargs)
-            if self.state.changes.strange:
-                self._refuse_strange(name)
-            changed = self.state.changed(before)
+        result, changed = self._executed_glue(func, args, kwargs, tensors)
         self.uses.by_glue.update(changed)
         if passive:
             self.batch.passed_on(tensors, tree.tensors(result))
@@ -237,18 +236,31 @@ class Recorder(StepTracer):
         draws = random_before != watch.bits()
         self._pin_glue(name, tensors, result)
         self._taken(tensors)
-        leaves = tree.flatten(result)[0]
-        plain = all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
+        plain = all(leaf is None or isinstance(leaf, Tensor) for leaf in tree.leaves(result))
         entry = described(result) if plain and not draws and not self.batch.knows(tensors) else None
         self._add(
             Node(index, "glue", name, source_line(), inputs, parameters=parameters, states=states,
                  changes=tuple(changed), entry=entry, draws=draws, asks=draft.questions.asked(name, inputs, result),
-                 flops=float(sum(t.numel() for t in tree.tensors(result)))),
+                 flops=_elements(result)),
             tree.tensors(result), tensors, versions,
         )  # fmt: skip
         masks = draft.values.of([t for t in tensor_arguments(*args[1:]) if t.dtype is torch.bool])
         draft.questions.note(name, args, inputs, masks, draft.nodes[-1].outputs)
         return result
+
+    def _executed_glue(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[str]]:
+        """The result of a function, and what it changes of the state."""
+        with self.state.visiting([t for t in tensors if id(t) in self._in_units]):
+            before = self.state.of_tensors(self.uses.seen(tensors))
+            self.state.changes.begin()
+            result = func(*args, **kwargs)
+            if self.state.changes.strange:
+                self._refuse_strange(function_name(func))
+            return result, self.state.changed(before)
+
+    def _pin_foreign(self, module: nn.Module, path: str) -> None:
+        if self.state.foreign(module):
+            self.draft.pin(0, ANYWHERE, f"at {source_line()} unit '{path}' has tensors of the step as its weights")
 
     def _pin_glue(self, name: str, tensors: Sequence[Tensor], result: Any) -> None:
         """A function that is a node may be one around which no cut can lie."""
@@ -335,3 +347,8 @@ class Recorder(StepTracer):
         stay until the garbage collector comes by, which may be many captures later.
         """
         vars(self).clear()
+
+
+def _elements(result: Any) -> float:
+    """Of all tensors."""
+    return float(sum(t.numel() for t in tree.tensors(result)))

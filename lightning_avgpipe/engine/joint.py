@@ -164,8 +164,7 @@ class Joint:
         idle = entered.unused(made, num_arguments) if traced and hidden else []
         record.leaves = [leaf for i, leaf in enumerate(record.leaves) if i not in idle]
         record.outputs = made if traced else []
-        wants = [traced and tensor.requires_grad for tensor in made]
-        return structure, written, changed, [tensor.detach() for tensor in made], wants, idle
+        return structure, written, changed, [t.detach() for t in made], [traced and t.requires_grad for t in made], idle
 
     def backward(
         self,

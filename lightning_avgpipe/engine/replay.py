@@ -141,11 +141,7 @@ def replay(
         except _StageEnd:
             result = None
         except AbsentValueError as error:
-            if replayer.is_off_path:
-                error.add_note(
-                    f"With this micro-batch {program.graph.step} does something else than with the first one, by which "
-                    "it was divided. What only that needs in a later stage must be in a local variable there"
-                )
+            replayer.explain(error)
             raise
         else:
             replayer.check_finished(result)
@@ -348,10 +344,13 @@ class _Replayer(StepTracer):
         self.known.learn(tensor, value)
         self._sending.made(tensor, value)
 
-    @property
-    def is_off_path(self) -> bool:
-        """Whether the step does something else than when it was captured, here or on a stage before."""
-        return self._detour is not None
+    def explain(self, error: AbsentValueError) -> None:
+        """Say so if the step does something else than when it was captured, here or on a stage before."""
+        if self._detour is not None:
+            error.add_note(
+                f"With this micro-batch {self._program.graph.step} does something else than with the first one, by "
+                "which it was divided. What only that needs in a later stage must be in a local variable there"
+            )
 
     # -- detours ----------------------------------------------------------------------------------------------------
 

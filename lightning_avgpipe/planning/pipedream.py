@@ -76,11 +76,8 @@ def plan(costs: SppCosts, widths: Sequence[int], bandwidths: Sequence[float]) ->
         parts = [(first, end - 1, replicas * copies) for (first, replicas), end in zip(firsts, ends, strict=True)]
         if level == 0:
             return parts
-        return [
-            stage_
-            for first, last, replicas in parts
-            for stage_ in opened(level - 1, first, last, widths[level - 1], replicas)
-        ]
+        deeper = (opened(level - 1, first, last, widths[level - 1], replicas) for first, last, replicas in parts)
+        return [stage_ for stages in deeper for stage_ in stages]
 
     top, units = len(widths) - 1, costs.num_units
     seconds = best(top, 0, units - 1, widths[top])[0]

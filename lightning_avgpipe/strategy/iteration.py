@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.loss import loss_in, trainable_loss
 from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
 from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, run_together
@@ -193,6 +192,22 @@ class Iterations:
 
     # -- micro-batches -----------------------------------------------------------------------------------------------
 
+    def _verifying(self) -> Verifier | None:
+        """Who verifies this iteration, and watches from now on; None: nobody."""
+        if self.verifier is None or not self.verifier.active:
+            return None
+        self.verifier.watch()
+        return self.verifier
+
+    def _first_numbers(self, num_pipelines: int) -> tuple[int, int]:
+        """Numbers of the first pipeline, and of the first micro-batch of a batch, that are trained here.
+
+        Groups train on batches of their own, but evaluate the same; replicas have further micro-batches of a batch.
+        """
+        team, replica = divmod(self.cluster.group_number, self.cluster.stage_map.replicas)
+        each = self.configuration.options.microbatches(self.cluster.stage_map.given_stages)
+        return team * num_pipelines, replica * each
+
     def _run(
         self,
         step: str,
@@ -204,13 +219,8 @@ class Iterations:
         """Run the micro-batches of one pipeline or several; returns nothing if a first batch is skipped altogether."""
         training, trains = step == "training_step", finish is not None
         num_pipelines = self.configuration.num_pipelines
-        # groups train on batches of their own, but evaluate the same; replicas have further micro-batches of a batch
-        team, replica = divmod(self.cluster.group_number, self.cluster.stage_map.replicas) if training else (0, 0)
-        first = team * num_pipelines
-        before = replica * self.configuration.options.microbatches(self.cluster.stage_map.given_stages)
-        verifier = self.verifier if trains and self.verifier is not None and self.verifier.active else None
-        if verifier is not None:
-            verifier.watch()
+        first, before = self._first_numbers(num_pipelines) if training else (0, 0)
+        verifier = self._verifying() if trains else None
         run = partial(self._micro_batch, step, context, works, first, before)
         asked = self._schedule(works[0], trains)
         if not self.preparation.prepare(step, run, works, rest, asked, num_pipelines if training else 1):
@@ -238,8 +248,7 @@ class Iterations:
         outcomes = self._execute(step, works, pipelines, schedules, tasks)
         with context():  # which may decide what a number is
             self.models.step_log.tell_groups() if training else self.models.step_log.issue()
-        replicas = sharing_last(self.cluster) if training else None
-        return outcomes if replicas is None else self._of_replicas(outcomes, replicas)
+        return self._of_replicas(outcomes) if training else outcomes
 
     def _execute(
         self,
@@ -266,8 +275,11 @@ class Iterations:
             keeping.share()
         return outcomes
 
-    def _of_replicas(self, outcomes: Sequence[Outcome], replicas: Collectives) -> list[Outcome]:
-        """What replicas of the last stage have together. All of them call it."""
+    def _of_replicas(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """What replicas of the last stage have together, if there are any. All of them call it."""
+        replicas = sharing_last(self.cluster)
+        if replicas is None:
+            return outcomes
         there = [replace(o, results=tree.map_tensors(lambda t: t.detach().cpu(), o.results)) for o in outcomes]
         together = []
         for found in zip(*replicas.exchange_objects(there), strict=True):

@@ -199,15 +199,19 @@ class ParallelModels:
             in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
             ensemble.mark(bool(self._trainer.is_last_batch))
         elif self._ensemble is not None:
-            with self._observers.activity("step"):
-                others = [self._step_other(self._ensemble, n, results, kwargs) for n in range(1, self.fed)]
-            if steps or any(others):
-                with self._observers.activity("averaging"):
-                    self._ensemble.averager.stepped(self.fed - len(self.check.left_out))
-            if is_overridden("optimizer_step", self._module):  # whose code after the step may look
-                self._finish_averaging()
-            self._ensemble.mark(bool(self._trainer.is_last_batch))
+            self._step_others(self._ensemble, results, bool(steps), kwargs)
         return result
+
+    def _step_others(self, ensemble: Ensemble, results: list[Any], stepped: bool, kwargs: dict[str, Any]) -> None:
+        """The others step after pipeline 0, if it did, and all are averaged."""
+        with self._observers.activity("step"):
+            others = [self._step_other(ensemble, n, results, kwargs) for n in range(1, self.fed)]
+        if stepped or any(others):
+            with self._observers.activity("averaging"):
+                ensemble.averager.stepped(self.fed - len(self.check.left_out))
+        if is_overridden("optimizer_step", self._module):  # whose code after the step may look
+            self._finish_averaging()
+        ensemble.mark(bool(self._trainer.is_last_batch))
 
     def _step_other(self, ensemble: Ensemble, number: int, results: list[Any], kwargs: dict[str, Any]) -> bool:
         """Step the optimizers of one of the pipelines 1..; tells whether one has."""

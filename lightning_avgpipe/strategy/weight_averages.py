@@ -77,8 +77,7 @@ def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module,
         return own | {f"module.{name}": value for name, value in deployment.holdings.state_dict(average.module).items()}
 
     for name in ("_swap_models", "_copy_average_to_current"):
-        ends = name != "_swap_models"
-        undo.enter_context(replaced(callback, name, on_parts(getattr(callback, name), ends)))
+        undo.enter_context(replaced(callback, name, on_parts(getattr(callback, name), name != "_swap_models")))
     undo.enter_context(replaced(average, "update_parameters", on_parts(average.update_parameters)))
     undo.enter_context(replaced(average, "state_dict", state_dict))
 

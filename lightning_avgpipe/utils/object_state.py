@@ -141,6 +141,23 @@ _READERS: dict[type, Callable[[Any], State]] = {
 }
 
 
+def _put_items(obj: Any, items: Any) -> None:
+    """Let a container hold these."""
+    if isinstance(obj, dict):
+        kind = _dict_type(type(obj))
+        kind.clear(obj)
+        for key, item in items.items():
+            kind.__setitem__(obj, key, item)
+    elif isinstance(obj, list):
+        list.__setitem__(obj, slice(None), items)
+    elif isinstance(obj, deque):
+        deque.clear(obj)
+        deque.extend(obj, items)
+    elif isinstance(obj, set):
+        set.clear(obj)
+        set.update(obj, items)
+
+
 def put_state(obj: Any, state: State) -> None:
     """Let an object hold that."""
     cls: Any = type(obj)
@@ -161,19 +178,7 @@ def put_state(obj: Any, state: State) -> None:
             del vars(obj)[name]
         vars(obj).update(state.attributes)
         return
-    if isinstance(obj, dict):
-        kind = _dict_type(cls)
-        kind.clear(obj)
-        for key, item in state.items.items():
-            kind.__setitem__(obj, key, item)
-    elif isinstance(obj, list):
-        list.__setitem__(obj, slice(None), state.items)
-    elif isinstance(obj, deque):
-        deque.clear(obj)
-        deque.extend(obj, state.items)
-    elif isinstance(obj, set):
-        set.clear(obj)
-        set.update(obj, state.items)
+    _put_items(obj, state.items)
     own, slots = getattr(obj, "__dict__", None), _slots(cls)
     if type(own) is dict and own is not obj:
         own.clear()

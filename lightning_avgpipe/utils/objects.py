@@ -63,11 +63,8 @@ class Objects:
         self._states: list[tuple[Any, State]] = []
         self._opaque: list[tuple[Any, Any]] = []
         opened = {id(module): module for module in modules}
-        is_generator = opaque_contents.is_generator
-        chosen = {"generators": is_generator, "iterators": opaque_contents.is_iterator}
-        is_opaque = chosen.get(str(opaque), opaque_contents.is_opaque)
-        seen: set[int] = set()
-        numbering = count()
+        is_generator, is_opaque = opaque_contents.is_generator, _KINDS.get(str(opaque), opaque_contents.is_opaque)
+        seen, numbering = set[int](), count()
         waiting = [*opened.values(), *roots][::-1]
         while waiting:
             obj = waiting.pop()
@@ -224,6 +221,7 @@ def _opens(cls: type) -> bool:
 
 is_open: Callable[[type], bool] = functools.cache(_opens)
 
+_KINDS = {"generators": opaque_contents.is_generator, "iterators": opaque_contents.is_iterator}
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 # What holds others for ever.
 _FIXED = frozenset((tuple, frozenset, types.FunctionType, types.MethodType, functools.partial))
