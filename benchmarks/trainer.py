@@ -1,6 +1,6 @@
 """What does a Trainer cost around the engine? A transformer in two processes, beside ddp and beside the simulator.
 
-    python benchmarks/trainer.py                        # some five minutes on two cores
+    python benchmarks/trainer.py                        # some ten minutes on two cores
     python benchmarks/trainer.py --quick
 
 The same LightningModule and the same samples per batch for each of
@@ -153,10 +153,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="large")
     parser.add_argument("--pipelines", nargs="+", type=int, default=[2], help="N, beside one")
-    parser.add_argument("--steps", type=int, default=14, help="of each run")
+    parser.add_argument("--steps", type=int, default=10, help="of each run")
     parser.add_argument("--rounds", type=int, default=3, help="of all sides; medians count")
     parser.add_argument("--quick", action="store_true", help="the small model, one round")
-    add_options(parser, 900.0, "run")
+    add_options(parser, 1500.0, "run")
     options = parser.parse_args()
     if options.quick:
         options.size, options.rounds, options.steps = "small", 1, 8
