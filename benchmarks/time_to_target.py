@@ -98,23 +98,6 @@ def measure_samples(
     }
 
 
-def measure_seconds(results: Results, costs: trained.Costs, options: argparse.Namespace) -> dict[str, float]:
-    """Per batch, of each side: medians of the rounds, in which all take turns."""
-    sides = strategies(costs, options.megabits, options.pipelines)
-    for turn in range(options.rounds):
-        missing = [side for side in sides if results.find(str(costs), options.megabits, side, turn) is None]
-        chosen = [sides[side] for side in missing]
-        measured = trained.measure(costs, options.megabits, chosen, 1, options.limit_s) if missing else []
-        for side, seconds in zip(missing, measured, strict=True):
-            results.add(str(costs), options.megabits, side, turn, {"seconds": seconds, "torch": torch.__version__})
-
-    def median(side: str) -> float:
-        found = [results.find(str(costs), options.megabits, side, turn) or {} for turn in range(options.rounds)]
-        return statistics.median(record["seconds"] for record in found)
-
-    return {side: median(side) for side in sides}
-
-
 def sooner(
     seconds: Mapping[str, float], samples: Mapping[tuple[str, str], Mapping[str, list[float]]]
 ) -> dict[tuple[str, str], dict[str, float]]:
@@ -215,7 +198,8 @@ def main(arguments: Sequence[str]) -> None:
         options.steps,
     )  # fmt: skip
     sides = strategies(costs, options.megabits, options.pipelines)
-    seconds = measure_seconds(results, costs, options)
+    links = [options.megabits]
+    (seconds,) = trained.medians(results, costs, links, sides, options.rounds, options.limit_s).values()
     simulated = {side: trained.simulated(costs, options.megabits, strategy) for side, strategy in sides.items()}
     samples = measure_samples(results, list(sides), options)
     title = f"{options.stages} stages, {options.microbatches} micro-batches, links of {options.megabits} Mbit/s"

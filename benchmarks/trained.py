@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,14 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import network
+from benchmarks.paper.results import Results
 from benchmarks.processes import add_options, begin, launch
 from benchmarks.schedules import Blocks
 from lightning_avgpipe import AvgPipeStrategy, PipeOptim
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, StageCosts, build, simulate
 from lightning_avgpipe.schedule.asynchronous import simulate_policy
 
-__all__ = ["Costs", "measure", "simulated"]
+__all__ = ["Costs", "measure", "medians", "simulated"]
 
 LATENCY_S = 0.001
 _EDGE = 4  # steps at either end of an epoch, in which the pipeline fills and drains
@@ -85,6 +86,32 @@ def measure(costs: Costs, megabits: int, strategies: Sequence[dict[str, Any]], r
     work = json.dumps({"costs": vars(costs), "strategies": list(strategies), "rounds": rounds}, default=asdict)
     found = launch(__file__, ["--work", work], costs.stages, megabits, limit_s)
     return [statistics.median(seconds) for seconds in found]
+
+
+def medians(
+    results: Results,
+    costs: Costs,
+    links: Sequence[int],
+    sides: Mapping[str, dict[str, Any]],
+    rounds: int,
+    limit_s: float,
+) -> dict[int, dict[str, float]]:
+    """Seconds per batch on each link with each side's strategy: medians of the rounds, in which all take turns.
+
+    What the results have is not measured again.
+    """
+    for turn in range(rounds):
+        for link in links:
+            missing = [side for side in sides if results.find(str(costs), link, side, turn) is None]
+            measured = measure(costs, link, [sides[side] for side in missing], 1, limit_s) if missing else []
+            for side, seconds in zip(missing, measured, strict=True):
+                results.add(str(costs), link, side, turn, {"seconds": seconds, "torch": torch.__version__})
+
+    def median(link: int, side: str) -> float:
+        found = [results.find(str(costs), link, side, turn) or {} for turn in range(rounds)]
+        return statistics.median(record["seconds"] for record in found)
+
+    return {link: {side: median(link, side) for side in sides} for link in links}
 
 
 class _Model(L.LightningModule):

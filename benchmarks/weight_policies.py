@@ -171,23 +171,11 @@ def measure_time(results: Results, options: argparse.Namespace) -> dict[int, dic
     costs = trained.Costs(
         STAGES, options.microbatches, options.forward_ms, options.backward_ms, options.message_bytes, options.steps
     )
-    for turn in range(options.rounds):
-        for megabits in options.megabits:
-            sides = [side for side in options.sides if results.find(str(costs), megabits, side, turn) is None]
-            strategies = [SIDES[side] for side in sides]
-            measured = trained.measure(costs, megabits, strategies, 1, options.limit_s) if sides else []
-            for side, seconds in zip(sides, measured, strict=True):
-                results.add(str(costs), megabits, side, turn, {"seconds": seconds, "torch": torch.__version__})
-
-    def median(megabits: int, side: str) -> float:
-        found = [results.find(str(costs), megabits, side, turn) or {} for turn in range(options.rounds)]
-        return statistics.median(record["seconds"] for record in found)
-
+    sides = {side: SIDES[side] for side in options.sides}
+    seconds = trained.medians(results, costs, options.megabits, sides, options.rounds, options.limit_s)
     return {
-        megabits: {
-            side: (median(megabits, side), trained.simulated(costs, megabits, SIDES[side])) for side in options.sides
-        }
-        for megabits in options.megabits
+        link: {side: (found, trained.simulated(costs, link, sides[side])) for side, found in of_sides.items()}
+        for link, of_sides in seconds.items()
     }
 
 
