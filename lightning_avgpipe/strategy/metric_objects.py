@@ -7,7 +7,9 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_avgpipe.capture.tracer import StepTracer
@@ -120,6 +122,23 @@ def local_metrics(
                     object.__setattr__(metric, name, attributes[name])
                 else:
                     vars(metric).pop(name, None)
+
+
+def tell_device(module: nn.Module, device: torch.device) -> None:
+    """Let modules that ask for their device, as ``self.device``, find this one, and metric objects count there.
+
+    Parameters and buffers stay where they are.
+    """
+    for one in module.modules():
+        if isinstance(one, Metric):
+            kept = {name: vars(one)[name] for name in ("_modules", "_parameters", "_buffers")}
+            vars(one).update({name: {} for name in kept})
+            try:
+                one._apply(lambda state: state.to(device))
+            finally:
+                vars(one).update(kept)
+        elif isinstance(one, _DeviceDtypeModuleMixin):
+            one._device = device
 
 
 def _observed(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import Iterations
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.strategy.loop import PipelineOptimization
+from lightning_avgpipe.strategy.metric_objects import tell_device
 from lightning_avgpipe.strategy.parallel_models import InTurn, ParallelModels
 from lightning_avgpipe.strategy.preparation import Preparation
 from lightning_avgpipe.strategy.rolling import RollingIterations
@@ -225,7 +226,8 @@ class PipelineRun:
             raise SystemExit(0)
 
     def model_to_device(self, own: Own) -> None:
-        """Nothing moves before it is known which stage needs what."""
+        """Weights stay before it is known which stage needs what; all else knows its device from now on."""
+        tell_device(self.around.trainer.lightning_module, self.cluster.device)
 
     # -- batches and steps -------------------------------------------------------------------------------------------
 
