@@ -400,3 +400,11 @@ class CallGraph:
             gives = ",".join(str(v) for v in node.outputs)
             lines.append(f"  {node.index:4d} {node.kind:5s} {node.name:40s} ({reads}) -> ({gives})  {node.source}")
         return "\n".join(lines)
+
+
+def changed_in_common(graph: CallGraph) -> str:
+    """What a step changes that is the same for all parallel models, or batches: one such thing; nothing: ""."""
+    changed = [*graph.attributes, *graph.of_units, *(key for key, _ in graph.holders)]
+    if changed:
+        return f"'{'.'.join(part for part in changed[0] if part)}'"
+    return "its batch" if graph.batch_writes else ""

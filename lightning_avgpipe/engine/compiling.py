@@ -86,7 +86,9 @@ class Execution:
     Attributes:
         recompute: what is repeated before, or in, a backward.
         compiler: of units; None: they run as they are.
+        streams: whether each of several pipelines has a stream of its own.
     """
 
     recompute: Recompute = Recompute()  # noqa: RUF009
     compiler: Compiler | None = None
+    streams: bool = False

@@ -88,6 +88,10 @@ class Lane:
 
     def run_next(self, observers: Sequence[Observer] = ()) -> None:
         """Do the next action and send what it gives."""
+        with self.stage.on_stream():
+            self._run_next(observers)
+
+    def _run_next(self, observers: Sequence[Observer]) -> None:
         if self.place is not None:
             self.place()
         inbox = self._inbox()

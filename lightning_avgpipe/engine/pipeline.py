@@ -23,6 +23,7 @@ from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.keeping import Keeping
 from lightning_avgpipe.engine.loaded_step import LoadedStep
 from lightning_avgpipe.engine.observer import Observer
+from lightning_avgpipe.engine.own_stream import OwnStream
 from lightning_avgpipe.engine.stage import Stage, check_runnable
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ScheduleError
@@ -69,6 +70,7 @@ class Pipeline:
         steps: step functions that can be run, by name.
         place: as given; it may change between iterations.
         kept: outputs of frozen layers; None: they are not kept.
+        stream: on which it trains; None: on the current one.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Pipeline:
         self._execution = execution
         self.steps: dict[str, LoadedStep] = {}
         self.kept: FrozenOutputs | None = None
+        self.stream: OwnStream | None = None
 
     def graph(self, step: str) -> CallGraph:
         """The call graph of a step function."""
@@ -216,6 +219,9 @@ class Pipeline:
         turns = turns_of(schedule)
         loaded.of_units.begin()
         frozen, training = num_forward_only(schedule), trains(schedule.rows[-1])
+        stream = self.stream if training else None
+        if stream is not None:
+            stream.begin()
         for stage in loaded.stages:
             number, rank = stage.program.stage, self.cluster.rank
             if rank not in self.cluster.stage_map.ranks(number, training):
@@ -236,8 +242,13 @@ class Pipeline:
             lane.takes = doubles[number - 1].take if number - 1 in schedule.relays else None
             lane.begin(row, observers, turns.get(number))
             lanes.append(lane)
-            stage.begin(row, frozen)
+            stage.begin(row, frozen, stream)
         return lanes
+
+    def end(self) -> None:
+        """Of the iteration that has ended, however it did, nothing runs beside what comes now."""
+        if self.stream is not None:
+            self.stream.end()
 
     def outcome(self, step: str, schedule: Schedule) -> Outcome:
         """What the iteration that has ended gave."""
@@ -283,8 +294,12 @@ def run_together(
         for lane in pipeline.lanes(step, schedule, task, context.observers)
     ]
     try:
-        with intercepting():
-            execute(lanes, context)
+        try:
+            with intercepting():
+                execute(lanes, context)
+        finally:
+            for pipeline in pipelines:
+                pipeline.end()
         for observer in context.observers:
             observer.agree(cluster.world)
         return [pipeline.outcome(step, schedule) for pipeline, schedule in zip(pipelines, schedules, strict=True)]

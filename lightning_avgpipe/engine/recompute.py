@@ -131,14 +131,19 @@ class Surroundings:
 
 
 class Observations:
-    """What ``self.log`` and metrics returned in the first execution; they are not called again."""
+    """What ``self.log`` and metrics returned in the first execution; they are not called again.
 
-    def __init__(self) -> None:
+    Args:
+        observe: calls them; None: they are called as they are.
+    """
+
+    def __init__(self, observe: Callable[[Callable[..., Any], Any, Any], Any] | None = None) -> None:
+        self._observe = observe
         self._results: list[Any] = []
 
     def first(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Observe."""
-        result = run(*args, **kwargs)
+        result = run(*args, **kwargs) if self._observe is None else self._observe(run, args, kwargs)
         if any(tensor.grad_fn is not None for tensor in tree.tensors(result)):
             raise ConfigurationError(
                 "a metric returned a value with a gradient, which cannot be repeated without updating the metric "

@@ -53,6 +53,7 @@ class RollingPipelines:
                 self._context,
                 lambda: not any(lane.actions for lane in own),
             )
+        pipeline.end()
         outcome = pipeline.outcome(self._step, schedule)
         for lane in own:  # what is in their channels belongs to the next iteration, which a neighbour may have begun
             lane.stage.clear()
@@ -61,7 +62,8 @@ class RollingPipelines:
 
     def clear(self) -> None:
         """Nothing is under way any more, in this process."""
-        for number, (*_, lanes) in list(self._begun.items()):
+        for number, (pipeline, _, lanes) in list(self._begun.items()):
+            pipeline.end()
             clear(lanes)
             self._forget(number)
 

@@ -17,6 +17,7 @@ from lightning_avgpipe.engine.frozen_prefix import FrozenPrefix
 from lightning_avgpipe.engine.halves import Halves
 from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.own_module import OwnModule
+from lightning_avgpipe.engine.own_stream import OwnStream
 from lightning_avgpipe.engine.path import Path
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.replay import Observe, Replayed
@@ -86,13 +87,15 @@ class Stage:
         self.results: dict[int, Any] = {}
         self.skipped: set[int] = set()
 
-    def begin(self, row: Sequence[Action], forward_only: int = 0) -> None:
+    def begin(self, row: Sequence[Action], forward_only: int = 0, stream: OwnStream | None = None) -> None:
         """An iteration with these actions begins.
 
         Args:
             row: of this stage.
             forward_only: how many stages, from the first, run forwards only while others train.
+            stream: on which they are performed; None: on the current one.
         """
+        self._step.stream = stream
         self.module.attributes.begin()
         if self.double is not None:
             self.double.begin(())
@@ -103,6 +106,11 @@ class Stage:
     def go_on(self, row: Sequence[Action]) -> None:
         """These actions follow; a forward whose backward is not among them comes with those that do."""
         self._repetition.follow(row)
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Within this context its actions are performed, and messages taken and sent."""
+        stream = self._step.stream
+        return nullcontext() if stream is None else stream.entered()
 
     def perform(self, action: Action, task: Task, message: Message | None) -> Message | None:
         """Run one action.
@@ -131,7 +139,7 @@ class Stage:
                 # of a result with its graph the received values would stay until the iteration ends
                 self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
                 with self._halves.watch or nullcontext():
-                    loss = task.finish(micro_batch, replayed.result)
+                    loss = self._step.loss(task.finish, micro_batch, replayed.result)
                 self._keep(micro_batch, gates, () if loss is None else (loss,))
             return None
         if task.trains and program.stage < self._prefix.stages:
@@ -200,7 +208,8 @@ class Stage:
         self, task: Task, micro_batch: int, message: Message | None, copies: dict[int, str]
     ) -> Message | None:
         """A forward that keeps its inputs. What it computes lives until it ends, as it will in the backward."""
-        surroundings, observations = self._repetition.surroundings(self._step.rewritten.parameters()), Observations()
+        surroundings = self._repetition.surroundings(self._step.rewritten.parameters())
+        observations = Observations(self._step.observe)
         versions = tuple(version_of(t) for t in message.tensors) if message is not None else ()
         _, replayed = self._replay(task, micro_batch, message, copies, observations.first)
         surroundings.done()
@@ -210,7 +219,7 @@ class Stage:
             result = tree.map_tensors(_cut, replayed.result)
             self.results[micro_batch] = result
             leaves = tuple(tensor if tensor.requires_grad else None for tensor in tree.tensors(result))
-            ending = task.finish(micro_batch, result), leaves
+            ending = self._step.loss(task.finish, micro_batch, result), leaves
         self.stash[micro_batch] = Inputs(task, message, versions, surroundings, observations, ending)
         return None if self.program.is_last else self._message(task, micro_batch, replayed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from lightning_avgpipe.engine.idle_iterators import IdleIterators
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
 from lightning_avgpipe.engine.operation import Repeat
 from lightning_avgpipe.engine.own_generators import OwnGenerators, unmoved
+from lightning_avgpipe.engine.own_stream import OwnStream
 from lightning_avgpipe.engine.path import Entry, Path
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import Ground, Observe, Replayed, replay
@@ -40,6 +41,7 @@ class StageStep:
 
     Attributes:
         rewritten: the tensors that it writes into.
+        stream: on which it runs; None: on the current one.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class StageStep:
         packer = Packer(module) if any(node.opens for node in graph.nodes) else None
         self._ground = Ground(units, owned_tensors(module, ()), Drawing.of(module, graph), device, packer, compiler)
         self.rewritten = Rewritten.of(program, module)
+        self.stream: OwnStream | None = None
         self._constants = Constants.of(program, module)
         self._generators = OwnGenerators(program, module)
         self._iterators = IdleIterators(program, module)
@@ -92,7 +95,7 @@ class StageStep:
                     received,
                     entries,
                     task.key_of(micro_batch),
-                    observe,
+                    observe or self.observe,
                     repeat,
                     taps,
                     self._generators.node if program.num_stages > 1 else None,
@@ -100,6 +103,16 @@ class StageStep:
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
         return replayed
+
+    @property
+    def observe(self) -> Observe | None:
+        """What calls ``self.log`` and metrics; None: they are called as they are."""
+        return None if self.stream is None else self.stream.call
+
+    def loss(self, finish: Callable[[int, Any], Tensor | None], micro_batch: int, result: Any) -> Tensor | None:
+        """What the backward of a micro-batch begins with; the user's hooks are called for it."""
+        with nullcontext() if self.stream is None else self.stream.left():
+            return finish(micro_batch, result)
 
     def _inspected(self, task: Task) -> AbstractContextManager[Inspection | None]:
         """A forward runs within this context; the first of training is inspected."""

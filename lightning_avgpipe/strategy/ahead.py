@@ -11,6 +11,7 @@ from typing import Any
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_avgpipe.capture.graph import changed_in_common
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.foresight import Foresight, Progress
@@ -122,11 +123,7 @@ class AheadIterations(Iterations):
                 f"{self._option} reads ahead, but the {type(saving[0]).__name__} saves its position in checkpoints, "
                 f"which would then be ahead of the training; use a dataloader without state_dict, or {self._instead}"
             )
-        graph = self.deployment.pipeline.graph(STEP)
-        changed = dict.fromkeys([*graph.attributes, *graph.of_units, *(key for key, _ in graph.holders)])
-        names = [".".join(part for part in key if part) for key in changed]
-        if names or graph.batch_writes:
-            what = f"'{names[0]}'" if names else "its batch"
+        if what := changed_in_common(self.deployment.pipeline.graph(STEP)):
             return (
                 f"{type(self._module).__name__}.{STEP} changes {what}, but with {self._option} micro-batches of two "
                 "batches run at the same time, and would see it in an order that the timing decides; leave that to a "

@@ -62,7 +62,7 @@ def deploy(around: Surroundings) -> Deployment:
     parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.elasticity, metrics, weights
     place_by = partial(_bandwidth, cluster, options, around.fitting)
     compiler = None if options.compile is False else Compiler({} if options.compile is True else options.compile)
-    return Deployment(*parts, place_by, options.shard_optimizer_states, compiler)
+    return Deployment(*parts, place_by, options.shard_optimizer_states, compiler, options.pipeline_streams)
 
 
 def _bandwidth(cluster: Cluster, options: Options, trains: bool) -> Matrix | None:

@@ -124,6 +124,7 @@ ALLOWED = {
             lambda value: isinstance(value, dict) and value.keys() <= _COMPILE.keys(),
         ),
     ),
+    "pipeline_streams": flag(),
     "recompute": either(flag(), names("names of submodules, or patterns of such", "['blocks.*']")),
     "loss_reduction": choice("mean", "sum"),
     "loss_weight": optional(
@@ -195,6 +196,7 @@ class Options:
     memory_limit: MemoryLimit
     recompute: bool | Sequence[str]
     compile: bool | Mapping[str, Any]
+    pipeline_streams: bool
     loss_reduction: str
     loss_weight: LossWeight | None
     split_batch: SplitBatch | None

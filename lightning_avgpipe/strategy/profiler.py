@@ -80,7 +80,7 @@ class Profiler:
             self._rehearsal.batch_size,
             tuple(by_stage[k] for k in range(self._cluster.stage_map.num_stages)),
             hops,
-            _device(self._cluster.device),
+            _device(self._cluster.device, not self._rehearsal.have_streams),
             tuple(self._cluster.stage_map.owner(k) for k in range(self._cluster.stage_map.num_stages)),
             self._cluster.stage_map.num_teams,
         )
@@ -301,6 +301,5 @@ def _clock_shift(run: BusyRecording, trace: KernelTrace) -> float | None:
     return statistics.median(shifts) if shifts and trace.kernels else None
 
 
-def _device(device: torch.device) -> Device:
-    # also on an accelerator: the executor puts the actions of all lanes on one stream
-    return Device(port_of(device).name, int(limit_of(1.0, device, 1)), in_turns=True)
+def _device(device: torch.device, in_turns: bool) -> Device:
+    return Device(port_of(device).name, int(limit_of(1.0, device, 1)), in_turns)

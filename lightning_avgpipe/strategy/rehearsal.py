@@ -207,6 +207,11 @@ class Rehearsal:
         guard.agree(self.pipeline.cluster.world)
 
     @property
+    def have_streams(self) -> bool:
+        """Whether each of several pipelines has a stream of its own."""
+        return self.pipeline.deployment.models.streams.can_be(self.pipeline.deployment.pipeline.graph("training_step"))
+
+    @property
     def _optimizers(self) -> list[Optimizer]:
         return [unwrapped(o) for o in self.trainer.optimizers]
 

@@ -163,6 +163,10 @@ class AvgPipeStrategy(ParallelStrategy):
             ``{"backend": "aot_eager"}``. What lies between units runs as it is. Numbers are then those of the compiler,
             and what a unit draws (dropout) comes from one stream for all of it, which depends on which units there are.
             The first iteration waits for the compiler. Costs are measured without it.
+        pipeline_streams: whether each of several pipelines puts its work on a stream of its own, so that kernels of
+            several share an accelerator; else they take turns. Not from the first batch on, in which a step may make
+            what it keeps for later; and not where it changes attributes, which pipelines share. Each stream has memory
+            of its own that others do not get back. The host has no streams: there it changes nothing.
         loss_reduction: how the loss depends on the batch: ``"mean"`` weights each micro-batch's loss by its share of
             the samples, ``"sum"`` adds them up.
         loss_weight: what a micro-batch counts in the mean over its batch, for losses that are means of something else
@@ -268,6 +272,7 @@ class AvgPipeStrategy(ParallelStrategy):
         memory_limit: str | int | float | None = None,
         recompute: bool | list[str] = False,
         compile: bool | dict[str, Any] = False,
+        pipeline_streams: bool = False,
         loss_reduction: Literal["mean", "sum"] = "mean",
         loss_weight: TensorName | Callable[[Any], Any] | None = None,
         split_batch: SplitBatch | None = None,

@@ -75,10 +75,11 @@ class Deployment:
         bandwidth: Callable[[], Matrix | None] = lambda: None,
         shards: bool = False,
         compiler: Compiler | None = None,
+        streams: bool = False,
     ) -> None:
         self.weights = weights
         versions = {} if weights is None else {"training_step": weights}
-        execution = Execution(planner.recompute, compiler)
+        execution = Execution(planner.recompute, compiler, streams)
         self.pipeline = Pipeline(cluster, module, execution, weights=versions)
         self.plan: Plan | None = None
         make = partial(Ensemble, module, optimizers, elasticity or Elasticity(), observers)

@@ -16,7 +16,9 @@ from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.training.pipeline_streams import PipelineStreams
 from lightning_avgpipe.training.state import full_ensemble_state, load_ensemble_state
+from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.torch_compat import address
 
@@ -36,6 +38,7 @@ class ParallelPipelines:
         pipelines: by number of their models.
         has_trained: whether a step of training has begun.
         saved: models of a checkpoint.
+        streams: of the pipelines.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class ParallelPipelines:
         self._first = first
         self._make = make
         self._execution = execution
+        self.streams = PipelineStreams(port_of(cluster.device), execution.streams)
         self.saved = SavedModels()
 
     def train(self, num_pipelines: int) -> list[Pipeline]:
@@ -88,11 +92,15 @@ class ParallelPipelines:
             for pipeline in others:
                 pipeline.load_like(self._first, "training_step")
             ensemble.place(0)
+            self.streams.wait(self.pipelines)
+        else:
+            self.streams.give(self.pipelines)
         return self.pipelines
 
     def only_first(self) -> None:
         """The plan is another: the other pipelines are made when they train next."""
         self.pipelines = [self._first]
+        self._first.stream = None
 
     def _written(self) -> list[Tensor]:
         """Tensors in attributes and variables that training writes into, beside parameters and buffers."""

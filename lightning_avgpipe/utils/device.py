@@ -154,8 +154,12 @@ class DevicePort:
     def synchronize(self) -> None:
         """Wait until all of its work is done."""
 
-    def new_stream(self) -> Any:
-        """A stream beside the current one, whose work goes first; None where there are none."""
+    def new_stream(self, first: bool = True) -> Any:
+        """A stream beside the current one; None where there are none.
+
+        Args:
+            first: whether its work goes first.
+        """
         return None
 
     def current_stream(self) -> Any:
@@ -217,8 +221,8 @@ class AcceleratorPort(DevicePort):
     def synchronize(self) -> None:
         self._torch.synchronize(self.device)
 
-    def new_stream(self) -> Any:
-        return self._torch.Stream(self.device, priority=-1)
+    def new_stream(self, first: bool = True) -> Any:
+        return self._torch.Stream(self.device, priority=-1 if first else 0)
 
     def current_stream(self) -> Any:
         return self._torch.current_stream(self.device)

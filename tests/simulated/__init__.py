@@ -6,7 +6,8 @@ generators, and communicators between processes or threads. What it finds is a
 
 - races: a kernel that reads or writes what another stream writes or reads, when no event, stream or wait of the host
   puts them in order; the reader gets nonsense, so that a wait that is missing gives wrong numbers as well;
-- memory freed early: while another stream may still use it; it is used again at once, so this gives wrong numbers too;
+- memory freed early: another stream may still use it when its own stream next needs memory. It is used again at once,
+  so this gives wrong numbers too;
 - waits of the host, by thread, file and line;
 - deadlocks: sends and receives meet, and hold up all that is behind them on their stream, which lets nobody pass.
 

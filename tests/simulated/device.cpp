@@ -98,6 +98,11 @@ struct Free {
   void* memory;
   Pendings until;
 };
+struct LateUse {  // of memory that is freed, by a stream that the one of the memory has not waited for
+  Slot stream;
+  Access access;
+  size_t size;
+};
 struct HostCopy {  // between pinned memory and a device: the host must leave the memory alone until it knows the copy done
   Slot stream;
   uint64_t tick;
@@ -121,6 +126,7 @@ std::vector<Pendings> pendings_;
 Clock host_;                  // what the host, any thread of it, knows to be done
 std::map<char*, Block> blocks_;
 std::map<std::pair<Slot, size_t>, std::vector<Free>> free_;
+std::map<Slot, std::vector<LateUse>> late_uses_;  // by the stream of the memory
 std::vector<HostCopy> copies_;
 std::map<char*, size_t> pinned_;
 std::vector<Held> held_;
@@ -255,7 +261,6 @@ int64_t active(int device) {  // bytes that are allocated or held; with the lock
 
 void release(void* p) {
   if (p == nullptr) return;
-  std::vector<Note> notes;
   {
     Lock lock(mutex_);
     auto it = blocks_.find(static_cast<char*>(p));
@@ -269,9 +274,7 @@ void release(void* p) {
     until.erase(std::remove_if(until.begin(), until.end(), [](auto& p) { return p->done(); }), until.end());
     for (const auto* accesses : {&block.writes, &block.reads})
       for (const auto& [s, access] : *accesses)
-        if (safe[s] < access.tick)
-          notes.push_back({"freed early", std::to_string(block.size) + " bytes of " + name_of(block.home) +
-                                              " do not wait for " + access.what + " on " + name_of(s)});
+        if (safe[s] < access.tick) late_uses_[block.home].push_back({s, access, block.size});
     now_[block.device] -= block.size;
     if (!block.recorded.empty()) {
       Held held{block.device, block.size};
@@ -282,18 +285,31 @@ void release(void* p) {
     free_[{block.home, block.capacity}].push_back({p, std::move(until)});
     blocks_.erase(it);
   }
-  tell(notes);
+}
+
+std::vector<Note> freed_early(Slot home) {  // asked when a stream may use its memory again; with the lock
+  std::vector<Note> notes;
+  Clock safe = clocks_[home];
+  join(safe, host_);
+  for (const auto& [s, access, size] : late_uses_[home])
+    if (safe[s] < access.tick)
+      notes.push_back({"freed early", std::to_string(size) + " bytes of " + name_of(home) + " do not wait for " +
+                                          access.what + " on " + name_of(s)});
+  late_uses_.erase(home);
+  return notes;
 }
 
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     char* p = nullptr;
+    std::vector<Note> notes;
     const auto device = device_;
     if (size) {
       Lock lock(mutex_);
       size_t capacity = 512;
       while (capacity < size) capacity *= 2;
       const auto home = current(device);
+      notes = freed_early(home);
       auto& candidates = free_[{home, capacity}];
       for (auto i = candidates.size(); i-- > 0 && p == nullptr;) {  // the last one first: what still uses it will show
         const auto& until = candidates[i].until;
@@ -308,6 +324,7 @@ struct Allocator final : c10::Allocator {
       peak_[device] = std::max(peak_[device], now_[device]);
       active_peak_[device] = std::max(active_peak_[device], active(device));
     }
+    tell(notes);
     return {p, p, &release, c10::Device(kSim, device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torchmetrics import MeanMetric
 
 from lightning_avgpipe import AvgPipeTuner
 from tests.models import MLP, ConvNet, loader
@@ -65,6 +67,76 @@ def test_weights_of_other_schedules_and_policies_are_those_of_the_host(
     simulated: Simulated, strategy: dict[str, Any]
 ) -> None:
     assert simulated(compared, MLP, {"num_microbatches": 4, **strategy}, {}, 8) == ([], [])
+
+
+class Counting(MLP):
+    """Changes an attribute in each step, so that its pipelines share a stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Any = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.total = self.total + loss.detach()
+        return loss + 0.1 * self.total
+
+
+def beside(kind: type, strategy: dict[str, Any], options: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Names of weights that differ with and without streams of their own, and what was found."""
+    one = fit(True, kind, strategy, options, 16)
+    with device.reported() as report:
+        several = fit(True, kind, {**strategy, "pipeline_streams": True}, options, 16)
+    return [name for name, tensor in one.items() if not torch.equal(tensor, several[name])], list(report.errors)
+
+
+class Logging(MLP):
+    """Counts in a metric, and logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.seen(loss)
+        self.log("seen", self.seen, on_step=True, on_epoch=True)
+        return loss
+
+
+class Asking(Logging):
+    """Asks for its device, and has parts that do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = L.LightningModule()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise = torch.ones(batch[0].shape, device=self.device) + torch.ones(1, device=self.part.device)
+        return super().training_step((batch[0] + noise, batch[1]), batch_idx)
+
+
+def test_modules_know_their_device_and_metric_objects_count_there(simulated: Simulated) -> None:
+    assert simulated(compared, Asking, {"num_microbatches": 2}, {}) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "options"),
+    [
+        (MLP, {"num_pipelines": 4}, {"gradient_clip_val": 0.1}),
+        (MLP, {"num_pipelines": 2, "rolling": True}, {}),
+        (MLP, {"num_pipelines": 2, "recompute": True}, {}),
+        (ConvNet, {"num_pipelines": 2}, {}),
+        (Counting, {"num_pipelines": 2}, {}),
+        (Logging, {"num_pipelines": 2, "recompute": True}, {}),
+        (Logging, {"num_pipelines": 2}, {"accumulate_grad_batches": 2}),
+    ],
+    ids=str,
+)
+def test_pipelines_on_streams_of_their_own_train_what_they_train_on_one(
+    simulated: Simulated, kind: type, strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    assert simulated(beside, kind, {"num_microbatches": 4, **strategy}, options) == ([], [])
 
 
 def resumed(folder: Path) -> tuple[list[str], list[str]]:
@@ -134,14 +206,18 @@ def test_no_wait_per_micro_batch_and_two_at_most(
     assert simulated(waits_with, kind, options, 2, 8) == [expected, expected]
 
 
-def tuned() -> tuple[bool, list[str]]:
+def tuned(strategy: dict[str, Any]) -> tuple[bool, list[str]]:
     """Whether the tuner takes lanes of one process to run in turns, and what was found."""
     tuner = AvgPipeTuner()
     with device.reported() as report:
-        fit(True, MLP, {}, {"callbacks": [tuner]}, 4)
+        fit(True, MLP, strategy, {"callbacks": [tuner]}, 16)
     assert tuner.result is not None
     return tuner.result.profile.device.in_turns, list(report.errors)
 
 
 def test_the_tuner_expects_nothing_side_by_side_of_lanes_that_share_a_stream(simulated: Simulated) -> None:
-    assert simulated(tuned) == (True, [])
+    assert simulated(tuned, {}) == (True, [])
+
+
+def test_the_tuner_expects_pipelines_with_streams_of_their_own_side_by_side(simulated: Simulated) -> None:
+    assert simulated(tuned, {"pipeline_streams": True}) == (False, [])

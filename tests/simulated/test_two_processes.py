@@ -23,7 +23,7 @@ from tests.models import MLP
 from tests.processes import free_port
 from tests.simulated import communicator, device
 from tests.simulated.process import SimulatedProcess
-from tests.simulated.test_training import fit, waits
+from tests.simulated.test_training import Asking, fit, waits
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def fitted(
     """Numbers of the weights, what was found, and how many streams of each priority were taken."""
     before = latest_streams()
     with device.reported() as report:
-        weights = fit(True, kind, {"num_microbatches": 4, **strategy}, dict(options), devices=2)
+        weights = fit(True, kind, {"num_microbatches": 4, **strategy}, dict(options), 8, devices=2)
     taken = [(after - first) % 32 for first, after in zip(before, latest_streams(), strict=True)]
     # tensors would be shared with the test's process, which has no such device
     return {name: tensor.tolist() for name, tensor in weights.items()}, list(report.errors), (taken[0], taken[1])
@@ -76,13 +76,16 @@ def latest_streams() -> list[int]:
         {"num_pipelines": 2, "recompute": True},
         {"num_stages": 4},
         {"num_pipelines": 2, "rolling": True},
+        {"num_pipelines": 2, "pipeline_streams": True},
+        {"num_pipelines": 2, "pipeline_streams": True, "rolling": True},
         {"weight_policy": "stash"},
     ],
     ids=str,
 )
 def test_weights_are_those_of_the_host(pair: list[SimulatedProcess], strategy: dict[str, Any]) -> None:
-    expected = fit(False, MLP, {"num_microbatches": 4, **strategy}, {})
-    for weights, errors, _ in both(pair, fitted, strategy):
+    kind = MLP if "rolling" in strategy else Asking  # metric objects would see batches mixed
+    expected = fit(False, kind, {"num_microbatches": 4, **strategy}, {}, 8)
+    for weights, errors, _ in both(pair, fitted, strategy, kind):
         assert not errors
         assert [name for name, tensor in expected.items() if tensor.tolist() != weights[name]] == []
 
@@ -90,7 +93,7 @@ def test_weights_are_those_of_the_host(pair: list[SimulatedProcess], strategy: d
 @pytest.mark.parametrize("count", [1, 2])
 def test_tied_weights_that_are_clipped_are_those_of_the_host(pair: list[SimulatedProcess], count: int) -> None:
     strategy, clips = {"num_pipelines": count}, {"gradient_clip_val": 0.1}
-    expected = fit(False, Tied, {"num_microbatches": 4, **strategy}, clips)
+    expected = fit(False, Tied, {"num_microbatches": 4, **strategy}, clips, 8)
     for weights, errors, _ in both(pair, fitted, strategy, Tied, clips):
         assert not errors
         for name, tensor in expected.items():  # sums over processes round otherwise than those within one
@@ -129,6 +132,11 @@ def test_further_pipelines_take_no_streams(pair: list[SimulatedProcess]) -> None
     """There are 32; of those that share one each would wait for what the others wait for."""
     one, four = (both(pair, fitted, {"num_pipelines": count}) for count in (1, 4))
     assert [streams for *_, streams in four] == [streams for *_, streams in one]
+
+
+def test_each_of_several_pipelines_takes_a_stream_where_that_is_asked_for(pair: list[SimulatedProcess]) -> None:
+    one, four = (both(pair, fitted, {"num_pipelines": count, "pipeline_streams": True}) for count in (1, 4))
+    assert [streams for *_, streams in four] == [(normal + 4, first) for *_, (normal, first) in one]
 
 
 def given_up() -> list[float]:
