@@ -141,12 +141,13 @@ class Waits:
         """
         self.monitor.check()
         done, errors = threading.Event(), []
-        stream = self._port.current_stream()
+        stream, infers = self._port.current_stream(), torch.is_inference_mode_enabled()
 
         def work() -> None:
             try:
                 self._port.enter_thread()  # a thread begins on the first device, and on the default stream
-                with self._port.on_stream(stream), torch.no_grad():
+                # tensors that were made in this mode can be written in it only
+                with self._port.on_stream(stream), torch.inference_mode(infers), torch.no_grad():
                     function()
             except Exception as error:  # re-raised below, in the thread that asked
                 errors.append(error)

@@ -75,11 +75,13 @@ class Absent(Tensor):
 
     def _passed_on(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a view or a copy of it looks like."""
-        device = kwargs.get("device") or self.device
-        described = tree.map_tensors(_described, (args, {**kwargs, "device": None} if "device" in kwargs else kwargs))
-        result = func(*described[0], **described[1])
+        given = [*args, *kwargs.values()]
+        devices = [value for value in given if isinstance(value, torch.device)]
+        devices += [other.device for other in given if isinstance(other, Tensor) and other is not self]
+        place = devices[0] if devices else self.device
+        result = func(*map(_described, args), **{name: _described(value) for name, value in kwargs.items()})
         return tree.map_tensors(
-            lambda t: Absent(TensorMeta(tuple(t.shape), t.dtype, False, False), device, self._name, self._advice),
+            lambda t: Absent(TensorMeta(tuple(t.shape), t.dtype, False, False), place, self._name, self._advice),
             result,
         )
 
@@ -89,14 +91,17 @@ def has_memory(tensor: Tensor) -> bool:
     return not isinstance(tensor, Absent) and not tensor.is_meta and tensor.layout == torch.strided
 
 
-def _described(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, Absent) else tensor
+def _described(value: Any) -> Any:
+    """An argument with which an operation says what it gives, and computes nothing."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 # Operations that hand numbers on without looking at them.
 _PASSIVE = frozenset((
     "_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "permute", "select", "slice", "split",
-    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
+    "split_with_sizes", "squeeze", "t", "to", "transpose", "unbind", "unfold", "unsqueeze", "view",
 ))  # fmt: skip
 _HIDDEN_VALUE = (
     "which lives on an earlier stage and was not sent: the step did not need it when it was captured. It reached this "

@@ -733,7 +733,16 @@ void convolution_backward(const c10::OperatorHandle& op, torch::jit::Stack* stac
   run(op, stack, &convolution_backward_on_host);
 }
 
+// Its schema does not say that it writes into running statistics; that of its twin, which must have some, does.
+void batch_norm(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  static const auto twin = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_native_batch_norm_legit", "");
+  const auto& running_mean = *(stack->end() - 5);
+  const bool has_statistics = running_mean.isTensor() && running_mean.toTensor().defined();
+  run(has_statistics ? twin : op, stack, &on_host);
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("native_batch_norm", torch::CppFunction::makeFromBoxedFunction<&batch_norm>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   for (const auto* name : {"native_layer_norm", "native_layer_norm_backward"})  // elsewhere in several kernels: other bits

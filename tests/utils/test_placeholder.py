@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -61,3 +62,21 @@ def test_views_of_an_absent_value_are_absent() -> None:
     assert absent.half().dtype == torch.float16
     with pytest.raises(AbsentValueError, match=r"of '\['image'\]', a tensor of the batch .*send_batch='all'"):
         absent.flatten().sum()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_an_absent_value_moves_like_any_tensor(mode: type[AbstractContextManager[None]]) -> None:
+    absent = Absent(TensorMeta((2, 3), torch.float32, False, False), torch.device("cpu"), "x")
+    with mode():
+        there = [
+            absent.to("meta"),
+            absent.to(torch.device("meta"), non_blocking=True),
+            absent.to(torch.empty(1, dtype=torch.float64, device="meta")),
+            absent.to(torch.int64),
+        ]
+    assert [(type(t), tuple(t.shape), t.device.type, t.dtype) for t in there] == [
+        (Absent, (2, 3), "meta", torch.float32),
+        (Absent, (2, 3), "meta", torch.float32),
+        (Absent, (2, 3), "meta", torch.float64),
+        (Absent, (2, 3), "cpu", torch.int64),
+    ]
