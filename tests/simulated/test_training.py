@@ -35,6 +35,23 @@ def fit(
     return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
 
 
+class Manual(MLP):
+    """Steps itself, and clips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5)
+        optimizer.step()
+        return loss
+
+
 def compared(*args: Any) -> tuple[list[str], list[str]]:
     """Names of weights that differ from the host's, and what was found."""
     with device.reported() as report:

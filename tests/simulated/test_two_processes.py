@@ -19,11 +19,13 @@ from lightning_avgpipe.comm.routes import Party
 from lightning_avgpipe.comm.wire import Pair, Wire
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.patching import nothing
-from tests.models import MLP
+from tests.models import MLP, loader
 from tests.processes import free_port
 from tests.simulated import communicator, device
+from tests.simulated.accelerator import SimulatedAccelerator
 from tests.simulated.process import SimulatedProcess
-from tests.simulated.test_training import Asking, fit, waits
+from tests.simulated.test_training import Asking, Manual, fit, waits
+from tests.trainers import pipeline
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,26 @@ def test_weights_are_those_of_the_host(pair: list[SimulatedProcess], strategy: d
     for weights, errors, _ in both(pair, fitted, strategy, kind):
         assert not errors
         assert [name for name, tensor in expected.items() if tensor.tolist() != weights[name]] == []
+
+
+def evaluated(kind: type, on_device: bool) -> dict[str, float]:
+    """What validations of several batches have logged, in training and after it."""
+    torch.manual_seed(4)
+    accelerator: Any = SimulatedAccelerator() if on_device else "cpu"
+    module, validation = kind(), loader(kind, 24, 8)
+    runner = pipeline(devices=2 if on_device else 1, accelerator=accelerator, max_epochs=1)
+    runner.fit(module, loader(kind, 16, 8), validation)
+    logged = dict(runner.callback_metrics)
+    runner.validate(module, validation, verbose=False)
+    return {name: float(value) for name, value in {**logged, **runner.callback_metrics}.items() if "val" in name}
+
+
+@pytest.mark.parametrize("kind", [Asking, Manual])
+def test_evaluation_logs_what_it_does_on_the_host(pair: list[SimulatedProcess], kind: type) -> None:
+    expected = evaluated(kind, False)
+    assert "val_loss" in expected
+    for logged in both(pair, evaluated, kind, True):
+        assert logged == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("count", [1, 2])
