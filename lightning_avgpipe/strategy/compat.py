@@ -45,6 +45,7 @@ _STEPS = (
     Private(f"{_MODULE}._on_before_batch_transfer", "skipped where they arrive converted", "batch dataloader_idx"),
     Private(f"{_MODULE}._apply_batch_transfer_handler", "batches of other pipelines", "batch device dataloader_idx"),
     Private(f"{_MODULE}._current_fx_name", "which hook logs"),
+    Private(f"{_MODULE}._device", "what self.device says, while weights are elsewhere"),
     Private(f"{_MODULE}._metric_attributes", "found anew in a copy of a module"),
     Private(f"{_MODULE}._trainer", "no part of a copy of a module"),
     Private(f"{pl.__name__}.utilities.grad_norm", "its code replaced: all stages", "module norm_type group_separator"),

@@ -7,8 +7,8 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -137,7 +137,7 @@ def tell_device(module: nn.Module, device: torch.device) -> None:
                 one._apply(lambda state: state.to(device))
             finally:
                 vars(one).update(kept)
-        elif isinstance(one, _DeviceDtypeModuleMixin):
+        elif isinstance(one, pl.LightningModule):
             one._device = device
 
 

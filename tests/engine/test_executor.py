@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,9 @@ class Adding:
         self.program = SimpleNamespace(stage=stage, num_stages=num_stages)
         self.results: dict[int, Any] = {}
         self.last: dict[int, torch.Tensor] = {}
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def perform(self, action: Action, task: Task, message: Message | None) -> Message | None:
         if action.kind is WEIGHT_GRADIENT:
