@@ -31,9 +31,9 @@ class PipelineStreams:
 
     def wait(self, pipelines: Sequence[Pipeline]) -> None:
         """These are new: they share one stream first, where a step makes what it keeps for all of them."""
-        graph = pipelines[0].graph("training_step")
-        pipelines[0].stream, self._waiting = None, self.can_be(graph)
-        if self._wanted and not self._waiting:
+        graph, several = pipelines[0].graph("training_step"), len(pipelines) > 1
+        pipelines[0].stream, self._waiting = None, several and self.can_be(graph)
+        if self._wanted and several and not self._waiting:
             rank_zero_info(f"pipeline_streams=True: pipelines take turns, since {self._against(graph)}")
 
     def give(self, pipelines: Sequence[Pipeline]) -> None:
