@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.recompute import is_repeating
-from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 
 
 class BatchValues:
@@ -128,9 +128,18 @@ def tell_device(module: nn.Module, device: torch.device) -> None:
     """Let modules that ask for their device, as ``self.device``, find this one, and metric objects count there.
 
     Parameters and buffers stay where they are.
+
+    Raises:
+        ConfigurationError: a metric object has states without contents.
     """
-    for one in module.modules():
+    for name, one in module.named_modules():
         if isinstance(one, Metric):
+            if any(isinstance(state, Tensor) and state.is_meta for state in one._defaults.values()):
+                raise ConfigurationError(
+                    f"the metric object '{name}' was built without contents (init_module(empty_init=True), or "
+                    "torch.device('meta')), and nobody knows from which numbers it counts; make it in setup() of the "
+                    "module, or build the module with contents"
+                )
             kept = {name: vars(one)[name] for name in ("_modules", "_parameters", "_buffers")}
             vars(one).update({name: {} for name in kept})
             try:
