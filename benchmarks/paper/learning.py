@@ -29,10 +29,10 @@ CHECKS = 4  # in an epoch
 
 
 def algorithm_of(system: str) -> str:
-    """What a system computes: "synchronous", "pipedream", "2bw", or parallel models "N=2" and so on."""
+    """What a system computes: "synchronous", "pipedream", "2bw", or parallel models "N=2", "N=2 rolling" and so on."""
     if system.startswith("avgpipe"):
-        models = system.split("N=")[1].split()[0]
-        return SYNCHRONOUS if models == "1" else f"N={models}"
+        _, _, models, _, *rolling = system.split()
+        return SYNCHRONOUS if models == "N=1" else " ".join([models, *rolling])
     return system if system in ("pipedream", "2bw") else SYNCHRONOUS
 
 
@@ -53,7 +53,7 @@ def train(name: str, algorithm: str, seed: int, folder: Path, epochs: int) -> di
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     L.seed_everything(seed, verbose=False)
-    workload, models = WORKLOADS[name], int(algorithm[2:]) if algorithm.startswith("N=") else 1
+    workload, models = WORKLOADS[name], int(algorithm.split()[0][2:]) if algorithm.startswith("N=") else 1
     data, curve = workload.data(folder, workload.batch_size, models), _Curve(workload.metric)
     strategy: Any = "auto"
     if algorithm != SYNCHRONOUS:
@@ -61,6 +61,7 @@ def train(name: str, algorithm: str, seed: int, folder: Path, epochs: int) -> di
             num_stages=2,
             num_microbatches=MICROBATCHES,
             num_pipelines=models,
+            rolling=algorithm.endswith(" rolling"),
             costs="flops",
             **workload.options,
             **OURS.get(algorithm, {}),

@@ -10,7 +10,6 @@ __all__ = ["BOUNDS", "MICROBATCHES", "fitting", "label", "memory_of", "settings_
 
 MICROBATCHES = 8  # of all other pipelines: the strategy's default, four for each stage
 BOUNDS = ("ddp", "gpipe", "1f1b", "pipedream", "2bw")
-_FACTOR = {2: 1.2, 3: 1.5, 4: 1.7}  # samples that parallel models need, docs/parallel_pipelines.md
 
 
 def memory_of(system: str, profile: Profile, workload: Workload) -> float:
@@ -27,14 +26,14 @@ def memory_of(system: str, profile: Profile, workload: Workload) -> float:
 
 
 def fitting(system: str, profile: Profile, workload: Workload, most: int) -> Setting:
-    """What the tuner takes within the memory of a system, with at most so many parallel models.
+    """What the tuner takes at its defaults within the memory of a system, with at most so many parallel models.
 
     Raises:
         TuningError: not even one pipeline fits.
     """
     counts = [m for m in (1, 2, 4, 8, 16, 32) if m <= workload.batch_size]
     limit = memory_of(system, profile, workload)
-    found = search(profile, candidates(profile, most, counts), limit, samples_factor=_FACTOR)
+    found = search(profile, candidates(profile, most, counts, rolling="auto"), limit, samples_factor=None)
     return found.choice.setting
 
 
@@ -45,4 +44,5 @@ def settings_within(profile: Profile, workload: Workload, most: int) -> dict[str
 
 def label(setting: Setting) -> str:
     """Name of a setting in results."""
-    return f"avgpipe M={setting.num_microbatches} N={setting.num_pipelines} h={setting.advance}"
+    rolls = " rolling" * setting.rolling
+    return f"avgpipe M={setting.num_microbatches} N={setting.num_pipelines} h={setting.advance}{rolls}"

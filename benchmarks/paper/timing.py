@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def measure(
     Raises:
         SystemExit: a process failed.
     """  # fmt: skip
-    given = None if setting is None else [setting.num_microbatches, setting.num_pipelines, setting.advance]
+    given = None if setting is None else asdict(setting)
     work = json.dumps([workload.name, system, given, str(folder), steps, seed])
     return launch(__file__, ["--work", work], STAGES, link, limit_s)
 
@@ -94,7 +95,7 @@ def _strategy(workload: Workload, system: str, setting: Setting | None) -> Any:
     if setting is not None:
         common |= {
             "num_microbatches": setting.num_microbatches, "num_pipelines": setting.num_pipelines,
-            "advance": setting.advance,
+            "advance": setting.advance, "rolling": setting.rolling,
         }  # fmt: skip
     return AvgPipeStrategy(**common, **OURS.get(system, {}))
 
@@ -144,7 +145,7 @@ def _work(options: argparse.Namespace) -> None:
     """What each process does, as torchrun would start it; rank 0 writes the result."""
     rank, size = begin()
     name, system, given, folder, steps, seed = json.loads(options.work)
-    setting = None if given is None else Setting(*given)
+    setting = None if given is None else Setting(**given)
     workload = WORKLOADS[name]
     torch.manual_seed(seed)
     try:
