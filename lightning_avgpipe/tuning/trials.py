@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,10 @@ _PIECES = 16
 
 
 def trial_sizes(counts: Sequence[int], num_stages: int) -> tuple[int, tuple[int, ...]]:
-    """The number of micro-batches to profile with, and one or two others to see what the size of micro-batches does.
+    """The number of micro-batches to profile with, and up to three others to see what the size of micro-batches does.
 
-    The first is large, so that devices are not full. The others are the smallest one, and one in between.
+    The first is large, so that devices are not full. The others are the smallest one, one in the middle between, and,
+    since what is best is mostly there, one between that and the large one.
 
     Args:
         counts: numbers of micro-batches to choose from.
@@ -35,8 +37,13 @@ def trial_sizes(counts: Sequence[int], num_stages: int) -> tuple[int, tuple[int,
     if not below:
         return large, ()
     least = below[0]
-    middle = min(below, key=lambda m: abs(m * m - large * least))
-    return large, tuple(sorted({least, middle}, reverse=True))
+    middle = _between(below, least, large)
+    return large, tuple(sorted({least, middle, _between(below, middle, large)}, reverse=True))
+
+
+def _between(counts: Sequence[int], low: int, high: int) -> int:
+    """The one that is nearest to the geometric mean."""
+    return min(counts, key=lambda m: abs(m * m - low * high))
 
 
 @dataclass(frozen=True)
@@ -102,10 +109,22 @@ def busy_curve(kernels: Iterable[tuple[float, float, float]], begin_s: float, en
 
 
 def best(result: Result, count: int) -> tuple[Candidate, ...]:
-    """The best candidates of those that fit, by prediction, the chosen one first."""
+    """The best candidates of those that fit, by prediction, the chosen one first.
+
+    Of those that differ in their advance only, and not in what is predicted, the one that needs the least memory.
+    """
     fitting = [c for c in result.candidates if c.fits(result.limit) and c != result.choice]
-    fitting.sort(key=lambda c: (c.cost_s, c.setting))
-    return (result.choice, *fitting)[:count]
+    fitting.sort(key=lambda c: (c.cost_s, max(c.prediction.memory), c.setting))
+    found = [result.choice]
+    for candidate in fitting:
+        if not any(_predicted_alike(candidate, other) for other in found):
+            found.append(candidate)
+    return tuple(found[:count])
+
+
+def _predicted_alike(one: Candidate, other: Candidate) -> bool:
+    same = replace(one.setting, advance=other.setting.advance) == other.setting
+    return same and math.isclose(one.cost_s, other.cost_s)
 
 
 def refined(result: Result, measured: Mapping[Setting, float]) -> Result:

@@ -6,16 +6,26 @@ import pytest
 
 from benchmarks.predictors import random_profile
 from lightning_avgpipe.schedule import BACKWARD, FORWARD
-from lightning_avgpipe.tuning import Setting, candidates, search
+from lightning_avgpipe.tuning import (
+    Curve,
+    Device,
+    HopProfile,
+    Profile,
+    Setting,
+    StageMemory,
+    StageProfile,
+    candidates,
+    search,
+)
 from lightning_avgpipe.tuning.trials import Budget, best, busy_curve, durations, per_batch_s, refined, trial_sizes
 
 
 @pytest.mark.parametrize(
     ("counts", "num_stages", "expected"),
     [
-        ([1, 2, 4, 8, 16], 2, (16, (4, 1))),
-        ([1, 2, 4, 8, 16, 32, 64], 2, (16, (4, 1))),  # with 64 most would be what an action costs anyway
-        ([1, 2, 4, 8, 16, 32, 64], 4, (32, (4, 1))),
+        ([1, 2, 4, 8, 16], 2, (16, (8, 4, 1))),
+        ([1, 2, 4, 8, 16, 32, 64], 2, (16, (8, 4, 1))),  # with 64 most would be what an action costs anyway
+        ([1, 2, 4, 8, 16, 32, 64], 4, (32, (8, 4, 1))),
         ([4, 8], 2, (8, (4,))),
         ([8], 2, (8, ())),
         ([64, 128], 2, (64, ())),
@@ -28,7 +38,7 @@ def test_profiles_are_made_with_many_micro_batches_and_the_fewest_and_some_in_be
 
 
 @pytest.mark.parametrize("iterations", range(4, 41))
-@pytest.mark.parametrize("others", [0, 1, 2])
+@pytest.mark.parametrize("others", [0, 1, 2, 3])
 def test_a_budget_is_spent_and_something_is_timed(iterations: int, others: int) -> None:
     budget = Budget.of(iterations, others)
     assert budget.warm_up + budget.timed + 1 + others * budget.other == iterations
@@ -58,6 +68,14 @@ def test_the_fastest_of_those_that_were_tried_is_taken() -> None:
     assert chosen.reason.startswith("1.00 s a batch, the shortest of 3 that were tried")
     assert str(chosen).count("chosen") == 1
     assert refined(result, {}) == result
+
+
+def test_settings_that_only_stash_more_are_not_tried_beside_each_other() -> None:
+    stage = StageProfile(Curve.constant(1.0, 1.0), Curve.constant(1.0, 1.0), StageMemory(0, 10, 10, 10))
+    device = Device("one", 1000, in_turns=True)
+    profile = Profile(16, 1, 16, (stage, stage), (HopProfile(0.0, 0.0),), device)  # an advance gains nothing
+    tried = [candidate.setting for candidate in best(search(profile, candidates(profile, 1)), 3)]
+    assert tried == [Setting(16), Setting(8), Setting(4)]
 
 
 def test_seconds_of_a_batch_have_their_part_of_what_ends_an_iteration() -> None:
