@@ -10,8 +10,9 @@ PipeDream, PipeDream-2BW and AvgPipe. In each round, one for each seed, all of t
 its own. Time to the target is time per epoch times epochs to the target, which are counted in one process, since they
 depend on no link (see ``learning.py``). The target is what plain training has reached after two thirds of its epochs.
 
-AvgPipe is what the tuner takes from its profile on the link within the memory of the system that it is compared with,
-as in the paper's Figures 11 and 12; memory is counted in the same way for both (see ``settings.py``), and measured.
+AvgPipe is what the tuner takes from its profile on the link, with ``rolling="auto"``, within the memory of the system
+that it is compared with, as in the paper's Figures 11 and 12; memory is counted in the same way for both (see
+``settings.py``), and measured.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from benchmarks.paper.peers import PEERS
 from benchmarks.paper.results import Record, Results
 from benchmarks.paper.settings import label, settings_within
 from benchmarks.paper.workloads import WORKLOADS, Workload, names, prepare
-from lightning_avgpipe.tuning import Profile, Setting
+from lightning_avgpipe.tuning import Setting
 
 SYSTEMS = ["ddp", *PEERS, *timing.OURS]
 QUICK = {"links": [100], "seeds": 1, "lines": 2400, "epochs": 2, "steps": 8}
@@ -59,8 +60,7 @@ def _settings(profile: Record, workload: Workload) -> dict[str, Setting]:
     """Name in results -> setting of AvgPipe."""
     if "profile" not in profile:
         return {}
-    found = settings_within(Profile.from_json(profile["profile"]), workload, profile["most"])
-    return {label(setting): setting for setting in found.values()}
+    return {label(setting): setting for setting in settings_within(profile, workload).values()}
 
 
 def _timed(
@@ -79,7 +79,7 @@ def _timed(
         found = {"failed": str(error)}
     except subprocess.TimeoutExpired:
         found = {"failed": f"not done within {options.limit_s:g} s"}
-    if system == timing.TUNING:
+    if "profile" in found:
         found["most"] = options.pipelines
     said = {name: value for name, value in found.items() if name != "profile"}
     print(f"{workload.name}, {link} Mbit/s, {system}, seed {seed}: {said}", flush=True)

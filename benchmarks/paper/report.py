@@ -13,7 +13,6 @@ from benchmarks.paper.results import Record
 from benchmarks.paper.settings import BOUNDS, MICROBATCHES, label, settings_within
 from benchmarks.paper.timing import TUNING
 from benchmarks.paper.workloads import WORKLOADS
-from lightning_avgpipe.tuning import Profile
 
 __all__ = ["Row", "claims", "pictures", "rows", "table", "target_of"]
 
@@ -93,8 +92,7 @@ def _within(workload: str, link: int, system: str, records: Sequence[Record]) ->
     profile = next((r for r in records if (r["workload"], r["link"], r["system"]) == (workload, link, TUNING)), None)
     if profile is None or system not in BOUND_OF:
         return ""
-    found = settings_within(Profile.from_json(profile["profile"]), WORKLOADS[workload], profile["most"])
-    return label(found[BOUND_OF[system]])
+    return label(settings_within(profile, WORKLOADS[workload])[BOUND_OF[system]])
 
 
 def table(found: Sequence[Row]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from benchmarks.paper.workloads import Workload
 from lightning_avgpipe.tuning import Profile, Setting, candidates, search
 from lightning_avgpipe.tuning.memory import memory_at
@@ -25,21 +28,22 @@ def memory_of(system: str, profile: Profile, workload: Workload) -> float:
     return max(total + older(k) * weights[k] for k, total in enumerate(needed))
 
 
-def fitting(system: str, profile: Profile, workload: Workload, most: int) -> Setting:
-    """What the tuner takes at its defaults within the memory of a system, with at most so many parallel models.
+def fitting(system: str, profile: Profile, workload: Workload, most: int, rolls: bool = False) -> Setting:
+    """What the tuner takes within the memory of a system, with at most so many parallel models, which may roll or not.
 
     Raises:
         TuningError: not even one pipeline fits.
     """
     counts = [m for m in (1, 2, 4, 8, 16, 32) if m <= workload.batch_size]
     limit = memory_of(system, profile, workload)
-    found = search(profile, candidates(profile, most, counts, rolling="auto"), limit, samples_factor=None)
-    return found.choice.setting
+    settings = candidates(profile, most, counts, rolling="auto" if rolls else False)
+    return search(profile, settings, limit, samples_factor=None).choice.setting
 
 
-def settings_within(profile: Profile, workload: Workload, most: int) -> dict[str, Setting]:
-    """Bound -> setting."""
-    return {system: fitting(system, profile, workload, most) for system in BOUNDS}
+def settings_within(found: Mapping[str, Any], workload: Workload) -> dict[str, Setting]:
+    """Bound -> setting, from what ``timing.measure`` says of ``TUNING``."""
+    profile = Profile.from_json(found["profile"])
+    return {system: fitting(system, profile, workload, found["most"], found["rolls"]) for system in BOUNDS}
 
 
 def label(setting: Setting) -> str:

@@ -55,7 +55,7 @@ def measure(
     limit_s: float,
 ) -> dict[str, Any]:
     """Of a system: ``batch_s``, and ``memory`` in MiB of each process above what it held before the model was built;
-    of ``TUNING`` ``profile``; or ``refused``, why it cannot be.
+    of ``TUNING`` ``profile``, and ``rolls``, whether parallel models can; or ``refused``, why it cannot be.
 
     Args:
         setting: of AvgPipe; None: another system.
@@ -90,7 +90,7 @@ def _strategy(workload: Workload, system: str, setting: Setting | None) -> Any:
         return DDPStrategy(broadcast_buffers=False)  # hidden states are each process's own
     common: dict[str, Any] = {**workload.options, "timeout": 120, "costs_cache": None}
     if system == TUNING:
-        return AvgPipeStrategy(**common)
+        return AvgPipeStrategy(**common, rolling="auto")
     common["num_microbatches"] = MICROBATCHES
     if setting is not None:
         common |= {
@@ -106,7 +106,8 @@ def _fit(workload: Workload, system: str, setting: Setting | None, folder: Path,
     loader = _loader(workload, folder, workload.batch_size // (STAGES if system == "ddp" else 1), models)
     above, clock = Resident(), _Clock()
     with tempfile.TemporaryDirectory() as made:
-        tuners = [AvgPipeTuner(max_num_pipelines=1, dirpath=made)] if system == TUNING else []
+        # two models are looked at, but cost so much that one is taken, for which the data is
+        tuners = [AvgPipeTuner(2, samples_factor=100.0, dirpath=made)] if system == TUNING else []
         trainer = L.Trainer(
             strategy=_strategy(workload, system, setting), accelerator="cpu", devices=STAGES, max_epochs=-1,
             max_steps=1 if tuners else steps + 2 * _EDGE + 1, gradient_clip_val=workload.clip, logger=False,
@@ -115,7 +116,9 @@ def _fit(workload: Workload, system: str, setting: Setting | None, folder: Path,
         )  # fmt: skip
         trainer.fit(workload.module(models), loader)
     if tuners:
-        return {"profile": tuners[0].result.profile.to_json()}
+        found = tuners[0].result
+        rolls = any(candidate.setting.rolling for candidate in found.candidates)
+        return {"profile": found.profile.to_json(), "rolls": rolls}
     return {"batch_s": clock.seconds() / models, "memory": above.peak()}
 
 

@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
-from torchmetrics import Metric
 
 from lightning_avgpipe.capture.attributes import is_compiled
 from lightning_avgpipe.comm.device_layout import DeviceLayout
@@ -139,11 +138,6 @@ def _versions(running: pl.Trainer, given: Options, num_stages: int, option: str,
 
 def _rolling(running: pl.Trainer, use: str) -> None:
     module = running.lightning_module
-    if any(isinstance(m, Metric) for m in module.modules()):
-        raise ConfigurationError(
-            f"rolling=True and a metric object in {type(module).__name__}: it would see batches mixed; log tensors, "
-            f"{use}"
-        )
     for name in ("on_before_zero_grad", "optimizer_zero_grad"):
         owners: list[tuple[Any, type]] = [(module, pl.LightningModule)]
         owners += [(callback, pl.Callback) for callback in running.callbacks]  # type: ignore[attr-defined]

@@ -61,7 +61,8 @@ def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> I
         if is_overridden("log_dict", module):
             undo.enter_context(replaced(module, "log_dict", looking_on(module.log_dict)))
         undo.enter_context(replaced(module, "print", looking_on(module.print, rehearsed=False)))
-        undo.enter_context(local_metrics(metrics, step_log.batch_values, leaders, lambda: bool(trainer.training)))
+        values, training = step_log.batch_values, lambda: bool(trainer.training)
+        undo.enter_context(local_metrics(metrics, values, leaders, training, lambda: step_log.in_step))
         yield
 
 

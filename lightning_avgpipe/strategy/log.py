@@ -104,6 +104,11 @@ class StepLog:
                 "another stage than the loss; return the value and log it in the step"
             )
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a step runs now, of a micro-batch, and no hook."""
+        return self._now is not None
+
     @contextlib.contextmanager
     def micro_batch(
         self,

@@ -26,10 +26,14 @@ class BatchValues:
 
     Attributes:
         trained: whether training updates metric objects, as far as it has been captured.
+        in_step: the metric object that the training step updates, or one of them; None: as far as is known it does not.
+        refuses: tells why no training step may do so now; "": they may.
     """
 
     def __init__(self) -> None:
         self.trained = False
+        self.in_step: Metric | None = None
+        self.refuses: Callable[[], str] = lambda: ""
         self._copies: dict[int, Metric] = {}
         self._begun: set[int] = set()
         self._returned: list[tuple[Any, Metric]] = []
@@ -53,6 +57,16 @@ class BatchValues:
             same.reset()
         same.update(*args, **kwargs)
         self._returned.append((value, metric))
+
+    def seen_in_step(self, metric: Metric) -> None:
+        """The training step updates a metric object.
+
+        Raises:
+            ConfigurationError: that is refused.
+        """
+        self.in_step = metric
+        if why := self.refuses():
+            raise ConfigurationError(why)
 
     def metric_of(self, value: Any) -> Metric | None:
         """The metric that returned this very value in this batch."""
@@ -82,7 +96,11 @@ def _detached(value: Any) -> Any:
 
 @contextlib.contextmanager
 def local_metrics(
-    metrics: list[Metric], values: BatchValues, leaders: Collectives, training: Callable[[], bool]
+    metrics: list[Metric],
+    values: BatchValues,
+    leaders: Collectives,
+    training: Callable[[], bool],
+    in_step: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Within this context metric objects live where the last stage is.
 
@@ -95,14 +113,17 @@ def local_metrics(
         values: told of what they return.
         leaders: where the last stages of the groups are.
         training: whether the trainer trains now.
+        in_step: whether a step runs now, and no hook.
     """
 
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
         return [other.to(tensor.device) for other in leaders.exchange_objects(tensor.detach().cpu())]
 
-    def seen(method: Callable[..., Any]) -> Callable[..., Any]:
+    def seen(metric: Metric, method: Callable[..., Any]) -> Callable[..., Any]:
         def observed(*args: Any, **kwargs: Any) -> Any:
             values.trained |= training()
+            if training() and in_step():
+                values.seen_in_step(metric)
             return method(*args, **kwargs)
 
         return observed
@@ -111,8 +132,8 @@ def local_metrics(
     for metric in metrics:
         metric.distributed_available_fn = lambda: leaders.world_size > 1 and training()
         metric.dist_sync_fn = gather
-        object.__setattr__(metric, "update", seen(_observed(metric.update)))
-        object.__setattr__(metric, "forward", seen(_observed(_noted(metric, metric.forward, values))))
+        object.__setattr__(metric, "update", seen(metric, _observed(metric.update)))
+        object.__setattr__(metric, "forward", seen(metric, _observed(_noted(metric, metric.forward, values))))
     try:
         yield
     finally:

@@ -87,6 +87,7 @@ class RollingIterations(AheadIterations):
         self._now: _Iteration | None = None  # in which models step
         self._next: _Iteration | None = None  # has been read ahead
         self._trained: frozenset[str] = frozenset()  # as the iteration began
+        self.models.step_log.batch_values.refuses = lambda: self._mixed if self._checked and self._overlaps else ""
 
     def train(self, batches: Sequence[Any], *rest: Any) -> Any:
         """Run batches until pipeline 0 has ended it; without a step, until all have."""
@@ -187,6 +188,20 @@ class RollingIterations(AheadIterations):
         gives = gives_way(self._against(), self.cluster)
         self.configuration.can_roll = not gives
         return gives
+
+    def _against(self) -> str:
+        return super()._against() or (self._mixed if self.models.step_log.batch_values.in_step is not None else "")
+
+    @property
+    def _mixed(self) -> str:
+        """What is wrong with a metric object that the step updates."""
+        metric = self.models.step_log.batch_values.in_step
+        name = next(path for path, m in self._module.named_modules() if m is metric)
+        return (
+            f"{type(self._module).__name__}.{_STEP} updates the metric object '{name}', but with {self._option} it "
+            "would see micro-batches of two batches mixed; log tensors, update it in a hook that looks at the outputs "
+            f"(on_train_batch_end), or use {self._instead}"
+        )
 
     @property
     def _first(self) -> int:

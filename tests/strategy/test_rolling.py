@@ -320,6 +320,11 @@ class Measured(Net):
         super().__init__()
         self.mean = MeanMetric()
 
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss.detach())
+        return loss
+
 
 @pytest.mark.parametrize(
     ("module", "named"),
@@ -329,7 +334,7 @@ class Measured(Net):
         (ReadsOptimizers, r"reads optimizers\(\)"),
         (Heated, "changed 'temperature'"),
         (Clears, "Clears.on_before_zero_grad"),
-        (Measured, "a metric object in Measured"),
+        (Measured, "updates the metric object 'mean'"),
     ],
 )
 def test_what_would_depend_on_the_timing_is_refused_by_name(module: Any, named: str) -> None:
@@ -337,9 +342,37 @@ def test_what_would_depend_on_the_timing_is_refused_by_name(module: Any, named: 
         run(module=module)
 
 
+class Validated(Scaled):
+    """Metric objects of validation, and of a hook of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated, self.hooked = MeanMetric(), MeanMetric()
+        self.outputs: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated(self.loss(batch))
+        self.log("validated", self.validated)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(outputs["loss"])
+        self.hooked(outputs["loss"])
+        self.log("hooked", self.hooked, on_step=False, on_epoch=True)
+
+
+def test_metric_objects_that_the_step_does_not_update_are_no_obstacle(order: str) -> None:
+    found, expected = run(module=Validated, val_check_interval=2), run(val_check_interval=2)
+    assert_same(found, expected)
+    logged, losses = found[2].callback_metrics, expected[2].callback_metrics
+    assert found[2].strategy.rolls
+    torch.testing.assert_close(logged["validated"], losses["val_loss"])
+    batches = len(found[0].outputs) // 2  # of an epoch
+    torch.testing.assert_close(logged["hooked"], torch.stack(found[0].outputs[batches:]).mean())
+
+
 def test_more_pipelines_later_are_refused_for_the_same_reasons() -> None:
     more = Interrupts(lambda trainer: trainer.strategy.reconfigure(num_pipelines=2))  # type: ignore[attr-defined]
-    with pytest.raises(ConfigurationError, match="a metric object in Measured"):
+    with pytest.raises(ConfigurationError, match="updates the metric object 'mean'"):
         run([more], module=Measured, strategy={"num_pipelines": 1})
 
 

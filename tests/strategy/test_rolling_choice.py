@@ -66,10 +66,10 @@ def test_what_nothing_stands_against_rolls(caplog: pytest.LogCaptureFixture) -> 
         ("on_nonfinite='skip'", {"on_nonfinite": "skip"}),
         ("reader='first'", {"reader": "first"}),
         ("Clears.on_before_zero_grad", {"module": Clears}),
-        ("a metric object in Measured", {"module": Measured}),
         ("weight_policy='stash'", {"weight_policy": "stash", "num_pipelines": 1}),
         # known with the first batch
         ("changes 'calls'", {"module": Changing}),
+        ("updates the metric object 'mean'", {"module": Measured}),
         ("reads trainer.optimizers", {"module": ReadsRate}),
         ("reads optimizers()", {"module": ReadsOptimizers}),
         ("the ResumableLoader saves its position", {"module": Net, "data": lambda: ResumableLoader(Net, 48, 8)}),
@@ -88,8 +88,18 @@ class ReadsLater(Net):
         return super().training_step(batch, batch_idx)
 
 
+class MeasuredLater(Measured):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) if batch_idx == 2 else Net.training_step(self, batch, batch_idx)
+
+
 @pytest.mark.parametrize(
-    ("module", "named"), [(ReadsLater, "reads trainer.callback_metrics"), (Heated, "'temperature'")]
+    ("module", "named"),
+    [
+        (ReadsLater, "reads trainer.callback_metrics"),
+        (Heated, "'temperature'"),
+        (MeasuredLater, "updates the metric object 'mean'"),
+    ],
 )
 def test_what_is_found_later_is_an_error_that_names_the_option(module: Any, named: str) -> None:
     with pytest.raises(ConfigurationError, match=named) as raised:
