@@ -83,7 +83,7 @@ def test_the_file_of_results_is_gone_on_with_and_failures_are_tried_again(tmp_pa
 def test_the_report_multiplies_time_and_epochs() -> None:
     curves = {"synchronous": [(1.0, 4.0), (2.0, 3.0), (3.0, 2.0)], "pipedream": [(1.0, 5.0), (2.0, 4.0), (3.0, 3.0)]}
     records = [
-        {"workload": "gnmt", "link": None, "system": name, "seed": 0, "curve": curve, "batches": 10}
+        {"workload": "gnmt", "link": None, "system": name, "seed": 0, "curve": curve, "batches": 10, "epochs": 3}
         for name, curve in curves.items()
     ]
     for seed, batch_s in enumerate((0.1, 0.3, 0.2)):

@@ -89,16 +89,23 @@ def _timed(
 def measure_learning(
     results: Results, chosen: Sequence[Workload], folders: dict[str, Path], options: argparse.Namespace
 ) -> None:
-    """A curve for each algorithm that was timed, and each seed."""
-    trials = [
-        trial for trial in _trials(results, chosen, options) if results.find(trial[0], None, *trial[1:]) is None
-    ]  # fmt: skip
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        runs = {pool.submit(learning.train, *trial, folders[trial[0]], options.epochs): trial for trial in trials}
-        for done in as_completed(runs):
-            name, algorithm, seed = runs[done]
-            record = results.add(name, None, algorithm, seed, done.result())
-            print(f"{name}, {algorithm}, seed {seed}: {record.get('curve', record)}", flush=True)
+    """A curve for each algorithm that was timed, and each seed: first those that say what the target is."""
+    for plain in (True, False):
+        trials = [
+            trial
+            for trial in _trials(results, chosen, options)
+            if (trial[1] == learning.SYNCHRONOUS) == plain and results.find(trial[0], None, *trial[1:]) is None
+        ]
+        targets = {w.name: None if plain else report.target_of(w.name, results.records) for w in chosen}
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            runs = {
+                pool.submit(learning.train, *trial, folders[trial[0]], options.epochs, targets[trial[0]]): trial
+                for trial in trials
+            }
+            for done in as_completed(runs):
+                name, algorithm, seed = runs[done]
+                record = results.add(name, None, algorithm, seed, done.result())
+                print(f"{name}, {algorithm}, seed {seed}: {record.get('curve', record)}", flush=True)
 
 
 def _trials(

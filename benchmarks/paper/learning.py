@@ -3,6 +3,8 @@
 What a run computes depends neither on links nor on where its stages are, so one training stands for all links; and ddp
 and all pipelines that drain compute the same gradients of a batch, up to dropout and rounding, so that one training
 stands for all of these.
+
+Plain training ends when it has what makes it the target, all others when they have reached that (``report.py``).
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ import torch
 
 from benchmarks.paper.settings import MICROBATCHES
 from benchmarks.paper.timing import OURS
-from benchmarks.paper.workloads import WORKLOADS
+from benchmarks.paper.workloads import WORKLOADS, Workload
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import AvgPipeError
 
-__all__ = ["SYNCHRONOUS", "algorithm_of", "epochs_to", "train"]
+__all__ = ["REACHED_AFTER", "SYNCHRONOUS", "algorithm_of", "epochs_to", "train"]
 
 SYNCHRONOUS = "synchronous"
+REACHED_AFTER = 2 / 3  # of its epochs: what plain training has then is the target
 CHECKS = 4  # in an epoch
 
 
@@ -37,24 +40,39 @@ def algorithm_of(system: str) -> str:
 
 
 class _Curve(L.Callback):
-    """The metric after each validation."""
+    """Epochs and metric after each validation, until it is enough."""
 
-    def __init__(self, metric: str) -> None:
-        self.metric = metric
-        self.values: list[float] = []
+    def __init__(self, workload: Workload, epochs: float, target: float | None) -> None:
+        self.workload, self.epochs, self.target = workload, epochs, target
+        self.points: list[tuple[float, float]] = []
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.values.append(float(trainer.callback_metrics[self.metric]))
+        epoch, value = (len(self.points) + 1) / CHECKS, float(trainer.callback_metrics[self.workload.metric])
+        self.points.append((epoch, value))
+        reached = self.target is not None and self.workload.better(value, self.target)
+        trainer.should_stop = reached or epoch >= self.epochs
 
 
-def train(name: str, algorithm: str, seed: int, folder: Path, epochs: int) -> dict[str, Any]:
-    """``curve``: pairs of epochs and metric; ``batches``: of an epoch. Or ``refused``: why it cannot be."""
+def train(name: str, algorithm: str, seed: int, folder: Path, epochs: int, target: float | None) -> dict[str, Any]:
+    """``curve``: pairs of epochs and metric; ``batches``: of an epoch; ``epochs``: for which its learning rates are.
+
+    Or ``refused``: why it cannot be.
+
+    Args:
+        name: of a workload.
+        algorithm: of ``algorithm_of``.
+        seed: of everything.
+        folder: of the data.
+        epochs: at most.
+        target: metric at which it ends; None: plain training, which ends after ``REACHED_AFTER`` of the epochs.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     L.seed_everything(seed, verbose=False)
     workload, models = WORKLOADS[name], int(algorithm.split()[0][2:]) if algorithm.startswith("N=") else 1
-    data, curve = workload.data(folder, workload.batch_size, models), _Curve(workload.metric)
+    data = workload.data(folder, workload.batch_size, models)
+    curve = _Curve(workload, epochs * REACHED_AFTER if target is None else epochs, target)
     strategy: Any = "auto"
     if algorithm != SYNCHRONOUS:
         strategy = AvgPipeStrategy(
@@ -76,8 +94,7 @@ def train(name: str, algorithm: str, seed: int, folder: Path, epochs: int) -> di
             trainer.fit(workload.module(models), data)
         except AvgPipeError as error:
             return {"refused": str(error).split("\n")[0]}
-    points = [((i + 1) / CHECKS, value) for i, value in enumerate(curve.values)]
-    return {"curve": points, "batches": int(trainer.num_training_batches) * models}
+    return {"curve": curve.points, "batches": int(trainer.num_training_batches) * models, "epochs": epochs}
 
 
 def epochs_to(curve: list[tuple[float, float]], target: float, falling: bool) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.learning import SYNCHRONOUS, algorithm_of, epochs_to
+from benchmarks.paper.learning import REACHED_AFTER, SYNCHRONOUS, algorithm_of, epochs_to
 from benchmarks.paper.results import Record
 from benchmarks.paper.settings import BOUNDS, MICROBATCHES, label, settings_within
 from benchmarks.paper.timing import TUNING
@@ -16,7 +16,6 @@ from benchmarks.paper.workloads import WORKLOADS
 
 __all__ = ["Row", "claims", "pictures", "rows", "table", "target_of"]
 
-REACHED_AFTER = 2 / 3  # of its epochs: what plain training has then is the target
 # What is compared within the memory of what: the other engines' pipelines stash what ours do.
 BOUND_OF = {"torch gpipe": "gpipe", "torch 1f1b": "1f1b", "deepspeed": "1f1b"} | {name: name for name in BOUNDS}
 
@@ -50,9 +49,9 @@ class Row:
 
 def target_of(workload: str, records: Sequence[Record]) -> float | None:
     """The best metric that plain training had after two thirds of its epochs, median of the seeds."""
-    curves = [r["curve"] for r in records if (r["workload"], r["system"]) == (workload, SYNCHRONOUS) and "curve" in r]
+    plain = [r for r in records if (r["workload"], r["system"]) == (workload, SYNCHRONOUS) and "curve" in r]
     better = min if WORKLOADS[workload].goal == "min" else max
-    found = [better(v for e, v in curve if e <= REACHED_AFTER * curve[-1][0]) for curve in curves]
+    found = [better(value for epoch, value in r["curve"] if epoch <= REACHED_AFTER * r["epochs"]) for r in plain]
     return statistics.median(found) if found else None
 
 
