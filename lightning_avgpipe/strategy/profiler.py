@@ -69,11 +69,11 @@ class Profiler:
                 except MemoryShortage as shortage:
                     large = self._larger(counts, large, shortage)
                     others = tuple(m for m in others if m < large)
-        found = self._cluster.group.gather_objects(stages)
+        found = self._cluster.group.gather_objects((stages, self._rehearsal.tied_s()))
         hops = self._hops(large)
         if not self._cluster.leads:
             return None
-        by_stage = {k: stage for part in found for k, stage in part.items()}
+        by_stage = {k: stage for part, _ in found for k, stage in part.items()}
         return Profile(
             large,
             1,
@@ -83,6 +83,7 @@ class Profiler:
             _device(self._cluster.device, not self._rehearsal.have_streams),
             tuple(self._cluster.stage_map.owner(k) for k in range(self._cluster.stage_map.num_stages)),
             self._cluster.stage_map.num_teams,
+            max(seconds for _, seconds in found),
         )
 
     def time(self, setting: Setting, iterations: int, tick: Callable[[], object]) -> float:

@@ -49,6 +49,7 @@ from lightning_avgpipe.utils.patching import nothing, replaced
 
 _BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
 _TIMES = 3  # a step is timed; the first makes its states
+_SUMS = 2  # over tied parameters are timed, which may be large; the first connects the processes
 
 
 class _Prepared(Exception):
@@ -180,6 +181,21 @@ class Rehearsal:
                 with torch.no_grad():
                     for parameter, weight in zip(own, weights, strict=True):
                         parameter.copy_(weight)
+        return min(seconds)
+
+    def tied_s(self) -> float:
+        """Seconds in which the stages sum the gradients of parameters that several of them use, after an iteration.
+
+        Every process calls it.
+        """
+        plan = self.pipeline.deployment.plan
+        assert plan is not None
+        seconds = [math.inf if plan.copied else 0.0]
+        for _ in range(_SUMS if plan.copied else 0):
+            self.pipeline.cluster.world.barrier("sums over tied parameters, which are timed")
+            begin = self._now()
+            self.pipeline.deployment.models.sum_copied_gradients()
+            seconds.append(self._now() - begin)
         return min(seconds)
 
     def averaging_s(self) -> float:

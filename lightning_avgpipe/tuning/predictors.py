@@ -204,7 +204,7 @@ class Simulator:
         loads = loads_at(profile, setting)
         if setting.rolling:
             roll_s = rolling_iteration_s(setting, profile.num_stages, loads, profile.devices, profile.device.in_turns)
-            return _prediction(profile, setting, max(roll_s, _rolling_s(profile, setting, self)))
+            return _prediction(profile, setting, max(roll_s + profile.tied_s, _rolling_s(profile, setting, self)))
         seconds = steady_iteration_s(setting, profile.num_stages, loads, profile.devices, profile.device.in_turns)
         return _prediction(profile, setting, seconds + loads.update_s)
 
@@ -228,7 +228,10 @@ class Simulator:
 
 
 def _rolling_s(profile: Profile, setting: Setting, predictor: Predictor) -> float:
-    """Where no pipeline waits for another: what one takes, or what a device or a link does for all of them."""
+    """Where no pipeline waits for another: what one takes, or what a device or a link does for all of them.
+
+    A process does nothing else while it sums gradients of tied parameters.
+    """
     one = dataclasses.replace(setting, num_pipelines=1, rolling=False)
     loads, m, n = loads_at(profile, setting), setting.num_microbatches, setting.num_pipelines
     per_device: dict[int, float] = {}
@@ -238,7 +241,8 @@ def _rolling_s(profile: Profile, setting: Setting, predictor: Predictor) -> floa
         work_s = m * (forward.work_s + backward.work_s) + stage.step_s + stage.averaging_s
         per_device[device] = per_device.get(device, 0.0) + n * work_s
     alone_s = predictor.predict(profile, one).iteration_s + max(stage.averaging_s for stage in profile.stages)
-    return max(alone_s, *per_device.values(), n * m * max((*loads.values_s, *loads.gradients_s), default=0.0))
+    busy_s = max(per_device.values()) + n * profile.tied_s
+    return max(alone_s, busy_s, n * m * max((*loads.values_s, *loads.gradients_s), default=0.0))
 
 
 def _prediction(profile: Profile, setting: Setting, seconds: float, at_least: bool = False) -> Prediction:

@@ -160,6 +160,7 @@ class Profile:
         device: description.
         devices: number of the device of each stage, shape ``(K,)``; empty: stage k on device k.
         groups: process groups that are averaged with this one, and itself.
+        tied_s: seconds in which stages that use the same parameters sum their gradients, per pipeline.
     Raises:
         TuningError: numbers that do not fit together.
     """
@@ -172,6 +173,7 @@ class Profile:
     device: Device
     devices: tuple[int, ...] = ()
     groups: int = 1
+    tied_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("num_microbatches", "num_pipelines", "batch_size", "groups"):
@@ -185,6 +187,8 @@ class Profile:
             raise TuningError(f"a profile of {len(self.stages)} stages and {len(self.hops)} hops: needs one hop fewer")
         if self.devices and len(self.devices) != len(self.stages):
             raise TuningError(f"{len(self.devices)} devices for {len(self.stages)} stages; give one per stage, or none")
+        if not 0 <= self.tied_s < math.inf:
+            raise TuningError(f"a profile with tied_s={self.tied_s}: must be finite and not negative")
         if not self.devices:
             object.__setattr__(self, "devices", tuple(range(len(self.stages))))
         for k, stage in enumerate(self.stages):

@@ -139,10 +139,13 @@ def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def update_s(profile: Profile, num_pipelines: int) -> float:
-    """Seconds at the end of an iteration: optimizer steps and averaging of N pipelines on the slowest device."""
+    """Seconds at the end of an iteration: sums over tied parameters, optimizer steps and averaging of N pipelines.
+
+    Of steps and averaging, those of the slowest device.
+    """
     averages = profile.averages(num_pipelines)
     per_device: dict[int, float] = {}
     for device, stage in zip(profile.devices, profile.stages, strict=True):
         seconds = num_pipelines * (stage.step_s + (stage.averaging_s if averages else 0.0))
         per_device[device] = per_device.get(device, 0.0) + seconds
-    return max(per_device.values())
+    return max(per_device.values()) + num_pipelines * profile.tied_s

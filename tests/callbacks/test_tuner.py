@@ -31,6 +31,7 @@ from lightning_avgpipe.utils.device import DevicePort
 from tests import processes
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
+from tests.weights.test_tied import TiedLanguageModel
 
 
 class Liking:
@@ -402,7 +403,7 @@ def test_the_profile_tells_times_sizes_and_memory(tmp_path: Path) -> None:
     assert (profile.num_microbatches, profile.num_pipelines, profile.batch_size) == (8, 1, 8)
     assert profile.device.in_turns and profile.devices == (0, 0)
     for stage, plan in zip(profile.stages, runner.strategy.plan.stages, strict=True):
-        assert [other.num_microbatches for other in stage.others] == [2, 1]
+        assert [other.num_microbatches for other in stage.others] == [4, 2, 1]
         for curve in (stage.forward, stage.backward):
             assert curve.total_s > 0 and 0 < curve.utilisation[0] <= 1
         assert stage.step_s > 0 and stage.averaging_s > 0
@@ -413,8 +414,16 @@ def test_the_profile_tells_times_sizes_and_memory(tmp_path: Path) -> None:
         assert stage.memory.reference == weights
         assert stage.memory.activations >= 8 * 8 * 4
     assert profile.hops[0].forward_bytes == profile.hops[0].backward_bytes == 8 * 4
+    assert profile.tied_s == 0
     assert Result.from_json((tmp_path / "avgpipe_tuning.json").read_text()) == tuner.result
     assert (tmp_path / "avgpipe_tuning.png").stat().st_size > 1000
+
+
+def test_the_profile_tells_how_long_sums_over_tied_parameters_take(tmp_path: Path) -> None:
+    tuner, model = AvgPipeTuner(2, [2, 4], profile_batches=6, dirpath=tmp_path), TiedLanguageModel()
+    runner = pipeline(3, callbacks=[tuner], max_epochs=1)
+    runner.fit(model, loader(TiedLanguageModel, 28, 4))
+    assert runner.strategy.plan.copied and tuner.result.profile.tied_s > 0
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
