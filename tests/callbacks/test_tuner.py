@@ -257,9 +257,30 @@ class Counting(MLP):
         return super().training_step(batch, batch_idx)
 
 
+class Measuring(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.error(loss.detach())
+        return loss
+
+
+class Hooked(MLP):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        pass
+
+
 def test_what_cannot_roll_is_tuned_without(liking: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     liking(Setting(4, 2, 0, rolling=True), Setting(4, 2, 0))
-    ways = [({}, Eventful, "a metric object"), ({}, Counting, "changes 'calls'"), ({"refine": 1}, MLP, "refine=1")]
+    ways = [
+        ({}, Measuring, "the metric object 'error'"),
+        ({}, Hooked, "on_before_zero_grad"),
+        ({}, Counting, "changes 'calls'"),
+        ({"refine": 1}, MLP, "refine=1"),
+    ]
     for options, module, why in ways:
         tuner = AvgPipeTuner(2, [4], profile_batches=4, dirpath=tmp_path, **options)
         caplog.clear()
@@ -273,8 +294,10 @@ def test_what_cannot_roll_is_tuned_without(liking: Any, tmp_path: Path, caplog: 
 
 
 def test_what_does_not_roll_is_refused_before_it_is_tuned(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="rolling=True and a metric object"):
-        fitted([AvgPipeTuner(dirpath=tmp_path)], sized, {"rolling": True})
+    with pytest.raises(ConfigurationError, match=r"rolling=True and Hooked\.on_before_zero_grad"):
+        runner = pipeline(2, strategy={"rolling": True}, callbacks=[AvgPipeTuner(dirpath=tmp_path)])
+        runner.fit(Hooked(), loader(MLP, 16, 8))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_larger_factor_prefers_one_pipeline(tmp_path: Path) -> None:
