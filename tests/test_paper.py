@@ -95,6 +95,16 @@ def test_the_report_multiplies_time_and_epochs() -> None:
     assert (pipedream.epochs, pipedream.target_s) == (3.0, 6.0)
 
 
+def test_the_target_is_one_that_half_of_the_seeds_reach() -> None:
+    def target(name: str, ends: list[float]) -> float | None:
+        found = {"system": "synchronous", "link": None, "epochs": 3}
+        return report.target_of(name, [{"workload": name, "curve": [(1.0, 0.0 if name == "bert" else 9.0), (2.0, end)],
+                                        "seed": seed, **found} for seed, end in enumerate(ends)])  # fmt: skip
+
+    assert target("gnmt", [3.0, 2.0]) == 3.0 and target("gnmt", [4.0, 3.0, 2.0]) == 3.0
+    assert target("bert", [0.7, 0.8]) == 0.7 and target("bert", [0.7, 0.8, 0.9]) == 0.8
+
+
 def test_quick_gives_way_to_what_is_said() -> None:
     options = parsed(["--quick", "--steps", "2"])
     assert (options.steps, options.seeds, options.links) == (2, QUICK["seeds"], QUICK["links"])

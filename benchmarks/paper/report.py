@@ -48,11 +48,16 @@ class Row:
 
 
 def target_of(workload: str, records: Sequence[Record]) -> float | None:
-    """The best metric that plain training had after two thirds of its epochs, median of the seeds."""
+    """The best metric that plain training had after two thirds of its epochs, median of the seeds.
+
+    Of an even number of seeds the one of the two in the middle that both have reached.
+    """
     plain = [r for r in records if (r["workload"], r["system"]) == (workload, SYNCHRONOUS) and "curve" in r]
-    better = min if WORKLOADS[workload].goal == "min" else max
+    better, median = (
+        (min, statistics.median_high) if WORKLOADS[workload].goal == "min" else (max, statistics.median_low)
+    )
     found = [better(value for epoch, value in r["curve"] if epoch <= REACHED_AFTER * r["epochs"]) for r in plain]
-    return statistics.median(found) if found else None
+    return median(found) if found else None
 
 
 def _epochs(workload: str, algorithm: str, records: Sequence[Record]) -> float | None:
@@ -61,7 +66,7 @@ def _epochs(workload: str, algorithm: str, records: Sequence[Record]) -> float |
     if target is None or not curves:
         return None
     found = [epochs_to(curve, target, WORKLOADS[workload].goal == "min") for curve in curves]
-    return statistics.median(float("inf") if value is None else value for value in found)
+    return statistics.median_low(float("inf") if value is None else value for value in found)
 
 
 def rows(records: Sequence[Record]) -> list[Row]:
