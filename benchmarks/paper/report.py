@@ -53,9 +53,8 @@ def target_of(workload: str, records: Sequence[Record]) -> float | None:
     Of an even number of seeds the one of the two in the middle that both have reached.
     """
     plain = [r for r in records if (r["workload"], r["system"]) == (workload, SYNCHRONOUS) and "curve" in r]
-    better, median = (
-        (min, statistics.median_high) if WORKLOADS[workload].goal == "min" else (max, statistics.median_low)
-    )
+    falls = WORKLOADS[workload].goal == "min"
+    better, median = (min, statistics.median_high) if falls else (max, statistics.median_low)
     found = [better(value for epoch, value in r["curve"] if epoch <= REACHED_AFTER * r["epochs"]) for r in plain]
     return median(found) if found else None
 
