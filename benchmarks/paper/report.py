@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.learning import REACHED_AFTER, SYNCHRONOUS, algorithm_of, epochs_to
+from benchmarks.paper.peers import PEERS
 from benchmarks.paper.results import Record
 from benchmarks.paper.settings import BOUNDS, MICROBATCHES, label, settings_within
-from benchmarks.paper.timing import TUNING
+from benchmarks.paper.timing import OURS, TUNING
 from benchmarks.paper.workloads import WORKLOADS
 
 __all__ = ["Row", "claims", "pictures", "rows", "table", "target_of"]
@@ -69,7 +70,7 @@ def _epochs(workload: str, algorithm: str, records: Sequence[Record]) -> float |
 
 
 def rows(records: Sequence[Record]) -> list[Row]:
-    """One for each system on each link."""
+    """One for each system on each link, AvgPipe the last."""
     timed = [r for r in records if r["link"] is not None and r["system"] != TUNING]
     made = []
     for workload, link, system in dict.fromkeys((r["workload"], r["link"], r["system"]) for r in timed):
@@ -88,7 +89,9 @@ def rows(records: Sequence[Record]) -> list[Row]:
                 _within(workload, link, system, records),
             )
         )  # fmt: skip
-    return made
+    order = {system: i for i, system in enumerate(["ddp", *PEERS, *OURS])}
+    workloads = list(WORKLOADS)
+    return sorted(made, key=lambda row: (workloads.index(row.workload), -row.link, order.get(row.system, len(order))))
 
 
 def _within(workload: str, link: int, system: str, records: Sequence[Record]) -> str:
