@@ -48,6 +48,7 @@ from benchmarks.predictors import ranks
 from benchmarks.processes import TIMEOUT, add_options, launch
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.tuning import PREDICTORS, Profile, Setting, candidates, search
+from lightning_avgpipe.tuning.calibration import calibrated
 from lightning_avgpipe.tuning.memory import memory_at
 
 NUM_STAGES = 2
@@ -202,7 +203,8 @@ def choices(profile: Profile, measured: dict[Setting, float]) -> list[Choice]:
         begin = time.perf_counter()
         chosen = search(profile, settings, None, predictor).choice.setting
         search_s = time.perf_counter() - begin
-        predicted = [predictor.predict(profile, setting).per_batch_s for setting in settings]
+        known = calibrated(predictor, profile)
+        predicted = [known.predict(profile, setting).per_batch_s for setting in settings]
         correlation = statistics.correlation(ranks(predicted), ranks(list(measured.values())))
         errors = [abs(p / measured[s] - 1) for p, s in zip(predicted, settings, strict=True)]
         regret = measured[chosen] / best - 1
@@ -380,7 +382,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         profile = Profile.from_json(json.dumps(row["profile"]))
         measured = {_setting(s): s["per_batch_s"] * 1e3 for s in row["settings"]}
         for name, colour in (("paper", "#c0504d"), ("corrected", "#5fa65a"), ("simulator", "#4c84c4")):
-            predicted = [PREDICTORS[name].predict(profile, s).per_batch_s * 1e3 for s in measured]
+            known = calibrated(PREDICTORS[name], profile)
+            predicted = [known.predict(profile, s).per_batch_s * 1e3 for s in measured]
             axes.scatter(measured.values(), predicted, s=9, color=colour, label=name, alpha=0.7)
         for choice, marker in (("max-num", "^"), ("max-size", "v")):
             (found,) = (c["setting"] for c in row["choices"] if c["by"] == choice)

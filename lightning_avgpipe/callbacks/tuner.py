@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.engine.microbatch import fewest_samples
-from lightning_avgpipe.errors import ConfigurationError, MemoryShortage, TuningError
+from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.planning.memory_limit import MemoryLimit
 from lightning_avgpipe.schedule import picture
 from lightning_avgpipe.strategy import checks, rolling_choice
@@ -33,7 +32,7 @@ from lightning_avgpipe.utils.option_types import Count, Natural
 from lightning_avgpipe.utils.packages import adopted
 
 _FEWEST_BATCHES = 4
-_REFINED = 3  # iterations of each candidate that is tried
+_REFINED = 3  # iterations that count of each candidate that is tried
 _NAME = "avgpipe_tuning"
 _MOST = ALLOWED["num_microbatches"]
 _FACTOR = number(0.01, 100, 1.2, least=True)
@@ -292,11 +291,9 @@ class AvgPipeTuner(Callback):
         return counts
 
     def _refined(self, profiler: Profiler, strategy: AvgPipeStrategy, result: Result) -> Result:
-        for candidate in best(result, self._options.refine):
-            with contextlib.suppress(MemoryShortage):
-                seconds = profiler.time(candidate.setting, _REFINED, lambda: None)
-                self.measured[candidate.setting] = per_batch_s(result.profile, candidate.setting, seconds)
-        self.measured = strategy.cluster.world.broadcast(self.measured)
+        tried = [candidate.setting for candidate in best(result, self._options.refine)]
+        times = strategy.cluster.world.broadcast(profiler.times(tried, _REFINED))
+        self.measured = {setting: per_batch_s(result.profile, setting, seconds) for setting, seconds in times.items()}
         return refined(result, self.measured)
 
     def _reusable(self, strategy: AvgPipeStrategy) -> bool:

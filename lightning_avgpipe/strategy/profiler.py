@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,12 +19,22 @@ from lightning_avgpipe.planning.memory_limit import limit_of
 from lightning_avgpipe.planning.model_memory import ModelBytes, model_bytes
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
 from lightning_avgpipe.strategy.rehearsal import BusyRecording, Rehearsal
-from lightning_avgpipe.tuning import Curve, Device, HopProfile, OtherSize, Profile, Setting, StageMemory, StageProfile
-from lightning_avgpipe.tuning.trials import Budget, busy_curve, durations, trial_sizes
+from lightning_avgpipe.tuning import (
+    Curve,
+    Device,
+    HopProfile,
+    OtherSize,
+    Profile,
+    Setting,
+    StageMemory,
+    StageProfile,
+    Trial,
+)
+from lightning_avgpipe.tuning.trials import Budget, affordable, busy_curve, durations, trial_sizes
 from lightning_avgpipe.utils.device import port_of
 
 _LONGEST_S = 120.0  # after so long no further iteration is begun
-_FEWEST = 2  # iterations that a setting runs at least
+_FEWEST = 2  # rounds at least
 _SAMPLED_S = 2.0  # of the device's utilisation; the driver looks back over up to a second
 
 
@@ -64,11 +75,12 @@ class Profiler:
             tick = bar.update
             while True:
                 try:
-                    stages = self._stages(Setting(large, schedule=self._schedule), others, tick)
+                    stages, runs = self._stages(Setting(large, schedule=self._schedule), others, tick)
                     break
                 except MemoryShortage as shortage:
                     large = self._larger(counts, large, shortage)
                     others = tuple(m for m in others if m < large)
+        trials = [Trial(setting, self._span_s(timed)) for setting, timed in runs.items()]
         found = self._cluster.group.gather_objects((stages, self._rehearsal.tied_s()))
         hops = self._hops(large)
         if not self._cluster.leads:
@@ -84,17 +96,52 @@ class Profiler:
             tuple(self._cluster.stage_map.owner(k) for k in range(self._cluster.stage_map.num_stages)),
             self._cluster.stage_map.num_teams,
             max(seconds for _, seconds in found),
+            tuple(trials),
         )
 
-    def time(self, setting: Setting, iterations: int, tick: Callable[[], object]) -> float:
-        """Median seconds of an iteration on the slowest process, the first one not counted; known on rank 0.
+    def times(self, settings: Sequence[Setting], rounds: int) -> dict[Setting, float]:
+        """Median seconds of an iteration on the slowest process, of those settings that fit; known on rank 0.
 
-        Raises:
-            MemoryShortage: it does not fit some process.
+        Args:
+            settings: to try.
+            rounds: iterations of each that count, one in each round.
         """
-        runs = self._runs(setting, 1 + iterations, tick)[1:]
+        with contextlib.suppress(MemoryShortage):
+            runs = self._in_turns(settings, 1 + rounds, lambda: None)
+            return {setting: self._span_s(timed) for setting, timed in runs.items()}
+        return {}
+
+    def _span_s(self, runs: Sequence[BusyRecording]) -> float:
         spans = self._cluster.group.gather_objects([run.span_s for run in runs])
         return statistics.median(max(at) for at in zip(*spans, strict=True))
+
+    def _in_turns(
+        self, settings: Sequence[Setting], rounds: int, tick: Callable[[], object]
+    ) -> dict[Setting, list[BusyRecording]]:
+        """Iterations of each setting that fits, in turns, since machines are now faster and now slower.
+
+        The first round does not count. There are fewer if time runs out, the same number everywhere.
+
+        Raises:
+            MemoryShortage: none of them fits.
+        """
+        runs: dict[Setting, list[BusyRecording]] = {setting: [] for setting in settings}
+        for done in range(rounds):
+            late = self._cluster.world.broadcast(time.monotonic() - self._began > _LONGEST_S)
+            if late and done >= _FEWEST:
+                break
+            for setting in settings:
+                if setting not in runs:
+                    continue
+                try:
+                    runs[setting].append(self._rehearsal.run(setting))
+                except MemoryShortage as shortage:
+                    runs = {other: timed for other, timed in runs.items() if not _needs_more(other, setting)}
+                    if not runs:
+                        raise
+                    rank_zero_info(f"AvgPipeTuner: {setting} does not fit the memory ({shortage}); goes without it")
+                tick()
+        return {setting: timed[1:] for setting, timed in runs.items()}
 
     def _larger(self, counts: Sequence[int], tried: int, shortage: MemoryShortage) -> int:
         self.too_few = tried
@@ -108,39 +155,35 @@ class Profiler:
         rank_zero_info(f"AvgPipeTuner: {tried} micro-batches do not fit the memory ({shortage}); tries {more}")
         return more
 
-    def _runs(self, setting: Setting, count: int, tick: Callable[[], object]) -> list[BusyRecording]:
-        """So many iterations, or fewer if time runs out; the same number everywhere."""
-        runs: list[BusyRecording] = []
-        while len(runs) < count:
-            late = self._cluster.world.broadcast(time.monotonic() - self._began > _LONGEST_S)
-            if late and len(runs) >= _FEWEST:
-                break
-            runs.append(self._rehearsal.run(setting))
+    def _stages(
+        self, setting: Setting, others: Sequence[int], tick: Callable[[], object]
+    ) -> tuple[dict[int, StageProfile], dict[Setting, list[BusyRecording]]]:
+        """What this process measures of its stages, and in which iterations."""
+        others = affordable(others, self._iterations)
+        budget = Budget.of(self._iterations, 1 + len(others))
+        for _ in range(budget.warm_up):
+            self._rehearsal.run(setting)
             tick()
-        return runs
-
-    def _stages(self, setting: Setting, others: Sequence[int], tick: Callable[[], object]) -> dict[int, StageProfile]:
-        """What this process measures of its stages."""
-        budget = Budget.of(self._iterations, len(others))
-        runs = self._runs(setting, budget.warm_up + budget.timed, tick)[-budget.timed :]
-        seconds = self._durations(runs)
-        curves = self._curves(setting, runs, seconds)
+        sizes = [setting, *(replace(setting, num_microbatches=m) for m in others)]
+        runs = self._in_turns(sizes, budget.rounds, tick)
+        self.too_few = max([self.too_few, *(size.num_microbatches for size in sizes if size not in runs)])
+        seconds = {size: self._durations(timed) for size, timed in runs.items()}
+        curves = self._curves(setting, runs[setting], seconds.pop(setting))
         memory, step_s = self._memory(setting, tick)
         averaging_s = self._averaging_s()
-        sizes = self._other_sizes(setting, others, budget.other, tick)
-        stages = self._cluster.stages
         weights = self._weights()
-        return {
+        stages = {
             k: StageProfile(
                 curves[k, FORWARD],
                 curves[k, BACKWARD],
                 memory[k],
-                tuple(OtherSize(m, at[k, FORWARD], at[k, BACKWARD]) for m, at in sizes.items()),
+                tuple(OtherSize(s.num_microbatches, at[k, FORWARD], at[k, BACKWARD]) for s, at in seconds.items()),
                 step_s * weights[k],
                 averaging_s * weights[k],
             )
-            for k in stages
+            for k in self._cluster.stages
         }
+        return stages, runs
 
     def _durations(self, runs: Sequence[BusyRecording]) -> dict[tuple[int, Kind], float]:
         spans = [(s.stage, s.action.kind, s.end_s - s.begin_s) for run in runs for s in run.recording.spans]
@@ -253,20 +296,6 @@ class Profiler:
         except MemoryShortage:  # so that there is no room for parallel pipelines either
             return 0.0
 
-    def _other_sizes(
-        self, setting: Setting, others: Sequence[int], count: int, tick: Callable[[], object]
-    ) -> dict[int, dict[tuple[int, Kind], float]]:
-        found = {}
-        for m in others if count else ():
-            try:
-                runs = self._runs(replace(setting, num_microbatches=m), count, tick)
-            except MemoryShortage as shortage:
-                self.too_few = max(m, self.too_few)
-                rank_zero_info(f"AvgPipeTuner: {m} micro-batches do not fit the memory ({shortage}); goes without them")
-                break  # fewer fit even less
-            found[m] = self._durations(runs[1:])
-        return found
-
     def _weights(self) -> dict[int, float]:
         """Each stage's part of what is done for all parameters of this process."""
         plan = self._plan
@@ -286,6 +315,12 @@ class Profiler:
             )
             for stage, link in zip(plan.stages, self._cluster.channels.links(self._cluster.stage_map), strict=False)
         )
+
+
+def _needs_more(setting: Setting, other: Setting) -> bool:
+    """Whether it needs as much memory as another one at least, whatever the model."""
+    fewer = setting.num_microbatches <= other.num_microbatches
+    return fewer and setting.num_pipelines >= other.num_pipelines and setting.advance >= other.advance
 
 
 def _within_s(run: BusyRecording) -> float:

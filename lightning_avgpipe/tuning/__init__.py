@@ -1,7 +1,16 @@
 """From a profile at one setting to the best setting: predictors, and a search within the memory limit."""
 
 from lightning_avgpipe.tuning.predictors import PREDICTORS, Corrected, Paper, Prediction, Predictor, Simulator
-from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, OtherSize, Profile, StageMemory, StageProfile
+from lightning_avgpipe.tuning.profile import (
+    Curve,
+    Device,
+    HopProfile,
+    OtherSize,
+    Profile,
+    StageMemory,
+    StageProfile,
+    Trial,
+)
 from lightning_avgpipe.tuning.samples import SamplesFactor
 from lightning_avgpipe.tuning.search import Candidate, Result, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.setting import TUNED, Setting
@@ -25,6 +34,7 @@ __all__ = [
     "Simulator",
     "StageMemory",
     "StageProfile",
+    "Trial",
     "candidates",
     "microbatch_counts",
     "search",

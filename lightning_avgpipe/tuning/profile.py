@@ -16,6 +16,7 @@ from functools import cached_property
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning import Link
 from lightning_avgpipe.tuning import plain
+from lightning_avgpipe.tuning.setting import Setting
 
 _FORMAT = 1
 
@@ -146,6 +147,18 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What iterations of a setting took, from the first action to the last one, without optimizer steps and averaging.
+
+    It is more than its actions and messages make, if these take now longer and now shorter: then stages wait for each
+    other.
+    """
+
+    setting: Setting
+    span_s: float
+
+
+@dataclass(frozen=True)
 class Profile:
     """Measurements at M = ``num_microbatches``, N = ``num_pipelines``.
 
@@ -161,6 +174,7 @@ class Profile:
         devices: number of the device of each stage, shape ``(K,)``; empty: stage k on device k.
         groups: process groups that are averaged with this one, and itself.
         tied_s: seconds in which stages that use the same parameters sum their gradients, per pipeline.
+        trials: of one pipeline, at some numbers of micro-batches; empty: unknown.
     Raises:
         TuningError: numbers that do not fit together.
     """
@@ -174,6 +188,7 @@ class Profile:
     devices: tuple[int, ...] = ()
     groups: int = 1
     tied_s: float = 0.0
+    trials: tuple[Trial, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_microbatches", "num_pipelines", "batch_size", "groups"):
@@ -189,6 +204,9 @@ class Profile:
             raise TuningError(f"{len(self.devices)} devices for {len(self.stages)} stages; give one per stage, or none")
         if not 0 <= self.tied_s < math.inf:
             raise TuningError(f"a profile with tied_s={self.tied_s}: must be finite and not negative")
+        for trial in self.trials:
+            if trial.setting.num_pipelines != 1 or not 0 <= trial.span_s < math.inf:
+                raise TuningError(f"{trial} of the profile: of one pipeline, its time finite and not negative")
         if not self.devices:
             object.__setattr__(self, "devices", tuple(range(len(self.stages))))
         for k, stage in enumerate(self.stages):

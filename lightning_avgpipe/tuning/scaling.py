@@ -127,11 +127,11 @@ def _correction(profile: Profile, stage: StageProfile, direction: str, num_micro
         measured = other.forward_s if direction == "forward" else other.backward_s
         if predicted > 0 and other.num_microbatches != profile.num_microbatches:
             known[float(other.num_microbatches)] = measured / predicted
-    return _interpolated(sorted((math.log(m), ratio) for m, ratio in known.items()), math.log(num_microbatches))
+    return interpolated(sorted((math.log(m), ratio) for m, ratio in known.items()), math.log(num_microbatches))
 
 
-def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Constant outside of the points."""
+def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Between points that ascend linear, outside of them constant."""
     for (left, low), (right, high) in itertools.pairwise(points):
         if left <= x <= right:
             return low + (high - low) * (x - left) / (right - left)

@@ -11,6 +11,7 @@ from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.tuning import plain
+from lightning_avgpipe.tuning.calibration import calibrated
 from lightning_avgpipe.tuning.memory import memory_at
 from lightning_avgpipe.tuning.predictors import Corrected, Prediction, Predictor
 from lightning_avgpipe.tuning.profile import Profile
@@ -199,14 +200,14 @@ def search(
         profile: of one setting.
         settings: to consider, as ``candidates`` gives them.
         memory_limit: bytes that no stage may exceed; None for no limit.
-        predictor: default: ``Corrected()``.
+        predictor: default: ``Corrected()``; either is calibrated by the trials of the profile.
         samples_factor: what N models need, see ``samples_at``.
     Raises:
         TuningError: there is none, or none fits; says what is missing on which stage, and what would help.
     """
     if not settings:
         raise TuningError("no settings to choose from; give at least one")
-    predictor = predictor or Corrected()
+    predictor = calibrated(predictor or Corrected(), profile)
     limit = math.inf if memory_limit is None else memory_limit
     found = _predicted(profile, settings, limit, predictor, samples_factor)
     fitting = [candidate for candidate in found if candidate.fits(limit)]

@@ -16,7 +16,7 @@ from lightning_avgpipe.tuning.setting import Setting
 
 _ENOUGH = 16  # micro-batches that leave a device under-used, at least, ...
 _PER_STAGE = 8  # ... and so many per stage: with more, what an action costs whatever its size is most of it
-_WARM_UP = 2
+_ROUNDS = 2  # of all sizes, at least
 _PIECES = 16
 
 
@@ -41,6 +41,17 @@ def trial_sizes(counts: Sequence[int], num_stages: int) -> tuple[int, tuple[int,
     return large, tuple(sorted({least, middle, _between(below, middle, large)}, reverse=True))
 
 
+def affordable(others: Sequence[int], iterations: int) -> tuple[int, ...]:
+    """Those of the other sizes that so many iterations are enough for.
+
+    Args:
+        others: descending; the first, which are nearest to the size of the profile, are left out first.
+        iterations: at least 4.
+    """
+    most = (iterations - 2) // _ROUNDS - 1
+    return tuple(others[max(0, len(others) - most) :])
+
+
 def _between(counts: Sequence[int], low: int, high: int) -> int:
     """The one that is nearest to the geometric mean."""
     return min(counts, key=lambda m: abs(m * m - low * high))
@@ -48,30 +59,26 @@ def _between(counts: Sequence[int], low: int, high: int) -> int:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many iterations are run.
+    """How many iterations are run, besides one for the memory.
 
     Attributes:
-        warm_up: at the profiled setting, not counted.
-        timed: at the profiled setting.
-        other: at each other size, the first of them not counted.
+        warm_up: at the profiled size, not counted.
+        rounds: of one iteration at each size, the first round not counted.
     """
 
     warm_up: int
-    timed: int
-    other: int
+    rounds: int
 
     @classmethod
-    def of(cls, iterations: int, others: int) -> Budget:
-        """Share iterations out; one more is for the memory.
+    def of(cls, iterations: int, sizes: int) -> Budget:
+        """Share iterations out.
 
         Args:
             iterations: at least 4.
-            others: number of other sizes.
+            sizes: their number; the others are affordable.
         """
-        other = max(2, iterations // 6) if others and iterations >= 4 + 2 * others else 0
-        rest = iterations - 1 - other * others
-        warm_up = min(_WARM_UP, rest - 1)
-        return cls(warm_up, rest - warm_up, other)
+        rounds, more = divmod(iterations - 2, sizes)
+        return cls(1 + more, rounds)
 
 
 def durations(

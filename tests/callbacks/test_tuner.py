@@ -438,6 +438,8 @@ def test_the_profile_tells_times_sizes_and_memory(tmp_path: Path) -> None:
         assert stage.memory.activations >= 8 * 8 * 4
     assert profile.hops[0].forward_bytes == profile.hops[0].backward_bytes == 8 * 4
     assert profile.tied_s == 0
+    assert [trial.setting for trial in profile.trials] == [Setting(m) for m in (8, 4, 2, 1)]
+    assert all(trial.span_s > 0 for trial in profile.trials)
     assert Result.from_json((tmp_path / "avgpipe_tuning.json").read_text()) == tuner.result
     assert (tmp_path / "avgpipe_tuning.png").stat().st_size > 1000
 

@@ -17,7 +17,16 @@ from lightning_avgpipe.tuning import (
     candidates,
     search,
 )
-from lightning_avgpipe.tuning.trials import Budget, best, busy_curve, durations, per_batch_s, refined, trial_sizes
+from lightning_avgpipe.tuning.trials import (
+    Budget,
+    affordable,
+    best,
+    busy_curve,
+    durations,
+    per_batch_s,
+    refined,
+    trial_sizes,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +47,17 @@ def test_profiles_are_made_with_many_micro_batches_and_the_fewest_and_some_in_be
 
 
 @pytest.mark.parametrize("iterations", range(4, 41))
-@pytest.mark.parametrize("others", [0, 1, 2, 3])
-def test_a_budget_is_spent_and_something_is_timed(iterations: int, others: int) -> None:
-    budget = Budget.of(iterations, others)
-    assert budget.warm_up + budget.timed + 1 + others * budget.other == iterations
-    assert budget.timed >= 1 and budget.warm_up >= 0 and budget.other != 1
+@pytest.mark.parametrize("others", [(), (1,), (4, 1), (8, 4, 1)])
+def test_a_budget_is_spent_and_every_size_is_timed(iterations: int, others: tuple[int, ...]) -> None:
+    sizes = 1 + len(affordable(others, iterations))
+    budget = Budget.of(iterations, sizes)
+    assert budget.warm_up + budget.rounds * sizes + 1 == iterations
+    assert budget.warm_up >= 1 and budget.rounds >= 2
+
+
+def test_with_few_iterations_the_sizes_that_are_nearest_to_the_profiled_one_are_left_out() -> None:
+    found = {iterations: affordable((8, 4, 1), iterations) for iterations in (4, 6, 8, 10, 20)}
+    assert found == {4: (), 6: (1,), 8: (4, 1), 10: (8, 4, 1), 20: (8, 4, 1)}
 
 
 def test_durations_are_medians_and_count_what_lies_between_actions() -> None:
