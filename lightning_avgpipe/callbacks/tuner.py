@@ -85,7 +85,7 @@ class AvgPipeTuner(Callback):
     """Chooses ``num_pipelines``, ``num_microbatches`` and ``advance`` of ``strategy="avgpipe"`` by measuring.
 
     When the first batch of training is there, about twenty iterations are run on copies of it, with many micro-batches
-    and one pipeline, and once more with fewer. From what they take on each stage, time and memory of every other
+    and one pipeline, in turns with fewer. From what they take on each stage, time and memory of every other
     setting are predicted, and the fastest is taken that fits the memory on every stage. Then training begins, with this
     very batch, as if the setting had been given by hand: weights, optimizer, random numbers, logs and progress are
     what they would have been.
@@ -102,7 +102,7 @@ class AvgPipeTuner(Callback):
             either 90 % of the device.
         predictor: how times are predicted: ``"corrected"``, in closed form; ``"simulator"``, by playing each candidate
             through; ``"paper"``, as AvgPipe's authors print it, for comparison.
-        profile_batches: iterations to profile with, at least 4. No more are begun after two minutes.
+        profile_batches: iterations to profile with at most, at least 4. After two minutes no further round is begun.
         refine: number of candidates, the best by prediction, that are run for a few iterations; the fastest is taken.
         samples_factor: samples that N models need to reach a goal, as a multiple of what one needs: a number for all N
             above 1, or numbers by N. The setting with the least time per batch times this factor is taken. None: as

@@ -30,7 +30,7 @@ from lightning_avgpipe.tuning import (
     StageProfile,
     Trial,
 )
-from lightning_avgpipe.tuning.trials import Budget, affordable, busy_curve, durations, trial_sizes
+from lightning_avgpipe.tuning.trials import affordable, busy_curve, durations, rounds, trial_sizes
 from lightning_avgpipe.utils.device import port_of
 
 _LONGEST_S = 120.0  # after so long no further iteration is begun
@@ -43,7 +43,7 @@ class Profiler:
 
     Args:
         rehearsal: runs the iterations.
-        iterations: about how many of them, at least 4.
+        iterations: how many of them at most, at least 4.
         schedule: its name.
         shows: whether to show a bar of the progress here.
 
@@ -99,15 +99,15 @@ class Profiler:
             tuple(trials),
         )
 
-    def times(self, settings: Sequence[Setting], rounds: int) -> dict[Setting, float]:
+    def times(self, settings: Sequence[Setting], count: int) -> dict[Setting, float]:
         """Median seconds of an iteration on the slowest process, of those settings that fit; known on rank 0.
 
         Args:
             settings: to try.
-            rounds: iterations of each that count, one in each round.
+            count: iterations of each, one in each round, besides one that is not counted.
         """
         with contextlib.suppress(MemoryShortage):
-            runs = self._in_turns(settings, 1 + rounds, lambda: None)
+            runs = self._in_turns(settings, 1 + count, lambda: None)
             return {setting: self._span_s(timed) for setting, timed in runs.items()}
         return {}
 
@@ -116,9 +116,9 @@ class Profiler:
         return statistics.median(max(at) for at in zip(*spans, strict=True))
 
     def _in_turns(
-        self, settings: Sequence[Setting], rounds: int, tick: Callable[[], object]
+        self, settings: Sequence[Setting], count: int, tick: Callable[[], object]
     ) -> dict[Setting, list[BusyRecording]]:
-        """Iterations of each setting that fits, in turns, since machines are now faster and now slower.
+        """So many iterations of each setting that fits, in turns, since machines are now faster and now slower.
 
         The first round does not count. There are fewer if time runs out, the same number everywhere.
 
@@ -126,7 +126,7 @@ class Profiler:
             MemoryShortage: none of them fits.
         """
         runs: dict[Setting, list[BusyRecording]] = {setting: [] for setting in settings}
-        for done in range(rounds):
+        for done in range(count):
             late = self._cluster.world.broadcast(time.monotonic() - self._began > _LONGEST_S)
             if late and done >= _FEWEST:
                 break
@@ -160,12 +160,10 @@ class Profiler:
     ) -> tuple[dict[int, StageProfile], dict[Setting, list[BusyRecording]]]:
         """What this process measures of its stages, and in which iterations."""
         others = affordable(others, self._iterations)
-        budget = Budget.of(self._iterations, 1 + len(others))
-        for _ in range(budget.warm_up):
-            self._rehearsal.run(setting)
-            tick()
+        self._rehearsal.run(setting)
+        tick()
         sizes = [setting, *(replace(setting, num_microbatches=m) for m in others)]
-        runs = self._in_turns(sizes, budget.rounds, tick)
+        runs = self._in_turns(sizes, rounds(self._iterations, len(sizes)), tick)
         self.too_few = max([self.too_few, *(size.num_microbatches for size in sizes if size not in runs)])
         seconds = {size: self._durations(timed) for size, timed in runs.items()}
         curves = self._curves(setting, runs[setting], seconds.pop(setting))

@@ -148,10 +148,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Trial:
-    """What iterations of a setting took, from the first action to the last one, without optimizer steps and averaging.
+    """What an iteration of a setting took: more than its actions and messages make, if these take now more, now less.
 
-    It is more than its actions and messages make, if these take now longer and now shorter: then stages wait for each
-    other.
+    Attributes:
+        setting: of one pipeline.
+        span_s: seconds from the first action to the last one, without optimizer steps and averaging.
     """
 
     setting: Setting
@@ -206,7 +207,7 @@ class Profile:
             raise TuningError(f"a profile with tied_s={self.tied_s}: must be finite and not negative")
         for trial in self.trials:
             if trial.setting.num_pipelines != 1 or not 0 <= trial.span_s < math.inf:
-                raise TuningError(f"{trial} of the profile: of one pipeline, its time finite and not negative")
+                raise TuningError(f"{trial} of the profile: must be of one pipeline, its time finite and not negative")
         if not self.devices:
             object.__setattr__(self, "devices", tuple(range(len(self.stages))))
         for k, stage in enumerate(self.stages):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.schedule import Kind
@@ -57,28 +57,14 @@ def _between(counts: Sequence[int], low: int, high: int) -> int:
     return min(counts, key=lambda m: abs(m * m - low * high))
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How many iterations are run, besides one for the memory.
+def rounds(iterations: int, sizes: int) -> int:
+    """How many rounds of one iteration at each size, beside one to warm up and one for the memory.
 
-    Attributes:
-        warm_up: at the profiled size, not counted.
-        rounds: of one iteration at each size, the first round not counted.
+    Args:
+        iterations: at most, at least 4.
+        sizes: their number; the others are affordable.
     """
-
-    warm_up: int
-    rounds: int
-
-    @classmethod
-    def of(cls, iterations: int, sizes: int) -> Budget:
-        """Share iterations out.
-
-        Args:
-            iterations: at least 4.
-            sizes: their number; the others are affordable.
-        """
-        rounds, more = divmod(iterations - 2, sizes)
-        return cls(1 + more, rounds)
+    return (iterations - 2) // sizes
 
 
 def durations(

@@ -360,6 +360,16 @@ def test_what_does_not_fit_while_profiling_is_not_chosen(stage: int, error: Any,
     assert tuner.result.choice.setting == Setting(4)
 
 
+def test_what_does_not_fit_when_it_is_tried_is_not_chosen(liking: Any, tmp_path: Path) -> None:
+    liking(Setting(2), Setting(8))
+    tuner = AvgPipeTuner(1, [2, 8], profile_batches=4, refine=2, dirpath=tmp_path)  # so few that 2 is not profiled
+    with ScarceStage(1, 2):
+        mlp(tuner)
+    assert {c.setting.num_microbatches for c in tuner.result.candidates} == {2, 8}
+    assert set(tuner.measured) == {Setting(8)}
+    assert tuner.result.choice.setting == Setting(8)
+
+
 def test_profiling_goes_on_with_more_micro_batches_where_the_first_do_not_fit(liking: Any, tmp_path: Path) -> None:
     tuner = AvgPipeTuner(1, [4, 16, 32], profile_batches=6, dirpath=tmp_path)
     torch.manual_seed(0)

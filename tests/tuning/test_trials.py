@@ -18,13 +18,13 @@ from lightning_avgpipe.tuning import (
     search,
 )
 from lightning_avgpipe.tuning.trials import (
-    Budget,
     affordable,
     best,
     busy_curve,
     durations,
     per_batch_s,
     refined,
+    rounds,
     trial_sizes,
 )
 
@@ -48,11 +48,13 @@ def test_profiles_are_made_with_many_micro_batches_and_the_fewest_and_some_in_be
 
 @pytest.mark.parametrize("iterations", range(4, 41))
 @pytest.mark.parametrize("others", [(), (1,), (4, 1), (8, 4, 1)])
-def test_a_budget_is_spent_and_every_size_is_timed(iterations: int, others: tuple[int, ...]) -> None:
+def test_as_many_rounds_as_are_affordable_are_run_and_one_of_them_counts(
+    iterations: int, others: tuple[int, ...]
+) -> None:
     sizes = 1 + len(affordable(others, iterations))
-    budget = Budget.of(iterations, sizes)
-    assert budget.warm_up + budget.rounds * sizes + 1 == iterations
-    assert budget.warm_up >= 1 and budget.rounds >= 2
+    count = rounds(iterations, sizes)
+    assert count >= 2
+    assert iterations - sizes < 2 + count * sizes <= iterations
 
 
 def test_with_few_iterations_the_sizes_that_are_nearest_to_the_profiled_one_are_left_out() -> None:
